@@ -17,12 +17,14 @@ LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 CPU = "give --device cpu"
 # Methods whose layers, on GPUs, are integers in groups.
-OF_INTEGERS = "gptq", "awq", "compressed-tensors", "gguf", "bitsandbytes", "hqq", "torchao", "mxfp4"
+OF_INTEGERS = "gptq", "awq", "compressed-tensors", "gguf", "bitsandbytes", "hqq", "torchao", "mxfp4", "nvfp4"
 OF_EXPERTS = (
     "f32",
     "bf16",
     "fp8",
+    "fp8g128",
     "mxfp4",
+    "nvfp4",
     *(f"int{bits}{of}{group}" for bits in (4, 8) for of in "gm" for group in (32, 64, 128)),
 )  # storages of experts that GPUs have kernels for
 # Settings for what models that make text do with logits, and for pages of KV.

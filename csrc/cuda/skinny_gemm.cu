@@ -13,7 +13,8 @@
 //
 // Weights may be e4m3 (E4M3), with a scale for each column of the result; x is not rounded. Where x is STAGED
 // its rows become float16, times a power of two that puts the largest number near the end of the range, and
-// the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
+// the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16. GROUPED:
+// the sums of a chunk meet its scales, which are asked for a chunk ahead.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -43,6 +44,9 @@
 #ifndef E4M3  // 1: weights are e4m3 with a scale for each row
 #define E4M3 0
 #endif
+#ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF)
+#define GROUPED 0
+#endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
 #define EPILOGUE 0
 #endif
@@ -71,7 +75,7 @@ typedef bf16 weight;
 struct Params {
   const bf16* x;      // [m, x_stride]
   const weight* w;    // [n, k]; gated: gate rows, then up rows
-  const float* scale; // of the rows of w, if they are e4m3
+  const float* scale; // of the rows of w, if they are e4m3; GROUPED: [rows, chunks]
   const float* norm;  // [k]; [HEAD] of heads
   const bf16* by;     // [m, by_stride], or null
   const float* bias;  // [n] or null
@@ -311,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       }
     }
     float scales[PER_THREAD][2] = {};
-    if (E4M3) {
+    if (E4M3 && !GROUPED) {
 #pragma unroll
       for (int i = 0; i < PER_THREAD; ++i) {
         const int n = first_column(tile) + (i * THREADS + threadIdx.x) % COLS;
@@ -320,6 +324,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       }
     }
     float acc[MT][NT][4] = {}, more[CHAINS > 1 ? MT : 1][CHAINS > 1 ? NT : 1][4] = {};
+    float total[MT][NT][4] = {}, next[MT][2];  // GROUPED: sums times their scales, and the next chunk's
+    const float* own[MT][2];
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_column(tile) + i * TILE_ROWS + g + h * (GATED ? p.n : 8);
+        own[i][h] = p.scale + (long long)row * chunks;
+        next[i][h] = GROUPED && warp < chunks ? own[i][h][warp] : 0.f;
+      }
     for (int chunk = warp; chunk < chunks; chunk += WARPS) {
       constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE, PIECE_K = 16 / SIZE;
       uint4 b[PARTS][NT][XV];
@@ -336,6 +350,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
             if (row < p.m && !STAGED)
               b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
+        }
+      float by_chunk[MT][2];
+#pragma unroll
+      for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          by_chunk[i][h] = next[i][h];
+          if (GROUPED && chunk + WARPS < chunks) next[i][h] = own[i][h][chunk + WARPS];
         }
       cp_async_wait<STAGES - 2>();
       __syncwarp();
@@ -388,6 +410,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         }
       }
       __syncwarp();
+      if (GROUPED) {
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int j = 0; j < NT; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const float sum = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
+              total[i][j][e] += sum * by_chunk[i][e / 2];
+              acc[i][j][e] = 0.f;
+              if (CHAINS > 1) more[i][j][e] = 0.f;
+            }
+      }
     }
 
     const int buffer = (tile - first) & 1;
@@ -398,7 +433,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = j * 8 + t * 2 + (e & 1);
-          const float y = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
+          float y = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
+          if (GROUPED) y = total[i][j][e];
           if (KEPT == NT * 8 || row < KEPT) red[buffer][warp][row][i * 16 + g + (e >= 2 ? 8 : 0)] = y;
         }
       if (NORM && !STAGED && tile == first) {
@@ -422,8 +458,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       }
       if (E4M3) {
         const float by = HALVES ? back[row] : 1.f;
-        y *= scales[i][0] * by;
-        up *= scales[i][1] * by;
+        y *= GROUPED ? by : scales[i][0] * by;
+        up *= GROUPED ? by : scales[i][1] * by;
       }
       if (NORM) {
         const float f = rsqrtf(s / p.k + p.eps);

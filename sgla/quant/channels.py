@@ -1,15 +1,18 @@
-"""Weights in 8-bit floating point with a scale for each output channel."""
+"""Weights in 8-bit floating point with a scale for each output channel, or for 128 input channels of it."""
 
 from __future__ import annotations
 
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from sgla.errors import ConfigError
 from sgla.quant.weight import Weight
 
 MAX = 448.0
+GROUP = 128  # channels of k with one scale
 
 
 class E4M3(Weight):
@@ -31,3 +34,30 @@ class E4M3(Weight):
     def columns(self, start: int, stop: int) -> Self:
         numbers, scale = self.tensors
         return type(self)(self.n, stop - start, numbers[:, start:stop], scale)
+
+
+class E4M3Groups(Weight):
+    """e4m3 numbers ``[n, k]``, float32 scales ``[n, ceil(k / GROUP)]``: has blocks of 128 x 128 as they are.
+    Kernels for GPUs alone."""
+
+    kind = "fp8g128"
+
+    @classmethod
+    def pack(cls, dense: Tensor) -> Self:
+        n, k = dense.shape
+        groups = F.pad(dense.float(), (0, -k % GROUP)).view(n, -1, GROUP)
+        scale = groups.abs().amax(-1).clamp_min(1e-30) / MAX
+        numbers = (groups / scale[..., None]).clamp_(-MAX, MAX).to(torch.float8_e4m3fn)
+        return cls(n, k, numbers.view(n, -1)[:, :k].contiguous(), scale)
+
+    @classmethod
+    def decode(cls, k: int, *tensors: Tensor) -> Tensor:
+        numbers, scale = tensors
+        return numbers.float() * scale.repeat_interleave(GROUP, 1)[:, :k]
+
+    def columns(self, start: int, stop: int) -> Self:
+        if start % GROUP or (stop % GROUP and stop != self.k):
+            raise ConfigError(f"fp8 blocks split over ranks in groups of {GROUP}; use another --tp")
+        numbers, scale = self.tensors
+        groups = scale[:, start // GROUP : -(-stop // GROUP)]
+        return type(self)(self.n, stop - start, numbers[:, start:stop], groups)

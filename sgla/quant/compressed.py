@@ -90,7 +90,7 @@ class Mixed(Method):
         kinds = {part.storage for part in self._parts}
         self.devices = tuple(sorted({device for part in self._parts for device in part.devices}))
         self.notes = tuple(dict.fromkeys(note for part in self._parts for note in part.notes))
-        if "fp8" in kinds:
+        if kinds & {"fp8", "fp8g128"}:
             self.name = "fp8"  # what this needs of a GPU
         self.storage = self.stored()
 
@@ -109,6 +109,8 @@ class Mixed(Method):
 
     def stored(self, device: str = "cpu") -> str:
         kinds = {part.stored(device) for part in self._parts}
+        if device in self.devices:  # which makes floats of what it has no storage for
+            kinds = {kind if kind and device in FORMATS[kind].devices else "" for kind in kinds}
         return "" if "" in kinds else max(kinds, key=lambda kind: FORMATS[kind].bytes)
 
     def kept(self, module: str, device: str = "cpu") -> str:

@@ -1,4 +1,5 @@
-"""Weights in MXFP4 (OCP Microscaling Formats 1.0): e2m1 numbers, 32 of which share a power of two."""
+"""Weights of e2m1 numbers: in MXFP4 (OCP Microscaling Formats 1.0) 32 share a power of two, in NVFP4 16 share
+a number in e4m3."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from sgla.quant.weight import Weight
 
 GROUP = 32
 BLOCK = 128  # channels of k that lie together
+NVFP4_GROUP, E4M3_MAX = 16, 448.0
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 # Kernels read a code as a bfloat16 that is 2 ** -126 times the number, and multiply it by one with the stored
 # exponent, so that it becomes 2 ** -64 times what it means: half of the exponents are left on either side.
@@ -42,16 +44,68 @@ class E2M1(Weight):
     @classmethod
     def decode(cls, k: int, *tensors: Tensor) -> Tensor:
         words, exponents = tensors
-        halves = torch.stack([words, words >> 16], -1).view(len(words), -1, 1, GROUP)  # block, group, channel
-        bits = torch.cat([halves >> low & 7 | (halves >> sign & 1) << 3 for low, sign in PLACES], 2)
-        small = ((bits & 7) << 22 | (bits >> 3) << 31).view(torch.float32)  # 2 ** -126 times the number
-        values = torch.ldexp(small * 2.0**126, exponents.int().view(*bits.shape[:3], 1) - BIAS)
+        values = torch.ldexp(_values(_codes(words)), exponents.int()[..., None] - BIAS)
         return values.view(len(words), -1)[:, :k]
 
     def columns(self, start: int, stop: int) -> Self:
         if start % GROUP or stop % GROUP:
             raise ConfigError(f"mxfp4 weights split over ranks in groups of {GROUP}; use another --tp")
         return self.pack(self.dequant()[:, start:stop])
+
+
+class NVFP4(Weight):
+    """int32 ``[n, blocks * 16]`` as of ``E2M1``, a scale of each 16 numbers, e4m3 ``[n, blocks * 8]``, and a
+    float32 ``[n]`` by which these are multiplied. Kernels for GPUs alone."""
+
+    kind = "nvfp4"
+
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, factor: Tensor) -> Self:
+        """From codes of four bits ``[n, k]``, e4m3 ``[n, ceil(k / 16)]`` and float32 ``[n]``."""
+        n, k = codes.shape
+        words = _words(F.pad(codes.int(), (0, -k % BLOCK)).view(n, -1, GROUP))
+        more = -(-k // BLOCK) * (BLOCK // NVFP4_GROUP) - scale.shape[1]
+        padded = F.pad(scale.view(torch.uint8), (0, more)).view(torch.float8_e4m3fn)
+        return cls(n, k, words, padded, factor)
+
+    @classmethod
+    def pack(cls, dense: Tensor) -> Self:
+        n, k = dense.shape
+        groups = F.pad(dense.float(), (0, -k % NVFP4_GROUP)).view(n, -1, NVFP4_GROUP)
+        most = groups.abs().amax(-1)
+        factor = most.amax(1).clamp_min(1e-30) / (6 * E4M3_MAX)
+        scale = (most / (6 * factor[:, None])).to(torch.float8_e4m3fn)
+        divisor = (scale.float() * factor[:, None]).masked_fill(scale.float() == 0, 1.0)
+        scaled = groups / divisor[..., None]
+        codes = torch.bucketize(scaled.abs(), torch.tensor(MIDDLES, device=dense.device), right=False)
+        codes = codes.int() | (scaled < 0).int() << 3
+        return cls.of(codes.view(n, -1)[:, :k], scale, factor)
+
+    @classmethod
+    def decode(cls, k: int, *tensors: Tensor) -> Tensor:
+        words, scale, factor = tensors
+        values = _values(_codes(words)).view(len(words), -1, NVFP4_GROUP) * scale.float()[..., None]
+        return (values * factor[:, None, None]).view(len(words), -1)[:, :k]
+
+    def columns(self, start: int, stop: int) -> Self:
+        if start % NVFP4_GROUP or stop % NVFP4_GROUP:
+            raise ConfigError(f"nvfp4 weights split over ranks in groups of {NVFP4_GROUP}; use another --tp")
+        words, scale, factor = self.tensors
+        codes = _codes(words).view(self.n, -1)[:, start:stop]
+        return self.of(codes, scale[:, start // NVFP4_GROUP : stop // NVFP4_GROUP], factor)
+
+
+def _codes(words: Tensor) -> Tensor:
+    """The inverse of ``_words``."""
+    halves = torch.stack([words, words >> 16], -1).view(len(words), -1, 1, GROUP)  # block, group, channel
+    bits = [halves >> low & 7 | (halves >> sign & 1) << 3 for low, sign in PLACES]
+    return torch.cat(bits, 2).view(len(words), -1, GROUP)
+
+
+def _values(codes: Tensor) -> Tensor:
+    """The numbers of int32 codes."""
+    small = ((codes & 7) << 22 | (codes >> 3) << 31).view(torch.float32)  # 2 ** -126 times the number
+    return small * 2.0**126
 
 
 def _words(codes: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Checkpoints whose linear layers are e2m1 numbers, two in each byte, in groups with a scale. Loads no torch.
 
 NVFP4: 16 numbers have a scale in e4m3, and a tensor has one for these scales. It divides them in files of
-compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). They
-become floating-point numbers. MXFP4: 32 numbers have a power of two, ``X.weight_scale``. A CPU keeps
-them as they are, with scales in float16, a GPU in ``mxfp4``.
+compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). A
+GPU keeps them as they are (``nvfp4``), on a CPU they become floating-point numbers. MXFP4: 32 numbers have a
+power of two, ``X.weight_scale``. A CPU keeps them as they are, with scales in float16, a GPU in ``mxfp4``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from sgla.quant.schemes import schemes
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
-NOTE = "the checkpoint's {} weights become floating-point numbers; its activations are not rounded"
+NOTE = "the checkpoint's activations are not rounded; a CPU makes floating-point numbers of NVFP4 weights"
 
 
 class Nvfp4(Method):
-    name = "nvfp4"
+    name, storage, devices = "nvfp4", "nvfp4", ("cuda",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         for scheme in schemes(config):
             _check(scheme.weights, 16)
         self.modelopt = config.get("quant_method") == "modelopt"
-        self.notes = (NOTE.format("NVFP4"),)
+        self.notes = (NOTE,)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         weight, factor = self._names(module)

@@ -28,6 +28,7 @@ HOLDS: dict[str, set[str]] = {
     "int5": {"int5", "int4", "q5_0", "q4_0", "e2m1"},
     "q8_0": {"q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1"},
     "int8": {"int8", "int5", "int4", "q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1"},
+    "fp8g128": {"fp8g128", "fp8"},
 }
 
 ON_CPU = {"int8": "int8", "int4": "int4", "mxfp4": "e2m1"}  # storages of ``--quantization`` there
@@ -62,7 +63,9 @@ def devices(kinds: Iterable[str]) -> tuple[str, ...]:
 register(Format("f32", "sgla.quant.plain:F32", 4.0))
 register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
 register(Format("fp8", "sgla.quant.channels:E4M3", 1.0, ("cuda",)))
+register(Format("fp8g128", "sgla.quant.channels:E4M3Groups", 1.03125, ("cuda",)))
 register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125, ("cuda",)))
+register(Format("nvfp4", "sgla.quant.e2m1:NVFP4", 0.5625, ("cuda",)))
 for _bits in (4, 8):
     for _of in "gm":
         for _group in (32, 64, 128):

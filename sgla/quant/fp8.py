@@ -32,7 +32,8 @@ class Fp8(Method):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         groups = schemes(config)
-        self.block = _scale_block(config, groups)
+        found = _scale_block(config, groups)
+        self.in_blocks, self.block = found is not None, found or (128, 128)
         kind = config.get("quant_method", "fp8")
         e4m3 = {
             "fp8": config.get("fmt", "e4m3") in ("e4m3", None),
@@ -42,6 +43,8 @@ class Fp8(Method):
         }
         if not e4m3[kind]:
             raise unsupported(kind, config)
+        if self.in_blocks and self.block[1] % 128 == 0:
+            self.storage = "fp8g128"
         check_compressed(config, groups)
         for group in groups:
             check_floats(group)
@@ -112,8 +115,9 @@ def check_compressed(config: Mapping[str, Any], groups: list[Scheme]) -> None:
             raise group.error("format", f"that of the file, {shown(q.values.get('format'))}")
 
 
-def _scale_block(config: Mapping[str, Any], groups: list[Scheme]) -> tuple[int, int]:
-    """Rows and columns of the weights that share a ``weight_scale_inv``. Raises ConfigError."""
+def _scale_block(config: Mapping[str, Any], groups: list[Scheme]) -> tuple[int, int] | None:
+    """Rows and columns of the weights that share a ``weight_scale_inv``, if the file says. Raises
+    ConfigError."""
     found = config.get("weight_block_size")
     for group in groups:
         if group.weights.given("block_structure"):
@@ -122,7 +126,7 @@ def _scale_block(config: Mapping[str, Any], groups: list[Scheme]) -> tuple[int, 
                 raise group.weights.error("block_structure", f"that of the others, {shown(found)}")
             found = said
     if found is None:
-        return 128, 128
+        return None
     if not (
         isinstance(found, list)
         and len(found) == 2

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sgla.errors import WeightError
+from sgla.quant.e2m1 import NVFP4, NVFP4_GROUP
 from sgla.quant.groups import E2M1
 from sgla.quant.mxfp4 import BIAS, VALUES
 from sgla.quant.weight import StoredTensor, Weight, storage
@@ -32,6 +33,10 @@ class Nibbles:
         return values * self._scale(rows).repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        if kind == "nvfp4" and self.group == NVFP4_GROUP:
+            scale = self.scales.values(rows)
+            factor = torch.full((len(rows),), self._factor(), device=scale.device)
+            return NVFP4.of(self._codes(rows), scale, factor).cut(columns)
         if kind != "e2m1" or self.scales.type != "U8":
             return storage(kind).read(self, rows, columns)
         codes = self._codes(rows)
@@ -50,7 +55,11 @@ class Nibbles:
         found = self.scales.values(rows)
         if self.scales.type == "U8":
             return torch.ldexp(torch.ones_like(found, dtype=torch.float32), found.int() - BIAS)
+        return found.float() * self._factor()
+
+    def _factor(self) -> float:
+        """Of all scales."""
         if self.factor is None:
-            return found.float()
-        factor = self.factor.values().float().view(-1)[0].to(found.device)
-        return found.float() / factor if self.divides else found.float() * factor
+            return 1.0
+        factor = self.factor.values().float().view(-1)[0]
+        return float(1.0 / factor if self.divides else factor)

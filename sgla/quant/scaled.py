@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sgla.quant.channels import E4M3
+from sgla.quant.channels import E4M3, GROUP, E4M3Groups
 from sgla.quant.weight import SourceTensor, StoredTensor, Weight, storage
 
 
@@ -56,9 +56,13 @@ class Scaled:
         return numbers.float() * columns.to(numbers.device)
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
-        """As it is, if whole rows have one scale;
-        blocks of a row are brought to one, which rounds once more."""
-        if kind != "fp8" or self.block[1] < self.shape[1]:
-            return storage(kind).read(self, rows, columns)
-        scale = self._scale(rows)[:, 0].contiguous()
-        return E4M3(len(rows), self.shape[1], self.numbers.values(rows), scale).cut(columns)
+        """As it is, if the storage has a scale where the file has one; else it is rounded once more."""
+        k, width = self.shape[1], self.block[1]
+        if kind == "fp8" and width >= k:
+            scale = self._scale(rows)[:, 0].contiguous()
+            return E4M3(len(rows), k, self.numbers.values(rows), scale).cut(columns)
+        if kind == "fp8g128" and (width >= k or width % GROUP == 0):
+            scale = self._scale(rows).repeat_interleave(-(-min(width, k) // GROUP), 1)
+            groups = scale[:, : -(-k // GROUP)].contiguous()
+            return E4M3Groups(len(rows), k, self.numbers.values(rows), groups).cut(columns)
+        return storage(kind).read(self, rows, columns)

@@ -26,6 +26,7 @@ VOCAB = 311
 SHIFTED = {"gemma", "gemma2", "gemma3_text", "vaultgemma", "recurrent_gemma"}  # norms of weights and 1
 ALONE = {"mistral4": "Mistral4ForCausalLM"}  # which transformers knows as part of another alone
 E4M3, BLOCK = torch.float8_e4m3fn, 16  # rows and columns that have a scale in store_as_fp8's blocks
+BLOCKS = {"block": BLOCK, "block of 128": 128}
 TIE = 1e-4  # nats; rounding, which differs with the batch in torch's products, is a hundredth of it
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -79,12 +80,12 @@ def save_checkpoint(
 
 def rounded(w: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:
     """Tensors by suffix, and the matrix they stand for."""
-    if layout == "block":
-        n, k = w.shape
-        padded = torch.nn.functional.pad(w, (0, -k % BLOCK, 0, -n % BLOCK))
-        tiles = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+    if layout in BLOCKS:
+        (n, k), size = w.shape, BLOCKS[layout]
+        padded = torch.nn.functional.pad(w, (0, -k % size, 0, -n % size))
+        tiles = padded.view(-(-n // size), size, -(-k // size), size)
         scale = tiles.abs().amax((1, 3)) / 448
-        full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
+        full = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[:n, :k]
         suffix = "_scale_inv"
     elif layout == "tensor":
         scale = full = w.abs().max() / 448

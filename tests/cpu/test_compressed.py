@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Eager, random_prompts
-from quantized import check, pair
+from quantized import Stored, check, pair
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.config import Config
-from sgla.errors import WeightError
+from sgla.errors import ConfigError, WeightError
 from sgla.loading.load import load_model
 from sgla.observe.machine import detect
 from sgla.quant.methods import method_of
+from sgla.quant.weight import pack
 from sgla.resolve import resolve
 
 PROMPTS = random_prompts([9, 2, 17])
@@ -38,7 +39,7 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "int8 asymmetric": (group("int-quantized", **INT8 | {"symmetric": False}), "int8"),
     "fp8 channels": (group("float-quantized", **FP8), "fp8"),
     "fp8 naive": (group("naive-quantized", **FP8), "fp8"),
-    "nvfp4": (group("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), ""),
+    "nvfp4": (group("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "nvfp4"),
     "mxfp4": (group("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "e2m1"),
     "mxfp8": (group("mxfp8-quantized", num_bits=8, type="float", group_size=32), ""),
 }
@@ -96,6 +97,23 @@ def test_every_layout_means_its_matrix(name: str) -> None:
     check(method, *quantize(torch.zeros(96, 128), name), atol=1e-3 if name == "int8 asymmetric" else 1e-6)
 
 
+def test_nvfp4_stays_as_it_is_on_gpus() -> None:
+    """Bit for bit, in parts and cut between its groups; what is made of floats is the nearest."""
+    method = method_of({"quantization_config": said(g=GROUPS["nvfp4"][0])})
+    assert method is not None
+    parts, dense = quantize(torch.zeros(96, 208), "nvfp4")
+    stored: Any = {f"x.{name}": Stored(t) for name, t in parts.items()}
+    source = method.take("x", stored, 96, 208)
+    found = source.weight("nvfp4", range(16, 80))
+    torch.testing.assert_close(found.dequant(), dense[16:80], rtol=1e-6, atol=0.0)
+    assert found.nbytes < 0.57 * 64 * 256 + 4 * 64 + 1
+    torch.testing.assert_close(found.columns(48, 160).dequant(), dense[16:80, 48:160], rtol=1e-6, atol=0.0)
+    again = pack(found.dequant(), "nvfp4").dequant()
+    assert (again - found.dequant()).norm() < 0.12 * found.dequant().norm()
+    with pytest.raises(ConfigError, match="groups of 16"):
+        found.columns(8, 160)
+
+
 def test_modelopt_multiplies_by_its_scale() -> None:
     method = method_of({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}})
     assert method is not None
@@ -136,7 +154,7 @@ def test_schemes_are_mixed_in_a_file(tmp_path: Path) -> None:
     packed, plain = pair(tmp_path, MIXED, of, more=cache, **SHAPE)
     resolved = resolve(Config(device="cpu"), detect(), packed.config)
     assert resolved.config.quantization == "checkpoint"
-    assert any("NVFP4 weights become floating-point" in note for note in resolved.notes)
+    assert any("a CPU makes floating-point numbers of NVFP4" in note for note in resolved.notes)
     model, expected = load_model(packed, quantization="checkpoint"), load_model(plain)
     assert model.cache_scales == [(1.0, 1.5), (2.0, 2.5), (3.0, 3.5)]
     assert expected.cache_scales is None

@@ -20,6 +20,7 @@ from sgla.kernels import ops
 from sgla.kernels.ops import Activation
 from sgla.loading.load import load_model
 from sgla.observe.machine import detect
+from sgla.quant.weight import pack
 from sgla.resolve import resolve
 
 if not torch.cuda.is_available():
@@ -65,6 +66,38 @@ def test_checkpoints_hold_their_numbers(
         assert 0 < (expected.exp() * (expected - kept)).sum(-1).mean() < 0.05
     else:
         torch.testing.assert_close(kept, expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3", {"head_dim": 64, "num_attention_heads": 4}),
+        (
+            "qwen3_moe",
+            {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 144},
+        ),
+    ],
+)
+def test_blocks_of_128_stay_as_they_are(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Also where layers that are multiplied as one begin in the middle of a block, and on ranks."""
+    sizes = {"hidden_size": 272, "intermediate_size": 512, "num_hidden_layers": 2}
+    save_checkpoint(tmp_path / "fp8", model_type, **(sizes | changes))
+    save_checkpoint(tmp_path / "plain", model_type, **(sizes | changes))
+    plain = quantize_checkpoint(
+        tmp_path / "fp8", "block of 128", quant_method="fp8", weight_block_size=[128, 128]
+    )
+    save_file(plain, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    prompts = random_prompts([30, 9])
+    expected = Eager(load_model(open_source(tmp_path / "plain"))).prompt_logprobs(prompts)
+    model = load_model(open_source(tmp_path / "fp8"), quantization="fp8")
+    assert model.blocks[0].attention.qkv.weight.kind == "fp8g128"
+    torch.testing.assert_close(Eager(model).prompt_logprobs(prompts), expected)
+    if model_type == "qwen3":
+        half = load_model(open_source(tmp_path / "fp8"), quantization="fp8", shard=Shard(1, 2))
+        whole, part = (m.blocks[1].mlp.down.weight.dequant() for m in (model, half))
+        assert torch.equal(part, whole[:, 256:])
+        with pytest.raises(ConfigError, match="split over ranks in groups of 128"):
+            load_model(open_source(tmp_path / "fp8"), quantization="fp8", shard=Shard(1, 4))
 
 
 def test_ranks_hold_their_part_with_the_scales_of_whole_rows(tmp_path: Path) -> None:
@@ -192,3 +225,18 @@ def test_numbers_without_a_scale_are_refused(name: str, kind: str, tmp_path: Pat
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(WeightError, match=rf"{name} cannot be read: it holds {kind} .*, expected one of"):
         load_model(open_source(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same on the device")
+@pytest.mark.parametrize(("m", "splits"), [(5, 1), (40, 2)])
+def test_products_with_scales_of_groups_equal_the_oracle(m: int, splits: int) -> None:
+    """Channels of k that are no whole group, rows and outputs that are no whole tile."""
+    pytest.importorskip("triton")
+    from sgla.kernels.triton import fp8
+
+    w, bias = pack(torch.randn(72, 336), "fp8g128"), torch.randn(72)
+    x = fp8.quantize(torch.randn(m, 336))
+    assert w.scale is not None
+    found = fp8.grouped(x, w.data, w.scale, bias, fp8.Tile(32, 16, 4, 2, splits))
+    expected = x.numbers.float() * x.scale[:, None] @ w.dequant().T + bias
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)

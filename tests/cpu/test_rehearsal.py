@@ -26,6 +26,8 @@ from sgla.model.generic_spec import FACTS
 HERE = Path(__file__).parent
 # With so many KV heads all graphs cut decode attention finely, so that only eager steps cut it coarsely.
 DENSE = {"num_hidden_layers": 2, "vocab_size": 3000, "num_attention_heads": 32, "num_key_value_heads": 32}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 # Longer than the context. Gate and up take a kernel with 1193 to 1200 tokens, another with 1201 to 1280,
 # and the projection to heads takes one from 1268 on.
 BANDS = {
@@ -98,6 +100,8 @@ CASES = {
         {},
     ),  # attention in Triton
     "fp8": ("qwen3-0.6b", DENSE, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
+    "blocks of fp8": ("qwen3-0.6b", DENSE | {"quantization_config": BLOCKS}, {}),
+    "nvfp4": ("qwen3-0.6b", DENSE | {"quantization_config": NVFP4}, {}),
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
     "adapters": (
         "qwen3-0.6b",

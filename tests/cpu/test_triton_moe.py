@@ -152,6 +152,11 @@ CASES = [
     ("gelu_tanh", "mxfp4", 3, 96, 64, 1),
     (Clamped(1.702, 1.0), "mxfp4", 3, 96, 64, 1),
     (Clamped(1.702, 1.0), "mxfp4", 19, 160, 96, 0),
+    *(
+        ("silu", kind, *shape)
+        for kind in ("nvfp4", "fp8g128")
+        for shape in ((2, 400, 96, 3), (19, 160, 96, 0))
+    ),
     ("silu", "int4g128", 2, 400, 96, 3),
     ("silu", "int8g32", 3, 96, 64, 1),
     ("silu", "int8g32", 19, 160, 96, 0),
@@ -173,10 +178,11 @@ def test_packed_experts_equal_the_oracle(activation, kind, tokens, d, f, splits)
     torch.testing.assert_close(moe.combine(y, p), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", e2m1.OTHERS)
 @pytest.mark.parametrize(("rows", "biased", "fixed"), [(1, True, False), (5, False, True), (19, True, False)])
-def test_a_layer_in_mxfp4_is_a_mixture_of_one(rows, biased, fixed, monkeypatch) -> None:
+def test_a_layer_that_is_packed_is_a_mixture_of_one(rows, biased, fixed, kind, monkeypatch) -> None:
     monkeypatch.setattr(device, "_this", [nvidia("", (8, 0), 108)])
-    w, x = pack(torch.randn(70, 1120), "mxfp4"), torch.randn(rows, 1120)
+    w, x = pack(torch.randn(70, 1120), kind), torch.randn(rows, 1120)
     bias = torch.randn(70) if biased else None
     found = e2m1.linear(x, w, bias, fixed)
     torch.testing.assert_close(found, ops.linear(x, w, bias), rtol=1e-4, atol=1e-4)

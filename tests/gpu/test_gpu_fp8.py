@@ -12,7 +12,7 @@ from test_gpu_runner import TINY, agreement, assert_rows_alone_equal_all, genera
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.rehearsal import rehearsing
-from sgla.kernels.triton import elementwise, fp8
+from sgla.kernels.triton import e2m1, elementwise, fp8
 from sgla.quant.weight import pack
 from sgla.worker.region import GROWN
 
@@ -248,3 +248,41 @@ def test_a_model_in_fp8_decodes_alike_alone_and_in_a_batch() -> None:
     assert len({tuple(tokens) for tokens in together.values()}) == 20
     assert_rows_alone_equal_all(runner, 0.1)
     torch.cuda.empty_cache()
+
+
+def products_in_groups(kind: str, m: int, n: int, k: int) -> list[float]:
+    """How far products of a packed weight are from the oracle: with nothing, norm, add, gate; tiles."""
+    w = pack(torch.randn(n, k, device="cuda") * torch.logspace(-2, 0, k, device="cuda"), kind)
+    x, norm = torch.randn(m, k, dtype=BF16, device="cuda"), torch.rand(k, device="cuda") + 0.5
+    h, bias = torch.randn(m, n, dtype=BF16, device="cuda"), torch.randn(n, device="cuda")
+    y, normed = x.float() @ w.dequant().T, ops.rms_norm(x.float(), norm, 1e-6) @ w.dequant().T
+    found = [relative(e2m1.linear(x, w, bias), y + bias)]
+    if kind == "fp8g128" and m <= skinny_gemm.MAX_ROWS:
+        total = h.clone()
+        given: Any = {"scale": w.scale}
+        found.append(relative(skinny_gemm.linear(x, w.data, bias=bias, **given), y + bias))
+        skinny_gemm.linear(x, w.data, epilogue=skinny_gemm.ADD, out=total, **given)
+        found.append(relative(total, h.float() + y))
+        given |= {"norm": norm, "eps": 1e-6}
+        found.append(relative(skinny_gemm.linear(x, w.data, **given), normed))
+        gated = skinny_gemm.linear(x, w.data, epilogue=skinny_gemm.SILU, **given)
+        found.append(relative(gated, ops.act_mul(normed, "silu")) / 2)
+    elif kind == "fp8g128":
+        assert w.scale is not None
+        rounded = fp8.quantize(x)
+        y = (rounded.numbers.float() * rounded.scale[:, None]) @ w.dequant().T
+        found.append(relative(fp8.grouped(rounded, w.data, w.scale, bias), y + bias))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fp8g128", "nvfp4"])
+def test_weights_with_scales_of_groups_equal_the_oracle(kind: str) -> None:
+    cases = [
+        (m, n, k) for m in (1, 3, 8, 16, 40, 200, 1000) for n, k in ((6144, 4096), (4096, 12288), (336, 1280))
+    ]
+    with rehearsing():
+        for case in cases:
+            products_in_groups(kind, *case)
+    for case in cases:
+        found = products_in_groups(kind, *case)
+        assert max(found) < 6e-3, (case, found)

@@ -102,10 +102,12 @@ def _kernel(
     staged: Staged,
     e4m3: bool,
     gate: tuple[int, int] | None = None,
+    grouped: bool = False,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
+    defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring + staged.bytes)
 
@@ -155,7 +157,8 @@ def linear(
     """``epilogue(norm(x) @ weight.T + bias)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
-    With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128. ``norm``
+    With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128; or float32
+    ``[n, k / 128]``, of as many channels. ``norm``
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
     ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
@@ -166,6 +169,9 @@ def linear(
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
     config = config or default_config(m, n, k, gated, scale is not None)
+    grouped = scale is not None and scale.dim() == 2
+    if grouped:  # a chunk is a group
+        config = config._replace(half=False)
     staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None)
     normed, by = norm is not None, None
     if gate is not None:
@@ -174,7 +180,7 @@ def linear(
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
-    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating)
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped)
     params = _Params(
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,

@@ -14,16 +14,25 @@ from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.gpu.tiles import GATES, SLOWER
 from sgla.kernels.gpu.tuning import LIBRARY, Algorithm, Product, algorithm_for
-from sgla.kernels.triton import fp8
+from sgla.kernels.triton import e2m1, fp8
 
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
+MOST = 1024  # rows from which on cuts stay as they are
 NAME, PRODUCT = "rounded norm", "e4m3"  # of nodes that other rules look for
+
+
+def in_groups(m: int, w: Weight) -> bool:
+    """Whether ``m`` rows are rounded and meet the scales of groups of channels; fewer meet weights that are
+    made bfloat16."""
+    return w.kind == "fp8g128" and m > skinny_gemm.MAX_ROWS and w.n % 16 == w.k % 16 == 0
 
 
 def refuses(work: Work, *chain: Node) -> str | None:
     w = chain[-1].given["w"]
+    if in_groups(work.rows(chain[-1]), w):
+        return None
     if w.kind != "fp8" or w.scale is None:
         return OTHER
     return None if w.n % 16 == w.k % 16 == 0 else "the weight's sides are no multiples of 16"
@@ -77,13 +86,17 @@ def gated(work: Work, product: Node, act: Node) -> list[Node]:
 
 def _algorithm(m: int, w: Weight, gated: bool = False) -> Algorithm:
     """For ``m`` rows, or what the rules of few rows leave over."""
+    if w.kind != "fp8":
+        return LIBRARY
     m = max(m, skinny_gemm.MAX_ROWS + 1)
     return algorithm_for(m, Product(w.n, w.k, gated, "fp8")) if this_device().wgmma else LIBRARY
 
 
 def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
-    """By the tiles or the library, which has no epilogue but STORE."""
+    """By the tiles, or by others, which have no epilogue but STORE."""
     assert w.scale is not None
+    if w.kind != "fp8":
+        return fp8.grouped(rounded, w.data, w.scale, bias)
     config = _algorithm(len(rounded.scale), w, epilogue in GATES.values()).config
     if not isinstance(config, batch_gemm.Config):
         return fp8.linear(rounded, w.data, w.scale, bias)
@@ -113,3 +126,17 @@ def add_refuses(work: Work, total: Node) -> str | None:
 
 def add(work: Work, total: Node) -> list[Node]:
     return [Node(NAME, fp8.add_norm_quantize, total.given, [*total.results, work.value()], total.rows)]
+
+
+def sizes(weights: list[Any], most: int) -> list[int]:
+    """Numbers of rows up to ``most`` with which products by packed floating point take every kernel that they
+    take."""
+    shapes = {(w.n, w.k, w.kind) for w in weights if w.kind in e2m1.OTHERS}
+    first: dict[Any, int] = {}
+    for m in range(1, min(most, MOST) + 1) if shapes else ():
+        for n, k, kind in shapes:
+            tile: Any = e2m1.cut(m, n, -(-k // 128))
+            if kind == "fp8g128" and m > skinny_gemm.MAX_ROWS:
+                tile = fp8.tile_for(m, n, k)
+            first.setdefault((n, k, kind, tile), m)
+    return sorted(set(first.values()))

@@ -16,6 +16,7 @@ from sgla.kernels.gpu.tuning import Product, algorithm_for
 from sgla.kernels.triton import delta, elementwise
 
 NAME = "few rows"  # of nodes that other rules look for
+E4M3 = "fp8", "fp8g128"  # storages
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
 GATES = {"silu": skinny_gemm.SILU, "gelu_tanh": skinny_gemm.GELU}
 
@@ -23,12 +24,12 @@ GATES = {"silu": skinny_gemm.SILU, "gelu_tanh": skinny_gemm.GELU}
 def refuses(work: Work, *chain: Node) -> str | None:
     linear = chain[-1]
     w, x = linear.given["w"], linear.given["x"]
-    e4m3, rows = w.kind == "fp8", work.rows(linear)
+    e4m3, rows = w.kind in E4M3, work.rows(linear)
     if not work.wgmma:
         return "the GPU has no wgmma"
     if rows > skinny_gemm.MAX_ROWS:
         return f"it takes at most {skinny_gemm.MAX_ROWS} rows"
-    if w.kind not in ("bf16", "fp8") or work.record.dtypes[x.number] != torch.bfloat16:
+    if w.kind not in ("bf16", *E4M3) or work.record.dtypes[x.number] != torch.bfloat16:
         return f"it multiplies bfloat16 with bfloat16 or e4m3, not {w.kind}"
     if w.k % (step := 128 if e4m3 else 64) or w.n < 64:
         return f"it needs an input width that is a multiple of {step}, and an output width from 64 on"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
 ROUTED = 16  # tokens up to which norm and router are one kernel
-PACKED = ("mxfp4", *KINDS)  # storages whose numbers are unpacked on the way
+PACKED = (*e2m1.OTHERS, *KINDS)  # storages whose numbers are unpacked on the way
 _GATED = ("silu", "gelu_tanh")  # activations that kernels have between both products
 MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16
 OURS = 64  # tokens up to which the linear layer before the router is our kernel

@@ -19,7 +19,7 @@ from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.expert_counts import ExpertCounts
-from sgla.kernels.gpu import integers, mixture, states
+from sgla.kernels.gpu import e4m3, integers, mixture, states
 from sgla.kernels.gpu import picked as picks
 from sgla.kernels.integers import are_integers
 from sgla.kernels.lora import Rows, Stack, lora, lora_embedding
@@ -124,7 +124,9 @@ class GpuOps:
             return fp8.linear(fp8.quantize(x), w.data, w.scale, bias)
         if are_integers(w):
             return integers.product(x, w, bias, deterministic=self.deterministic)
-        if w.kind == "mxfp4" and w.k % 32 == 0:
+        if e4m3.in_groups(len(x), w) and w.scale is not None and not self.deterministic:
+            return fp8.grouped(fp8.quantize(x), w.data, w.scale, bias)
+        if w.kind in e2m1.OTHERS and w.k % 16 == 0:
             return e2m1.linear(x.contiguous(), w, bias, self.deterministic)
         weight = self._plain(x, w)
         if self.deterministic:

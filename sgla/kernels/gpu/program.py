@@ -14,7 +14,7 @@ from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import adapters, integers, mixture
+from sgla.kernels.gpu import adapters, e4m3, integers, mixture
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -188,7 +188,8 @@ class RecordedForward:
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for shape in shapes:
                 first.setdefault((shape, *_algorithms(m, *shape)), m)
-        return sorted({*first.values(), *integers.sizes(record.weights, most)})
+        packed = integers.sizes(record.weights, most), e4m3.sizes(record.weights, most)
+        return sorted({*first.values(), *packed[0], *packed[1]})
 
     def _run(
         self,

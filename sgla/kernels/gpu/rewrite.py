@@ -130,7 +130,7 @@ def rewrite(record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]]) -
     """The nodes of ``record`` with the rules of their ops applied."""
     work = Work(record, asked, values=len(record.dtypes))
     work.mixtures = any(node.op is ops.moe for node in record.nodes)
-    work.e4m3 = any(w.kind == "fp8" for w in record.weights)
+    work.e4m3 = any(w.kind in ("fp8", "fp8g128") for w in record.weights)
     work.left = dict(Counter(number for node in record.nodes for number in node.reads))
     work.uses = dict(work.left)
     for number in record.outputs:

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
-"""Products of experts whose weights are packed, in MXFP4 (``quant/e2m1.py``) or in integers
-(``quant/integers.py``), and become bfloat16 in registers. Weights are the left side of the tensor cores'
+"""Products of experts and layers whose weights are packed, in MXFP4 or NVFP4 (``quant/e2m1.py``), in integers
+(``quant/integers.py``), or in e4m3 with scales of groups (``quant/channels.py``), and become bfloat16 in
+registers, where all of these are exact but for scales. Weights are the left side of the tensor cores'
 instruction, which may come from registers, so they never go through shared memory again.
 
 Pairs, blocks and places are those of ``moe.py``.
@@ -26,13 +27,17 @@ from sgla.kernels.triton.moe import Groups
 FEW = 16  # pairs up to which each is a block of its own, and nothing is sorted
 SILU, GELU, CLAMPED = range(3)
 LIFT = tl.constexpr(2.0**64)  # what sums are too small by: see ``quant/e2m1.py``
+# What BITS says of weights that are no integers.
+MXFP4, NVFP4, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+OTHERS = {"mxfp4": 0, "nvfp4": 1, "fp8g128": 2}
+FACTOR = tl.constexpr(2.0**62)  # of NVFP4's scales, so that numbers times these are as small
 # Sign and lower bits of two codes, where bfloat16 has them, as int32.
 SIGNS, LOWER = tl.constexpr(0x80008000 - (1 << 32)), tl.constexpr(0x01C001C0)
 BOTH = tl.constexpr(0x81C081C0 - (1 << 32))
 
 
 class Packed(Protocol):
-    """A weight in MXFP4, or in integers."""
+    """A weight in one of these."""
 
     kind: ClassVar[str]
     tensors: tuple[Tensor, ...]
@@ -75,8 +80,8 @@ def tiles_for(pairs: int, experts: int, itemsize: int, hopper: bool) -> Tiles:
 
 
 @triton.jit
-def _numbers(words, exponents, G: tl.constexpr, N: tl.constexpr, BF16: tl.constexpr):
-    """``[N, 32]``: group G of a block, of words ``[N, 16]`` and the block's four exponents in an int32[N]."""
+def _pairs(words, G: tl.constexpr):
+    """Two numbers of each word, group G of a block, as bfloat16 that is 2 ** -126 times what they are."""
     if G == 0:
         pairs = words & BOTH
     elif G == 1:
@@ -85,6 +90,13 @@ def _numbers(words, exponents, G: tl.constexpr, N: tl.constexpr, BF16: tl.conste
         pairs = ((words << 2) & SIGNS) | ((words << 6) & LOWER)
     else:
         pairs = ((words << 1) & SIGNS) | ((words >> 3) & LOWER)
+    return pairs
+
+
+@triton.jit
+def _numbers(words, exponents, G: tl.constexpr, N: tl.constexpr, BF16: tl.constexpr):
+    """``[N, 32]``: group G of a block, of words ``[N, 16]`` and the block's four exponents in an int32[N]."""
+    pairs = _pairs(words, G)
     exponent = (exponents >> (8 * G)) & 255
     if BF16:
         lower, upper = tl.inline_asm_elementwise(
@@ -111,6 +123,42 @@ def _block(words, exponents, N: tl.constexpr, BF16: tl.constexpr):
     """``[N, 128]``: all groups of a block."""
     even = tl.join(_numbers(words, exponents, 0, N, BF16), _numbers(words, exponents, 2, N, BF16))
     odd = tl.join(_numbers(words, exponents, 1, N, BF16), _numbers(words, exponents, 3, N, BF16))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [N, 128])
+
+
+@triton.jit
+def _scaled(words, scales, G: tl.constexpr, N: tl.constexpr, BF16: tl.constexpr):
+    """The same of NVFP4, with the two scales of the group ``[N, 2]``, float32."""
+    pairs = _pairs(words, G)
+    factor = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 8]), [N, 16]) * FACTOR
+    if BF16:
+        bits = (factor.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+        lower, upper = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 x, zero;
+                mov.b32 zero, 0x80008000;
+                fma.rn.bf16x2 x, $2, $3, zero;
+                mov.b32 {$0, $1}, x;
+            }
+            """,
+            "=h,=h,r,r", [pairs, bits | (bits << 16)],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        lower = (pairs << 16).to(tl.float32, bitcast=True) * factor
+        upper = (pairs & -65536).to(tl.float32, bitcast=True) * factor
+    return tl.reshape(tl.join(lower, upper), [N, 32])
+
+
+@triton.jit
+def _scaled_block(words, scales, N: tl.constexpr, BF16: tl.constexpr):
+    """``[N, 128]``: a block of NVFP4, of its words and its scales ``[N, 8]``, float32."""
+    lower, upper = tl.split(tl.permute(tl.reshape(scales, [N, 2, 2, 2]), (0, 2, 3, 1)))
+    s0, s1 = tl.split(tl.permute(lower, (0, 2, 1)))
+    s2, s3 = tl.split(tl.permute(upper, (0, 2, 1)))
+    even = tl.join(_scaled(words, s0, 0, N, BF16), _scaled(words, s2, 2, N, BF16))
+    odd = tl.join(_scaled(words, s1, 1, N, BF16), _scaled(words, s3, 3, N, BF16))
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [N, 128])
 
 
@@ -153,14 +201,22 @@ def _join(
 
 @triton.jit
 def _times(
-    numbers, constants, a, acc, inside, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    numbers, constants, a, acc, inside, left, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     BF16: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """acc ``[N, M]`` and what a block of the weights, at these places, makes of ``a`` ``[M, 128]``. BITS 0:
-    of MXFP4."""
-    if BITS == 0:
+    """acc ``[N, M]`` and what a block of the weights, at these places, makes of ``a`` ``[M, 128]``.
+    ``left``: channels from this block on."""
+    if BITS == MXFP4:
         w = _block(tl.load(numbers, inside[:, None]), tl.load(constants, inside), N, BF16)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+    elif BITS == NVFP4:
+        scales = tl.load(constants[:, None] + tl.arange(0, 8)[None, :], inside[:, None], other=0.0)
+        w = _scaled_block(tl.load(numbers, inside[:, None]), scales.to(tl.float32), N, BF16)
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+    elif BITS == E4M3:
+        here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
+        w = tl.load(numbers, here, other=0.0).to(a.dtype)
+        acc += tl.dot(w, tl.trans(a), input_precision="ieee") * tl.load(constants, inside, other=0.0)[:, None]
     else:
         of_groups = tl.load(constants[:, None] + tl.arange(0, 128 // GROUP)[None, :], inside[:, None])
         words = tl.load(numbers, inside[:, None])
@@ -174,7 +230,7 @@ def _times(
 
 @triton.jit
 def _experts(
-    x, w, constants, bias, ids, order, table, out, n, k, blocks, top_k, pairs, alpha, limit,
+    x, w, constants, factors, bias, ids, order, table, out, n, k, blocks, top_k, pairs, alpha, limit,
     DENSE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr,
     SPLITS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, BF16: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
@@ -218,17 +274,20 @@ def _experts(
     column = first + r % BN
     inside = column < n
     row = expert.to(tl.int64) * (2 * n if GATED else n) + r // BN * n + column
-    words: tl.constexpr = 4 * BITS if BITS else 16  # of a block; and its constants
-    per: tl.constexpr = 128 // GROUP if BITS else 1
-    w += row[:, None] * (blocks * words) + tl.arange(0, words)[None, :]
+    words: tl.constexpr = 4 * BITS if BITS > 2 else 128 if BITS == E4M3 else 16  # of a block
+    per: tl.constexpr = 128 // GROUP if BITS > 2 else 8 if BITS == NVFP4 else 1  # constants
+    w += row[:, None] * (k if BITS == E4M3 else blocks * words) + tl.arange(0, words)[None, :]
     constants += row * (blocks * per)
     acc = tl.zeros([rows, BM], tl.float32)
     for at in range(begin, tl.minimum(begin + share, blocks)):
         here = live[:, None] & (at * 128 + c < k)[None, :]
         a = tl.load(source + at * 128, mask=here, other=0.0)
-        acc = _times(w + at * words, constants + at * per, a, acc, inside, rows, BITS, GROUP, BF16, WHOLE)
-    if BITS == 0:
+        places = w + at * words, constants + at * per
+        acc = _times(places[0], places[1], a, acc, inside, k - at * 128, rows, BITS, GROUP, BF16, WHOLE)
+    if BITS == MXFP4:
         acc *= LIFT
+    if BITS == NVFP4:
+        acc *= (tl.load(factors + row, mask=inside, other=0.0) * LIFT)[:, None]
     if SPLITS > 1:
         part = (tl.program_id(1) * pairs + place) * (2 * n if GATED else n)
         to = out + part[None, :] + (r // BN * n + column)[:, None]
@@ -263,10 +322,8 @@ def product(
     in the pairs' order. Without: x in that order ``[P, k]``, w of ``[E * n, k]`` -> ``[P, n]`` by pair. k is
     a multiple of 32. Without ``groups`` the order is that of the pairs, and each is read for itself.
     """
-    words, constants = w.tensors
-    bits, group = KINDS.get(w.kind, (0, 128))
+    words, constants, factors, bits, group, blocks = _parts(w)
     whole = getattr(w, "whole", True)
-    blocks = words.shape[1] // (4 * bits or 16)
     (pairs, k), top_k, gated = (ids.numel(), x.shape[1]), ids.shape[1], activation is not None
     out = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
     order, table, rows = (ids, ids, 16) if groups is None else (groups.order, groups.blocks, groups.rows)
@@ -280,8 +337,8 @@ def product(
     added = bias if bias is not None else x
     same = {"GATED": gated, "KIND": kind, "BIAS": bias is not None, "SPLITS": splits}
     _experts[(count * triton.cdiv(n, tile.n), splits)](
-        x, words, constants.view(torch.int32), added, ids, order, table, part, n, k, blocks, top_k, pairs,
-        alpha, limit, DENSE=False, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
+        x, words, constants, factors, added, ids, order, table, part, n, k, blocks, top_k, pairs, alpha,
+        limit, DENSE=False, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
         BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
         **same, **_pdl(),
     )  # fmt: skip
@@ -292,24 +349,60 @@ def product(
     return out
 
 
-def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False) -> Tensor:
-    """``x @ w.T + bias`` of MXFP4, x ``[m, k]`` contiguous, k a multiple of 32: the product of the one expert
-    that there is. ``fixed``: cut alike for every number of rows."""
-    (m, k), words = x.shape, w.tensors[0]
-    n, blocks = words.shape[0], words.shape[1] // 16
+class _Parts(NamedTuple):
+    """What kernels are given of a weight; ``blocks``: of a row."""
+
+    words: Tensor
+    constants: Tensor
+    factors: Tensor
+    bits: int
+    group: int
+    blocks: int
+
+
+def _parts(w: Packed) -> _Parts:
+    words, constants, *more = w.tensors
+    bits, group = KINDS.get(w.kind, (OTHERS.get(w.kind, 0), 128))
+    factors = more[0] if more else constants
+    if w.kind == "fp8g128":
+        return _Parts(words, constants, factors, bits, group, constants.shape[1])
+    if w.kind == "mxfp4" or bits > 2:
+        constants = constants.view(torch.int32)
+    return _Parts(words, constants, factors, bits, group, words.shape[1] // (4 * bits if bits > 2 else 16))
+
+
+class Cut(NamedTuple):
+    """Rows of x in a block, and the cut of the weight."""
+
+    rows: int
+    tile: Tile
+
+
+def cut(m: int, n: int, blocks: int, itemsize: int = 2) -> Cut:
+    """Of ``linear``."""
     rows, tile = 16, Tile(64, 4, 3)
-    if m > 16 and not fixed:
-        found = tiles_for(max(m, FEW + 1), 1, x.itemsize, this_device().wgmma)
+    if m > 16:
+        found = tiles_for(max(m, FEW + 1), 1, itemsize, this_device().wgmma)
         rows, tile = found.rows or rows, found.down
+    programs = triton.cdiv(m, rows) * triton.cdiv(n, tile.n)
+    return Cut(rows, tile._replace(splits=_splits(programs, blocks)))
+
+
+def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False) -> Tensor:
+    """``x @ w.T + bias`` of no integers, x ``[m, k]`` contiguous, k a multiple of 16: the product of the one
+    expert that there is. ``fixed``: cut alike for every number of rows."""
+    (m, k), (words, constants, factors, bits, group, blocks) = x.shape, _parts(w)
+    n = words.shape[0]
+    cuts = Cut(16, Tile(64, 4, 3)) if fixed else cut(m, n, blocks, x.itemsize)
+    (rows, tile), splits = cuts, cuts.tile.splits
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     grid = triton.cdiv(m, rows) * triton.cdiv(n, tile.n)
-    splits = 1 if fixed else _splits(grid, blocks)
     part = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     added = bias is not None and splits == 1
     _experts[(grid, splits)](
-        x, words, w.tensors[1].view(torch.int32), bias.float() if added and bias is not None else x, x, x, x,
-        part, n, k, blocks, 1, m, 0.0, 0.0, DENSE=True, GATED=False, KIND=SILU, BIAS=added, SORTED=False,
-        SPLITS=splits, BITS=0, GROUP=128, WHOLE=True, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
+        x, words, constants, factors, bias.float() if added and bias is not None else x, x, x, x, part, n, k,
+        blocks, 1, m, 0.0, 0.0, DENSE=True, GATED=False, KIND=SILU, BIAS=added, SORTED=False,
+        SPLITS=splits, BITS=bits, GROUP=group, WHOLE=True, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
         num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip
     if splits > 1:

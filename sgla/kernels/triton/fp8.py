@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""Activations as e4m3 numbers with one scale a token, for the matrix units' 8-bit mode."""
+"""Activations as e4m3 numbers with one scale a token, for the matrix units' 8-bit mode, and products of them
+with weights that have a scale for each 128 channels."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.device import this_device
 from sgla.kernels.triton.common import _activate, _begin, _pdl, _warps
 
 
@@ -138,3 +140,77 @@ def linear(x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None
     return torch._scaled_mm(
         q, weight.t(), by_row[:, None], scale[None, :], bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
+
+
+class Tile(NamedTuple):
+    """``n`` outputs of ``m`` rows for a program; ``splits`` of k are added up behind it."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+def tile_for(m: int, n: int, k: int) -> Tile:
+    """An estimate."""
+    device = this_device()
+    if m > 64:
+        found = Tile(128, 128, 8, 3) if device.wgmma else Tile(64, 128, 4, 2)
+    else:
+        found = Tile(max(16, triton.next_power_of_2(m)), 64, 4, 4 if device.wgmma else 3)
+    programs, splits = triton.cdiv(m, found.m) * triton.cdiv(n, found.n), 1
+    while 2 * splits * programs <= 2 * device.multiprocessors and k >= 1024 * splits:
+        splits *= 2
+    return found._replace(splits=splits)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _grouped(
+    x, x_scale, w, w_scale, bias, out, m, n, k, groups, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: N outputs of M rows. The sum of a group of channels meets its scale in float32. Programs
+    that run together share weights."""
+    _begin(PDL)
+    tiles_m = tl.cdiv(m, M)
+    rows = tl.program_id(0) % tiles_m * M + tl.arange(0, M)
+    columns = tl.program_id(0) // tiles_m * N + tl.arange(0, N)
+    live, inside, c = rows < m, columns < n, tl.arange(0, 128)
+    share = tl.cdiv(groups, SPLITS)
+    begin = tl.program_id(1) * share
+    source = x + rows.to(tl.int64)[:, None] * k + c[None, :]
+    weight = w + columns.to(tl.int64)[:, None] * k + c[None, :]
+    scales = w_scale + columns.to(tl.int64) * groups
+    acc = tl.zeros([N, M], tl.float32)
+    for at in range(begin, tl.minimum(begin + share, groups)):
+        here = (at * 128 + c < k)[None, :]
+        a = tl.load(source + at * 128, mask=live[:, None] & here, other=0.0)
+        b = tl.load(weight + at * 128, mask=inside[:, None] & here, other=0.0)
+        scale = tl.load(scales + at, mask=inside, other=0.0)
+        acc += tl.dot(b, tl.trans(a)) * scale[:, None]
+    acc *= tl.load(x_scale + rows, mask=live, other=0.0)[None, :]
+    there = live[None, :] & inside[:, None]
+    to = out + tl.program_id(1).to(tl.int64) * m * n + rows.to(tl.int64)[None, :] * n + columns[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
+    tl.store(to, acc, mask=there)
+
+
+def grouped(
+    x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """``linear`` with scales float32 ``[n, ceil(k / 128)]``, of 128 channels each."""
+    (m, k), n = x.numbers.shape, len(weight)
+    tile = tile or tile_for(m, n, k)
+    split = tile.splits > 1
+    shape = (tile.splits, m, n) if split else (m, n)
+    out = torch.empty(*shape, dtype=torch.float32 if split else torch.bfloat16, device=weight.device)
+    added = bias is not None and not split
+    _grouped[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.splits)](
+        *x, weight, scale, bias if added else scale, out, m, n, k, scale.shape[1], HAS_BIAS=added,
+        SPLITS=tile.splits, M=tile.m, N=tile.n, num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
+    )  # fmt: skip
+    if split:
+        out = out.sum(0) if bias is None else out.sum(0) + bias
+    return out.to(torch.bfloat16)
