@@ -36,16 +36,16 @@ class Rank:
         for i, layer in enumerate(paged(kv)):
             own = list(own_heads(heads, rank, size))
             for j, x in enumerate(layer.tensors):
-                told = torch.arange(heads * 16).view(1, heads, 16)[:, own] + 7 * i + 3 * j
-                told = told[..., :4] if x.dim() == 3 else told[..., :8].view(1, -1, PAGE, 2).transpose(1, 2)
-                x.copy_(told % 113)
+                count = x[0].numel() // len(own)
+                told = torch.arange(heads * 16).view(1, heads, 16)[:, own, :count] + 7 * i + 3 * j
+                x.copy_((told if x.dim() == 3 else told.unflatten(2, (PAGE, -1)).transpose(1, 2)) % 113)
         self.parts = parts_of_units(kv, spec, 1)
         [tensors] = memory_of(kv, 1)
         self.unit = b"".join(tensor[0].numpy().tobytes() for tensor in tensors)
 
 
 @pytest.mark.parametrize("zeros", [untouched, as_on_gpus])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_units_of_other_ranks_are_those_of_these(dtype: str, zeros: Zeros) -> None:
     for heads in (1, 2, 3, 4):
         spec = read_decoder(LLAMA | {"num_attention_heads": 12, "num_key_value_heads": heads, "head_dim": 2})
