@@ -41,6 +41,7 @@ CASES = [(16, 8192), (1, 8192), (64, 2048), (8, 32768)]  # rows, tokens; few con
 CHECKED = torch.tensor([700, 3, 1500])
 NATIVE = [(8, 4, 1, 8), (4, 2, 2, 8), (4, 2, 2, 4), (4, 2, 2, 16), (8, 4, 1, 16), (4, 4, 2, 8), (12, 4, 1, 8)]
 TRITON = [(64, 3, 4), (64, 2, 4), (128, 2, 4), (128, 2, 8), (32, 3, 4), (64, 3, 8)]
+KERNEL = decode_attention._kernel
 Body = Callable[[KVLayer, torch.Tensor, DeviceBatch], torch.Tensor]
 
 
@@ -69,20 +70,19 @@ def kernels(at_once: int) -> Any:
     @cache
     def made(*given: Any) -> Kernel:
         with patch.object(decode_attention, "Kernel", kernel):
-            return decode_attention._kernel.__wrapped__(*given)
+            return KERNEL.__wrapped__(*given)
 
     return made
 
 
 def native(shape: attention.AttentionShape, config: tuple[int, ...]) -> Body:
-    attend: Any = attention.choose_backend("native", [shape])[0].decode
+    attend: Any = attention.choose_backend("auto", [shape], decode="native")[0].decode
     attend._kernel.cut = decode_attention.Cut(*config[:3]) if config else None
 
     def body(kv: KVLayer, q: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-        with patch.object(decode_attention, "_kernel", kernels(config[3]) if config else kernel):
+        with patch.object(decode_attention, "_kernel", kernels(config[3]) if config else KERNEL):
             return attend.forward(q, kv, batch, SCORING)
 
-    kernel = decode_attention._kernel
     return body
 
 
@@ -97,7 +97,7 @@ class Warps:
 
 
 def triton(shape: attention.AttentionShape, config: tuple[int, ...]) -> Body:
-    attend: Any = attention.choose_backend("triton", [shape])[0].decode
+    attend: Any = attention.choose_backend("auto", [shape], decode="triton")[0].decode
     kernel, chosen = triton_attention._decode, triton_attention.decode_cut
     tried = Warps(kernel, config[2]) if config else kernel
 
