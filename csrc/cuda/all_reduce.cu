@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_reduce
   Ahead ahead;
   ahead.load_weight(p);  // which no kernel before this one writes
   pdl_wait();
-  const u32 call = p.state[0];
+  const u32 call = __ldcg(p.state);  // of the call before, which another multiprocessor may have ended
   const long long half = (call & 1) * p.half;
 #if TWO_SHOT
   two_shot(p, half, ahead);
@@ -309,7 +309,7 @@ struct MaxParams {
 extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
   pdl_wait();
   pdl_launch();
-  const u32 call = p.state[0];
+  const u32 call = __ldcg(p.state);  // of the call before, which another multiprocessor may have ended
   const long long half = (call & 1) * p.half;
   u64* own = p.inbox[0];
 #pragma unroll
