@@ -730,6 +730,17 @@ class Speech(msgspec.Struct, kw_only=True):
     hop: int
 
 
+class Dictation(msgspec.Struct, kw_only=True, frozen=True):
+    """How a model for chats is asked to write down a sound: its prompt's ``text``, with ``{said}`` for what
+    was said before, if it wants to know, and ``{language}``, for which ``named`` stands, with a ``{code}`` or
+    a ``{name}``, where somebody says it. What it writes begins behind the ``mark``, if there is one."""
+
+    text: str
+    named: str
+    mark: str = ""
+    languages: dict[str, str] = {}  # names by code; {}: any code
+
+
 class CacheGroup(msgspec.Struct, frozen=True):
     """Pages of layers that keep the same tokens: all, or of each request the last ``window``. Pages wholly
     behind a window go back to the pool while the request runs. Or, with ``every``, states: layers that make
@@ -806,6 +817,7 @@ class Facts(msgspec.Struct, kw_only=True):
     # template does not write it. {}: none.
     media: dict[str, str] = {}
     speech: Speech | None = None  # the model writes what it hears, and nothing else
+    dictation: Dictation | None = None  # it may be asked for that
     tiers: list[Tier] = []  # the nearest first
     # Of each tier and cache group, the keys of what its units hold at the start, KEY bytes each in the order
     # of their numbers, zeros for none; or b"".

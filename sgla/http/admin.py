@@ -165,6 +165,7 @@ async def model_info(request: web.Request) -> web.Response:
             "about": about(config.model),
             "is_generation": facts is None or (facts.pooling is None and facts.speech is None),
             "has_image_understanding": facts is not None and "image" in facts.media,
+            "has_video_understanding": facts is not None and "video" in facts.media,
             "has_audio_understanding": facts is not None and "audio" in facts.media,
             "preferred_sampling_params": server.sampling_defaults.values,
             "chat_params": server.sampling_defaults.talk(facts.context_len if facts is not None else 0),

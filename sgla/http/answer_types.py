@@ -428,6 +428,7 @@ class ModelInfo(msgspec.Struct):
     served_model_name: str
     is_generation: bool
     has_image_understanding: bool
+    has_video_understanding: bool
     has_audio_understanding: bool
     weight_version: str
 

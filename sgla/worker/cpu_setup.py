@@ -89,6 +89,7 @@ class CpuSetup(CpuModel):
             notes=[note for note in (kernels, kv.size.note, seeing.note) if note],
             media=seeing.media,
             speech=seeing.speech,
+            dictation=seeing.dictation,
             guided_drafts=True,
             **self.copies.facts,
             **answer_facts(config, spec, self.pooling, declared(processors)),

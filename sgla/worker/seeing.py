@@ -18,7 +18,7 @@ from sgla.loading.tower_attention import use_packed
 from sgla.loading.tower_grid import Grids
 from sgla.media.picture import Picture
 from sgla.media.prepare import arrays_of
-from sgla.messages import Speech
+from sgla.messages import Dictation, Speech
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import settings_of, vision_of
 from sgla.model.vision.spec import Vision
@@ -33,13 +33,14 @@ ABREAST = 64 << 20  # bytes of pictures at a time, fewer than those of a LARGE o
 
 
 class Seeing(NamedTuple):
-    """``taken``: bytes that it is going to take; ``media`` and ``speech``: of ``Facts``."""
+    """``taken``: bytes that it is going to take; ``media``, ``speech`` and ``dictation``: of ``Facts``."""
 
     taken: int
     ledger: dict[str, int]
     media: dict[str, str]
     note: str
     speech: Speech | None = None
+    dictation: Dictation | None = None
     identity: dict[str, str] | None = None  # for a server that makes the features
 
 
@@ -72,7 +73,7 @@ def open_pictures(
         pictures.example = example_of(source, vision, LARGE)
     identity = {} if config.encode_url is None else encode_identity(config, source, plain)
     media = {vision.kind: vision.media} | ({} if vision.film is None else {"video": vision.film.media})
-    return pictures, Seeing(kept, ledger, media, note, identity=identity)
+    return pictures, Seeing(kept, ledger, media, note, None, vision.dictation, identity)
 
 
 def plain_of(dtype: str) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
 import re
@@ -14,6 +15,7 @@ import pytest
 from http_fake import ScriptedIngress
 from http_site import Serve, Site
 from test_pictures import BASE64, PARTS, PICTURES, seeing
+from video_files import clip
 
 from sgla.http.page import assets
 
@@ -498,6 +500,9 @@ async def test_key_reasoning_and_tools(serve: Serve, tmp_path: Path) -> None:
         assert not tab.problems
 
 
+VIDEO = base64.b64encode(clip(frames=4)).decode()
+
+
 @browser
 async def test_pictures_are_dropped_pasted_and_sent(serve: Serve, tmp_path: Path) -> None:
     site = await serve(seeing())
@@ -532,6 +537,19 @@ async def test_pictures_are_dropped_pasted_and_sent(serve: Serve, tmp_path: Path
         await ask(tab, "And now?")
         await tab.until(answers(2))
         assert site.ingress.jobs[-1].pictures == PICTURES[:1]
+        film = drop.replace(BASE64[0], VIDEO).replace("red.png", "a.mp4").replace("image/png", "video/mp4")
+        await tab.js(film)
+        await tab.until("document.getElementById('pictures').innerText === 'This model takes no videos.'")
+        site.ingress.facts.media["video"] = "<video>"
+        await tab.js("document.getElementById('model').dispatchEvent(new Event('change'))")
+        await tab.until("document.getElementById('picture-files').accept === 'image/*,video/*'")
+        await tab.js(film)
+        await tab.until("document.querySelectorAll('#pictures video').length === 1")
+        await ask(tab, "What happens?")
+        await tab.until(answers(3))
+        assert {"type": "video"} in site.ingress.jobs[-1].messages[-1]["content"]
+        assert [type(each).__name__ for each in site.ingress.jobs[-1].pictures] == ["Picture", "Video"]
+        assert await tab.js("document.querySelectorAll('article.user video').length === 1")
         site.ingress.facts.media.clear()
         await tab.js("document.getElementById('model').dispatchEvent(new Event('change'))")
         await tab.until("document.getElementById('attach').hidden")

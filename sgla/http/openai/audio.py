@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Literal, get_type_hints
 
 from aiohttp import web
 
 from sgla.errors import BadRequest, InvalidField, SglaError, UnsupportedField, UnsupportedTask
 from sgla.http import answer_types as to
-from sgla.http.answer.encoder import DONE, HEADERS
+from sgla.http.answer.encoder import DONE, HEADERS, PING
 from sgla.http.bodies import BODY_SECONDS, SHARE
 from sgla.http.errors import error_body
 from sgla.http.forms import parts, pieces, reading, text_of
 from sgla.http.media.parts import Source
 from sgla.http.models import MODELS, named_later
+from sgla.http.openai.dictation import Dictated
 from sgla.http.openai.hearing import Asked, Rated, Transcription, check_prompt, compression
 from sgla.http.operation import EVENTS, FORM, operation
 from sgla.http.request.intake import decoded
@@ -24,7 +26,7 @@ from sgla.http.request.schema import RequestFields, Schema
 from sgla.http.server import ASKED, Server
 from sgla.http.wire import encode, json_response
 from sgla.media.sound import Sound
-from sgla.messages import Speech
+from sgla.messages import Dictation, Speech
 from sgla.text.languages import CODES, NAMES
 from sgla.text.transcript import clock_time
 
@@ -82,7 +84,7 @@ async def translations(request: web.Request) -> web.StreamResponse:
 async def heard(request: web.Request, task: str) -> web.StreamResponse:
     request[ASKED].ingress.require_ready()
     if not request.app[MODELS].several:
-        speech_of(request[ASKED])
+        check_hears(request[ASKED])
     body, data = await form_of(request)
     share = request[SHARE]
     fields: TranslationForm = await decoded(request, SCHEMAS[task], body, share)
@@ -91,17 +93,28 @@ async def heard(request: web.Request, task: str) -> web.StreamResponse:
     async with named_later(request, fields.model) as server:
         server.ingress.require_ready()
         fields.model = server.model(fields.model)
-        asked = asked_of(server, speech_of(server), fields, task)
+        check_hears(server)
+        form = fields.response_format or "json"
+        check_fields(fields, form)
+        dictation = dictation_of(server)
+        asked = None if dictation is not None else asked_of(server, speech_of(server), fields, task)
+        prompt = "" if dictation is None else dictated_prompt(dictation, fields, task, form)
         sound = await decoded_sound(server, data, share.client)
         share.take(sound.size)
         share.give(len(data))
         del data
-        transcription = Transcription(request, server, fields, sound, asked)
+        made: Transcription | Dictated
+        if asked is None:
+            made = Dictated(request, server, fields, sound, prompt)
+        else:
+            made = Transcription(request, server, fields, sound, asked)
         if fields.stream:
-            return await streamed(request, transcription)
-        async for _ in transcription.write():
+            return await streamed(request, made, server.config.sse_keepalive)
+        async for _ in made.write():
             pass
-        return answer(transcription, sound, fields.response_format or "json", asked)
+        if isinstance(made, Transcription) and asked is not None:
+            return answer(made, sound, form, asked)
+        return plain_answer(made, sound, form)
 
 
 async def form_of(request: web.Request) -> tuple[bytes, bytes | None]:
@@ -161,10 +174,47 @@ def speech_of(server: Server) -> Speech:
     return speech
 
 
+def check_hears(server: Server) -> None:
+    """Raises UnsupportedTask."""
+    if dictation_of(server) is None:
+        speech_of(server)
+
+
+def dictation_of(server: Server) -> Dictation | None:
+    """Of a model for chats that is able to write down what it hears."""
+    facts = server.ingress.facts
+    return None if facts is None or "audio" not in facts.media else facts.dictation
+
+
+def dictated_prompt(dictation: Dictation, fields: TranslationForm, task: str, form: str) -> str:
+    """Raises InvalidField, UnsupportedField, UnsupportedTask."""
+    if task == "translate":
+        raise UnsupportedTask("this server's model does not translate", param="model")
+    if form not in ("json", "text"):
+        raise UnsupportedField(
+            f"response_format: this model tells no times; json and text are possible, {form} is not",
+            param="response_format",
+        )
+    code = None
+    if fields.language:
+        code = CODES.get(fields.language.lower(), fields.language.lower())
+        known = dictation.languages or NAMES
+        if code not in known:
+            there = ", ".join(sorted(known))
+            raise InvalidField(f"language: {code[:40]!r} is none of the model's: {there}", param="language")
+    said = (fields.prompt or "").strip()
+    if said and "{said}" not in dictation.text:
+        raise InvalidField("prompt: this model takes none", param="prompt")
+    if "<|" in said:
+        raise InvalidField("prompt: it has special tokens", param="prompt")
+    name = dictation.languages.get(code or "", "")
+    named = "" if code is None else dictation.named.format(code=code, name=name)
+    return dictation.text.format(said=said, language=named)
+
+
 def asked_of(server: Server, speech: Speech, fields: TranslationForm, task: str) -> Asked:
     """Raises InvalidField, UnsupportedField, UnsupportedTask."""
     form = fields.response_format or "json"
-    check_fields(fields, form)
     if task == "translate" and task not in speech.tasks:
         raise UnsupportedTask("this server's model does not translate", param="model")
     before: list[int] = []
@@ -228,15 +278,22 @@ async def decoded_sound(server: Server, data: bytes, client: str) -> Sound:
     return sound
 
 
-def answer(made: Transcription, sound: Sound, form: Format, asked: Asked) -> web.Response:
-    text = made.text
+def plain_answer(made: Transcription | Dictated, sound: Sound, form: Format) -> web.Response:
     if form == "text":
-        return web.Response(text=f"{text}\n")
+        return web.Response(text=f"{made.text}\n")
+    return json_response({"text": made.text, "usage": duration(sound)})
+
+
+def duration(sound: Sound) -> dict[str, Any]:
+    return {"type": "duration", "seconds": math.ceil(sound.seconds)}
+
+
+def answer(made: Transcription, sound: Sound, form: Format, asked: Asked) -> web.Response:
+    if form in ("json", "text"):
+        return plain_answer(made, sound, form)
     if form in ("srt", "vtt"):
         return web.Response(text=subtitles(made, form))
-    usage = {"type": "duration", "seconds": math.ceil(sound.seconds)}
-    if form == "json":
-        return json_response({"text": text, "usage": usage})
+    text, usage = made.text, duration(sound)
     shown = [segment_object(i, rated, made, asked) for i, rated in enumerate(made.segments)]
     return json_response(
         {
@@ -277,36 +334,54 @@ def subtitles(made: Transcription, form: str) -> str:
     return "".join(found)
 
 
-async def streamed(request: web.Request, made: Transcription) -> web.StreamResponse:
-    """What refuses the request before its first text comes has its status."""
+async def streamed(
+    request: web.Request, made: Transcription | Dictated, keepalive: float
+) -> web.StreamResponse:
+    """What refuses the request before anything goes out has its status. ``keepalive``: seconds after which a
+    comment goes out, if nothing else does; 0: none."""
     events = blocks(made)
-    first = await anext(events)
+    waiting = asyncio.ensure_future(anext(events, None))
     response = web.StreamResponse(headers=HEADERS)
-    await response.prepare(request)
-    await response.write(first)
     try:
-        async for block in events:
+        if not (await asyncio.wait([waiting], timeout=keepalive or None))[0]:
+            await response.prepare(request)
+            await response.write(PING)
+        else:
+            waiting.result()
+            await response.prepare(request)
+        while True:
+            if not (await asyncio.wait([waiting], timeout=keepalive or None))[0]:
+                await response.write(PING)
+                continue
+            if (block := waiting.result()) is None:
+                break
+            waiting = asyncio.ensure_future(anext(events, None))
             await response.write(block)
     except SglaError as error:
+        if not response.prepared:
+            raise
         await response.write(event(error_body(error)))
+    finally:
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await events.aclose()
     await response.write(DONE)
     return response
 
 
-async def blocks(made: Transcription) -> AsyncIterator[bytes]:
+async def blocks(made: Transcription | Dictated) -> AsyncGenerator[bytes, None]:
     begun = False
     async for text in made.write():
         delta = text if begun else text.lstrip()
         if delta:
             begun = True
             yield event({"type": "transcript.text.delta", "delta": delta})
-    heard = made.frames // 2
     usage = {
         "type": "tokens",
-        "input_tokens": made.prompt_tokens + heard,
-        "input_token_details": {"text_tokens": made.prompt_tokens, "audio_tokens": heard},
+        "input_tokens": made.prompt_tokens + made.heard,
+        "input_token_details": {"text_tokens": made.prompt_tokens, "audio_tokens": made.heard},
         "output_tokens": made.completion_tokens,
-        "total_tokens": made.prompt_tokens + heard + made.completion_tokens,
+        "total_tokens": made.prompt_tokens + made.heard + made.completion_tokens,
     }
     yield event({"type": "transcript.text.done", "text": made.text, "usage": usage})
 

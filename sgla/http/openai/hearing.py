@@ -88,6 +88,11 @@ class Transcription:
     def text(self) -> str:
         return self.words([token for rated in self.segments for token in rated.segment.tokens]).strip()
 
+    @property
+    def heard(self) -> int:
+        """Tokens that its windows count for."""
+        return self.frames // 2
+
     def words(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without timestamps."""
         first = self.speech.transcript.first_time
@@ -132,7 +137,7 @@ class Transcription:
         return tokens[: ends[-1]] if ends else tokens
 
     def _take(self, sink: Listener, silence: float) -> list[Segment]:
-        choice = _whole(sink)
+        choice = whole(sink)
         self._count(choice)
         tokens = choice.tokens
         if tokens and tokens[-1] == self.speech.transcript.end:
@@ -169,7 +174,7 @@ class Transcription:
             await sink.done
         finally:
             self._server.close(work)
-        choice = _whole(sink)
+        choice = whole(sink)
         self._count(choice)
         if detects:
             codes = {token: code for code, token in speech.languages.items()}
@@ -191,7 +196,7 @@ class Transcription:
         self.completion_tokens += choice.usage.completion_tokens
 
 
-def _whole(sink: Listener) -> Choice:
+def whole(sink: Listener) -> Choice:
     """Raises what refuses or ends the request."""
     if (rejected := sink.done.result()) is not None:
         raise SglaError.from_rejected(rejected)

@@ -35,6 +35,7 @@ POLICY = {
     "style-src": "'self'",
     "font-src": "'self'",
     "img-src": "data:",
+    "media-src": "data:",
     "connect-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",

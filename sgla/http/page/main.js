@@ -39,7 +39,7 @@ async function describe() {
   const name = encodeURIComponent($("model").value);
   const info = await (await call(`get_model_info?model=${name}`)).json();
   tell(info);
-  allow(info.has_image_understanding === true);
+  allow(["image", "video"].filter((kind) => info[`has_${kind}_understanding`] === true));
 }
 
 async function seen(phase) {

@@ -1,9 +1,9 @@
-// Pictures that go with the next message: dropped, pasted or chosen. They are data URLs, since the page shows
-// nothing from elsewhere.
+// Pictures and videos that go with the next message: dropped, pasted or chosen. They are data URLs, since the
+// page shows nothing from elsewhere.
 import { $, button, make } from "./dom.js";
 
 let waiting = []; // {name, url}
-let able = false; // whether the model takes any
+let able = []; // which kinds the model takes: "image", "video"
 
 const read = (file) => new Promise((resolve, reject) => {
   const reader = new FileReader();
@@ -12,12 +12,15 @@ const read = (file) => new Promise((resolve, reject) => {
   reader.readAsDataURL(file);
 });
 
-export function allow(model) {
-  able = model;
-  $("attach").hidden = !able;
-  if (!able) waiting = [];
+export function allow(kinds) {
+  able = kinds;
+  $("attach").hidden = !able.length;
+  $("picture-files").accept = able.map((kind) => `${kind}/*`).join(",");
+  waiting = waiting.filter(({ url }) => able.includes(kindOf(url)));
   draw();
 }
+
+export const kindOf = (url) => url.startsWith("data:video/") ? "video" : "image";
 
 // The URLs of those that wait, which wait no longer.
 export function takePictures() {
@@ -30,15 +33,18 @@ export function takePictures() {
 export function arePictures() { return waiting.length > 0; }
 
 export function shown(urls) {
-  return make("div", { className: "pictures" }, ...urls.map((src, index) =>
-    make("img", { src, alt: `Picture ${index + 1}` })));
+  return make("div", { className: "pictures" }, ...urls.map((src, index) => kindOf(src) === "video"
+    ? make("video", { src, controls: true, ariaLabel: `Video ${index + 1}` })
+    : make("img", { src, alt: `Picture ${index + 1}` })));
 }
 
 function draw(note = "") {
   const remove = (picture) => { waiting = waiting.filter((each) => each !== picture); draw(); };
   const rows = waiting.map((picture) => {
     const control = button("", () => remove(picture), { ariaLabel: `Remove ${picture.name}`, title: "Remove" });
-    control.append(make("img", { src: picture.url, alt: picture.name }));
+    control.append(kindOf(picture.url) === "video"
+      ? make("video", { src: picture.url, muted: true, ariaLabel: picture.name })
+      : make("img", { src: picture.url, alt: picture.name }));
     return control;
   });
   $("pictures").replaceChildren(...rows, note);
@@ -46,9 +52,10 @@ function draw(note = "") {
 }
 
 async function add(files) {
-  const pictures = [...files].filter(({ type }) => type.startsWith("image/"));
-  if (!able || !pictures.length) {
-    draw(able ? "This is no picture." : "This model takes no pictures.");
+  const pictures = [...files].filter(({ type }) => able.includes(type.split("/")[0]));
+  if (!pictures.length) {
+    const films = able.length && [...files].some(({ type }) => type.startsWith("video/"));
+    draw(films ? "This model takes no videos." : able.length ? "This is no picture." : "This model takes no pictures.");
     return;
   }
   try {

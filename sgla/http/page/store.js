@@ -1,4 +1,5 @@
 // Conversations, kept in this browser's IndexedDB; where there is none, in the page's memory.
+import { kindOf } from "./pictures.js";
 
 const NAME = "sgla", KIND = "conversations";
 const memory = new Map();
@@ -42,7 +43,7 @@ export async function remove(id) {
 // A tree of messages: an edit or a second answer is one more child of the same parent. Node 0 is the root,
 // without a message;
 // `chosen` is the child that is shown. A node: {parent, chosen, message, pictures, reasoning, model, note};
-// `pictures` are data URLs.
+// `pictures` are data URLs, of videos, too.
 export class Conversation {
   constructor({ id, title = "New chat", changed = Date.now(), system = "", nodes = [{ parent: -1 }] } = {}) {
     this.id = id ?? `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
@@ -92,17 +93,18 @@ export class Conversation {
       const calls = (message.tool_calls ?? []).map(({ function: made }) =>
         `\`${made.name}(${made.arguments})\``);
       const who = { user: "You", assistant: model ?? "Answer", tool: "Result" }[message.role];
-      return [`## ${who}`, ...pictures.map(() => "*(a picture)*"), message.content, ...calls].filter(Boolean).join("\n\n");
+      return [`## ${who}`, ...pictures.map((url) => kindOf(url) === "video" ? "*(a video)*" : "*(a picture)*"), message.content, ...calls].filter(Boolean).join("\n\n");
     });
     const system = this.system && `## System\n\n${this.system}`;
     return `${[`# ${this.title}`, system, ...parts].filter(Boolean).join("\n\n")}\n`;
   }
 }
 
-// A message as the server wants it: its pictures come before its text.
+// A message as the server wants it: its pictures and videos come before its text.
 function sent({ message, pictures = [] }) {
   if (!pictures.length) return message;
-  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  const parts = pictures.map((url) => kindOf(url) === "video" ? { type: "video_url", video_url: { url } }
+    : { type: "image_url", image_url: { url } });
   if (message.content) parts.push({ type: "text", text: message.content });
   return { ...message, content: parts };
 }
@@ -121,7 +123,7 @@ function isMessage({ role, content, tool_calls, tool_call_id } = {}) {
 }
 
 const arePictures = (urls) => urls === undefined ||
-  (Array.isArray(urls) && urls.every((url) => isText(url) && url?.startsWith("data:image/")));
+  (Array.isArray(urls) && urls.every((url) => isText(url) && /^data:(image|video)\//.test(url)));
 
 function isNode(node, at, nodes) {
   const { parent, chosen, message, pictures, reasoning, model, note } = node ?? {};

@@ -3,7 +3,7 @@ token of 80 ms. Silence fills the last window."""
 
 from __future__ import annotations
 
-from sgla.messages import Prepared
+from sgla.messages import Dictation, Prepared
 from sgla.model.vision.spec import Config, Settings, Spelled, Vision, array
 
 BEGIN, TOKEN = "[BEGIN_AUDIO]", "[AUDIO]"
@@ -25,4 +25,5 @@ VOXTRAL = Vision(
     spelled=spelled,
     parts=("audio_tower", "multi_modal_projector"),
     heard="windows",
+    dictation=Dictation(text=f"<s>[INST]{BEGIN}{TOKEN}[/INST]{{language}}[TRANSCRIBE]", named="lang:{code}"),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from sgla.messages import Prepared
+from sgla.messages import Dictation, Prepared
 
 Config = Mapping[str, Any]
 
@@ -64,8 +64,9 @@ class Vision:
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how
     many frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they
     are. ``apart``: a picture is a prompt by itself, of which a vector is made. ``crossed``: layers attend to
-    the features, which stand in place of no tokens, and the model does nothing else. ``heard``: whether a
-    sound is heard at once, which bounds its length, in windows of equal length, or as it is, in chunks."""
+    the features, which stand in place of no tokens, and the model does nothing else. ``dictation``: how a
+    model for chats is asked to transcribe. ``heard``: whether a sound is heard at once, which bounds its
+    length, in windows of equal length, or as it is, in chunks."""
 
     processors: tuple[str, ...]
     token: tuple[str, int]
@@ -87,6 +88,7 @@ class Vision:
     film: Film | None = None
     apart: bool = False
     crossed: bool = False
+    dictation: Dictation | None = None
     heard: Literal["once", "windows", "chunks"] = "once"
 
     @property
