@@ -5,8 +5,9 @@
 The products are those of Qwen3-8B's layers with what stands before and after them. Each cut is compared with
 the product by the dense weight in float32, and then timed by graph replays over weights larger than the L2
 cache. One JSON line a product and number of rows: microseconds and GB/s of the best cuts, and of the cut that
-serves. ``--kernels``: of ``integer`` and ``fixed``, whose cuts are tried. F gets the best cuts as lines of
-``sgla/kernels/gpu/tuned``, where they are faster than what serves.
+serves. ``--kernels``: of ``integer``, ``late`` and ``fixed``, whose cuts are tried. Then a layer's products
+follow each other, with the best cuts of several kinds; F gets those that are fastest so, as lines of
+``sgla/kernels/gpu/tuned``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from sgla.quant.weight import pack
 BF16 = torch.bfloat16
 OTHERS = 300 << 20  # bytes of weights that a replay reads
 WRONG = 1e-2  # relative error
+LENGTH = 6  # layers of a chain
 
 
 class Layer(NamedTuple):
@@ -53,14 +55,20 @@ LAYERS = (
 
 
 def fixed_cuts(rows: int) -> Iterator[ig.Config]:
+    """Those that take part, and others like them."""
+    for config in late_cuts(rows):
+        yield config._replace(fixed=True)
+        yield config._replace(fixed=True, late=False)
+
+
+def late_cuts(rows: int) -> Iterator[ig.Config]:
+    """With room for the next kernel's blocks, which begin when memory would have nothing to do."""
     if rows <= 8:
-        rooms = ((1, 2), (2, 2)) if rows == 1 else ((1, 2), (2, 2), (1, 1))
-        several = itertools.product(((1, 2), (1, 4), (2, 2)), (4, 8), (1, 2), rooms)
+        several = itertools.product((2, 4), (4, 8), (1,) if rows == 1 else (1, 2), (1, 2))
     else:
-        several = itertools.product(((1, 2), (2, 2)), (1, 2, 4), (1, 2, 4, 8), ((2, 2), (1, 1)))
-    for (tiles, unit), warps, slices, (per_sm, resident) in several:
-        if warps * slices <= 16 and not (tiles == resident == 2 and rows > 8):
-            yield ig.Config(tiles, warps, slices, unit, per_sm, resident, True)
+        several = itertools.product((2,), (1, 2, 4), (2, 4, 8), (1, 2))
+    for unit, warps, slices, per_sm in several:
+        yield ig.Config(1, warps, slices, unit, per_sm, 2, late=True)
 
 
 def cuts(rows: int) -> Iterator[ig.Config]:
@@ -139,11 +147,47 @@ def measure(product: Product, dense: Tensor, configs: list[ig.Config]) -> list[t
     return sorted(found)
 
 
-def line_of(layer: Layer, rows: int, kind: str, us: float, config: ig.Config, serving: float) -> Line:
-    times = {"best": round(us, 2), "serving": round(serving, 2)}
+def chains(
+    products: list[Product], found: list[list[tuple[float, ig.Config]]]
+) -> tuple[ig.Config, ...] | None:
+    """A layer's products in turn, with the best cuts of several kinds: says how long each takes, and returns
+    those that are fastest; None: what serves is."""
+    kinds: dict[str, Callable[[ig.Config], bool]] = {
+        "best": lambda config: True,
+        "late": lambda config: config.late,
+        "late, one block": lambda config: config.late and config.per_sm == 1,
+        "integer": lambda config: not config.fixed,
+        "integer, late": lambda config: config.late and not config.fixed,
+    }
+    several: dict[str, tuple[ig.Config | None, ...]] = {"serving": (None,) * len(products)}
+    for name, fits in kinds.items():
+        chosen = tuple(next((config for _, config in each if fits(config)), None) for each in found)
+        several |= {name: chosen} if None not in chosen else {}
+    outs = [product.before.clone() for product in products]
+    times = {}
+    for name, configs in several.items():
+
+        def body(configs: tuple[ig.Config | None, ...] = configs) -> None:
+            for at in range(LENGTH):
+                for product, config, out in zip(products, configs, outs, strict=True):
+                    product.run(product.weights[at % len(product.weights)], out, config)
+
+        times[name] = round(time_us(body, LENGTH, 12), 2)
+    fields: dict[str, Any] = {
+        "bench": "integers",
+        "product": "layer",
+        "rows": len(products[0].x),
+        "us": times,
+    }
+    lines.emit(fields | {"cuts": several})
+    configs = several[min(times, key=lambda name: times[name])]
+    return None if None in configs else tuple(config for config in configs if config is not None)
+
+
+def line_of(layer: Layer, rows: int, kind: str, config: ig.Config) -> Line:
     first = max(1, ig.padded(rows) // 2 + 1)
     gated = layer.epilogue == ig.SILU
-    return Line(layer.n, layer.k, gated, kind, first, rows, "few integers", config._asdict(), times)
+    return Line(layer.n, layer.k, gated, kind, first, rows, "few integers", config._asdict())
 
 
 def main() -> None:
@@ -153,10 +197,11 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,4")
     parser.add_argument("--kind", default="int4g128", choices=list(KINDS))
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--kernels", default="integer,fixed")
+    parser.add_argument("--kernels", default="integer,late,fixed")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    several = [{"integer": cuts, "fixed": fixed_cuts}[name] for name in args.kernels.split(",")]
+    named = {"integer": cuts, "late": late_cuts, "fixed": fixed_cuts}
+    several = [named[name] for name in args.kernels.split(",")]
     end = time.monotonic() + args.seconds
     jobs = list(itertools.product(map(int, args.rows.split(",")), LAYERS))
     fitting = {}
@@ -167,19 +212,27 @@ def main() -> None:
         for config in fitting[rows, layer]:
             ig._kernel(shape, config)
     made = {layer: weights_of(layer, args.kind) for layer in LAYERS}
+    found: dict[tuple[int, Layer], list[tuple[float, ig.Config]]] = {}
+    products = {job: Product(job[1], job[0], made[job[1]]) for job in jobs}
     for rows, layer in jobs:
         if time.monotonic() > end:
             break
-        product = Product(layer, rows, made[layer])
-        found = measure(product, made[layer][0].dequant(), fitting[rows, layer])
+        product = products[rows, layer]
+        best = measure(product, made[layer][0].dequant(), fitting[rows, layer])
         size, serving = made[layer][0].nbytes, product.us(None)
-        if args.out and found and found[0][0] < serving:
-            with args.out.open("ab") as table:
-                table.write(msgspec.json.encode(line_of(layer, rows, args.kind, *found[0], serving)) + b"\n")
-        best = [[*config, round(us, 2), round(size / us / 1e3)] for us, config in found[:5]]
+        found[rows, layer] = best
+        shown = [[*config, round(us, 2), round(size / us / 1e3)] for us, config in best[:5]]
         fields: dict[str, Any] = {"bench": "integers", "product": layer.name, "rows": rows, "kind": args.kind}
-        fields |= {"us": round(serving, 2), "gb_s": round(size / serving / 1e3), "best": best}
+        fields |= {"us": round(serving, 2), "gb_s": round(size / serving / 1e3), "best": shown}
         lines.emit(fields)
+    for rows in dict.fromkeys(rows for rows, _ in jobs):
+        if all(found.get((rows, layer)) for layer in LAYERS):
+            own = [products[rows, layer] for layer in LAYERS]
+            taken = chains(own, [found[rows, layer] for layer in LAYERS])
+            if args.out and taken is not None:
+                with args.out.open("ab") as table:
+                    for layer, config in zip(LAYERS, taken, strict=True):
+                        table.write(msgspec.json.encode(line_of(layer, rows, args.kind, config)) + b"\n")
     compilers().shutdown(wait=False, cancel_futures=True)
 
 

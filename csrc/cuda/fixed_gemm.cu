@@ -48,6 +48,9 @@
 #ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
 #define RESIDENT 2
 #endif
+#ifndef LATE  // 1: the next kernel begins when this one has asked for its last weights, not when it has its x
+#define LATE 0
+#endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
 #endif
@@ -202,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const
     }
   };
   settle();
+  bool waited = false;  // earlier, the next kernel could miss what the one before this is to write
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
@@ -229,7 +233,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const
       for (int j = 0; j < LOADS; ++j) own[j] += WK * UNIT * PER;
       if (in_unit >= count) {
         in_unit = wk;
-        if (++in_tile < last) settle();
+        if (++in_tile < last)
+          settle();
+        else if (LATE && waited)
+          pdl_launch();
       }
     }
     cp_async_commit();
@@ -240,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const
     for (int c = threadIdx.x * 32; c < count * (UNIT * BLOCK); c += THREADS * 32)
       if (begin * (UNIT * BLOCK) + c < p.k) prefetch(p.norm + begin * (UNIT * BLOCK) + c);
   pdl_wait();
-  pdl_launch();
+  waited = true;
+  if (!LATE || in_tile >= last) pdl_launch();
 
   // x, times the norm's weight, and the sums of its groups; zeros behind its end.
   int row = 0, chunk = warp;

@@ -18,7 +18,7 @@ __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
 MAX_ROWS = 16  # of x
 WARPS = 8  # of a block
 ALIGNED = 8  # channels that x is read by
-STAGES, FIXED_STAGES = 5, 8  # at most
+STAGES, MORE_STAGES = 5, 8  # at most; the second where they bridge two kernels
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
 P = ctypes.c_void_p
 
@@ -39,7 +39,8 @@ class Config(NamedTuple):
     """How the work is cut. ``tiles`` of 16 weight rows are a warp's, 1 or 2, whose k ``warps`` of a block
     share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 2 or 4. ``per_sm``
     blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
-    fetch weights there. ``fixed``: x becomes integers, too (``fixed_gemm.cu``)."""
+    fetch weights there: from when this one has its x on, or, if ``late``, has asked for its last weights.
+    ``fixed``: x becomes integers, too (``fixed_gemm.cu``)."""
 
     tiles: int
     warps: int
@@ -48,6 +49,7 @@ class Config(NamedTuple):
     per_sm: int = 2
     resident: int = 2
     fixed: bool = False
+    late: bool = False
 
 
 class Shape(NamedTuple):
@@ -115,7 +117,10 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     sums = 0 if alone else 8 * config.warps * shape.rows * (shape.weight_rows(config) + 4)
     x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
     stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
-    stages = min(FIXED_STAGES if config.fixed else STAGES, (SHARED // config.resident - 2048 - x) // stage)
+    stages = min(
+        MORE_STAGES if config.fixed or config.late else STAGES,
+        (SHARED // config.resident - 2048 - x) // stage,
+    )
     if stages < 2:
         return None
     own, loaded = shape.blocks * per, config.unit * per  # words of constants
@@ -132,6 +137,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "RESIDENT": config.resident,
+        "LATE": int(config.late),
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,
     }
@@ -144,7 +150,7 @@ MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8,
 
 
 @lru_cache(1 << 14)
-def default_config(shape: Shape, fixed: bool = False) -> Config | None:
+def default_config(shape: Shape, fixed: bool = False, late: bool = False) -> Config | None:
     """The first that fits, of those that were fastest with the layers of Qwen3-8B on an H200
     (``bench/gpu_integers.py``); None: so many rows do not, and half of them would."""
     wide = shape.k > WIDE
@@ -158,7 +164,7 @@ def default_config(shape: Shape, fixed: bool = False) -> Config | None:
         best = (Config(1, 1, 8), Config(1, 2, 8)) if wide else (Config(1, 1, 4), Config(1, 2, 4))
         best = (Config(2, 2, 2, 2, 1, 1), *best) if many and not wide else best
     large = tuple(config._replace(per_sm=1, resident=1) for config in best)
-    tried = (config._replace(fixed=fixed) for config in (*best, *large, *MOST))
+    tried = (config._replace(fixed=fixed, late=late) for config in (*best, *large, *MOST))
     return next((config for config in tried if plan(shape, config) is not None), None)
 
 
