@@ -339,6 +339,13 @@ class EngineSettings(ModelSettings, kw_only=True):
         Literal["int8", "int4"] | None,
         Doc(description="weights of --speculative-model, if not as --dtype says"),
     ] = None
+    speculative_token_map: Annotated[
+        str | None,
+        Doc(
+            description="JSON file with a list of token ids, the only ones that mtp and eagle guess: an "
+            "output layer of fewer rows takes less time"
+        ),
+    ] = None
     speculative_adaptive: Annotated[
         bool,
         Doc(

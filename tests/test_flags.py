@@ -546,7 +546,7 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
 
 def test_all_refused_flags_are_named_at_once() -> None:
     text = refused(
-        "--speculative-token-map",
+        "--speculative-attention-mode",
         "4",
         "--enable-hicache",
         "2",
@@ -556,7 +556,7 @@ def test_all_refused_flags_are_named_at_once() -> None:
         "1",
     )
     for part in (
-        "--speculative-token-map is not",
+        "--speculative-attention-mode is not",
         "--enable-hicache is not",
         "set HF_TOKEN",
         "did you mean --port?",

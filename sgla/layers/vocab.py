@@ -3,9 +3,12 @@ a split one would cost an all-reduce a step); the output layer is split over the
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
+from sgla.dist import Shard
 from sgla.kernels import ops
 from sgla.kernels.lora import added, lora_embedding
 from sgla.layers.build import Build, fill
@@ -83,6 +86,15 @@ class LMHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.part(hidden)
         return logits if self.shard.size == 1 else ops.call(self.shard.all_gather, logits, self.vocab)
+
+    def only(self, ids: Tensor) -> LMHead:
+        """A layer of its own, for those of the tokens ``ids`` int64[n], which rise, that this rank has; no
+        other rank is asked."""
+        made, rows = copy(self), ids[(ids >= self.own.start) & (ids < self.own.stop)] - self.own.start
+        made.weight, made.shard, made.stack = self.weight.pick(rows), Shard(), None
+        made.bias = None if self.bias is None else self.bias[rows.to(self.bias.device)]
+        made.own, made.vocab = range(len(rows)), len(rows)
+        return made
 
     def part(self, hidden: Tensor) -> Tensor:
         """The logits of this rank's part ``own`` of the vocabulary."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Values
@@ -14,6 +16,13 @@ from sgla.model.predictor import Predictor
 from sgla.quant.weight import SourceTensor
 
 EVERYTHING = ("",)  # a prefix of all names
+
+
+def narrow(head: Predictor | Eagle, tokens: list[int] | None) -> None:
+    """Have it guess none but ``tokens``, if they are given."""
+    if tokens is not None:
+        own, ids = head.out.own, torch.tensor(tokens)
+        head.ids, head.out = ids[(ids >= own.start) & (ids < own.stop)], head.out.only(ids)
 
 
 def load_predictor(

@@ -4,7 +4,9 @@ torch."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -76,7 +78,7 @@ def check_settings(config: Config, device: str) -> None:
     this ``device``."""
     name, plain = config.speculative_algorithm, Config()
     if name is None:
-        for field in ("speculative_num_draft_tokens", "speculative_quantization"):
+        for field in ("speculative_num_draft_tokens", "speculative_quantization", "speculative_token_map"):
             if getattr(config, field):
                 raise _refused(field, f"needs {FLAG}")
     if (name is None or (name == "ngram" and device != "cpu")) and not config.speculative_adaptive:
@@ -94,6 +96,10 @@ def check_settings(config: Config, device: str) -> None:
     for field in ("speculative_model", "speculative_quantization"):
         if name not in OTHER_FILES and getattr(config, field) != getattr(plain, field):
             raise _refused(field, f"is for {FLAG} {' and '.join(OTHER_FILES)}; leave one of them out")
+    if config.speculative_token_map is not None and name not in ("mtp", "eagle"):
+        raise _refused("speculative_token_map", f"is for {FLAG} mtp and eagle; leave one of them out")
+    if config.speculative_token_map is not None and device == "cpu" and config.tp > 1:
+        raise _refused("speculative_token_map", "cannot be honoured with --tp on CPUs; leave it out")
     if config.executor == "fake":
         return
     obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
@@ -119,9 +125,11 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
             return None if draft is None else _split(read_draft(draft, target), config.tp)
         case "eagle" | "eagle3" as name:
             eagle = None if draft is None else read_eagle(draft, target, third=name == "eagle3")
+            read_tokens(config, target.vocab)
             return None if eagle is None else _split(eagle.spec, config.tp)
         case "mtp":
             predictor_names(target)
+            read_tokens(config, target.vocab)
             layer = similar_layer(target)
             moe = target.moe
             if moe is not None:
@@ -193,6 +201,21 @@ def _told_layers(c: Reader, layers: int) -> tuple[int, ...]:
         raise _unfit(f"{key} is {given}, and the model has {layers} layers")
     usual = sorted(min(max(layer, 0), layers - 1) for layer in (2, layers // 2, layers - 3))
     return tuple(given or usual)
+
+
+def read_tokens(config: Config, vocab: int) -> list[int] | None:
+    """The tokens of ``--speculative-token-map``, of so many, in their order. Raises ConfigError."""
+    if config.speculative_token_map is None:
+        return None
+    path = Path(config.speculative_token_map).expanduser()
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _refused("speculative_token_map", f"{path}: {error}; give a JSON file") from error
+    whole = isinstance(found, list) and all(type(token) is int and 0 <= token < vocab for token in found)
+    if not whole or not found:
+        raise _refused("speculative_token_map", f"{path}: it has to be a list of ids from 0 to {vocab - 1}")
+    return sorted(set(found))
 
 
 def predictor_names(spec: ModelSpec) -> PredictorNames:

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.loading.drafter import load_eagle, load_predictor
+from sgla.loading.drafter import load_eagle, load_predictor, narrow
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
-from sgla.model.drafting import EagleSpec, read_eagle
-from sgla.model.predictor import Head
+from sgla.model.drafting import EagleSpec, read_eagle, read_tokens
+from sgla.model.eagle import Eagle
+from sgla.model.predictor import Head, Predictor
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make
 from sgla.worker.chains import ROWS, Chains
@@ -83,7 +84,11 @@ def _load_head(
     eagle = eagle_of(config, source, target.spec)
     if eagle is None:
         quantization = target.spec.quantized(config.quantization, "cuda")
-        return load_predictor(source, target, dtype, quantization, report, seed)
-    assert source.draft is not None
-    kind, length = config.speculative_quantization, target.positions
-    return load_eagle(source.draft, target, eagle, dtype, kind, length, report, seed)
+        head: Head = load_predictor(source, target, dtype, quantization, report, seed)
+    else:
+        assert source.draft is not None
+        kind, length = config.speculative_quantization, target.positions
+        head = load_eagle(source.draft, target, eagle, dtype, kind, length, report, seed)
+    if isinstance(head, Predictor | Eagle):
+        narrow(head, read_tokens(config, target.spec.vocab))
+    return head

@@ -11,11 +11,12 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
-from sgla.loading.drafter import load_eagle, load_predictor
+from sgla.loading.drafter import load_eagle, load_predictor, narrow
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
-from sgla.model.drafting import read_eagle
+from sgla.model.drafting import read_eagle, read_tokens
+from sgla.model.eagle import Eagle
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.draft_head import WAITING, HeadDrafts, HeadForward, StepHidden
@@ -58,6 +59,7 @@ class DraftSetup:
             case "mtp":
                 assert isinstance(target, Decoder)
                 self._head = load_predictor(source, target, dtype, config.quantization, report, seed)
+                narrow(self._head, read_tokens(config, self._vocab))
                 self._hidden.append(StepHidden())
                 self.hook = self._hidden[0].hook
             case "eagle" | "eagle3" as name:
@@ -67,6 +69,8 @@ class DraftSetup:
                 self._head = load_eagle(
                     source.draft, target, eagle, dtype, quantization, target.positions, report, seed
                 )
+                if isinstance(self._head, Eagle):
+                    narrow(self._head, read_tokens(config, self._vocab))
                 self._hidden += [StepHidden() for _ in eagle.layers or (0,)]
                 if not eagle.layers:
                     self.hook = self._hidden[0].hook

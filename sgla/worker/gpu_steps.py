@@ -79,9 +79,11 @@ class Launched(NamedTuple):
     extras: Extras | None
 
 
-def sizes_up_to(limit: int) -> list[int]:
-    """Batch sizes that get a graph: a batch runs in the next larger one."""
-    sizes = [1, 2, 4, 8, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
+def sizes_up_to(limit: int, guesses: bool = False) -> list[int]:
+    """Batch sizes that get a graph: a batch runs in the next larger one. Where rows guess, few rows are those
+    of one request."""
+    few = [1, 2, 3, 4, 5, 6, 8] if guesses else [1, 2, 4, 8]
+    sizes = [*few, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
     return [size for size in sizes if size < limit] + [limit]
 
 
@@ -114,7 +116,8 @@ class GpuSteps:
         # Prompts: not where ranks have other numbers of tokens, or stages might have them in another order.
         apart = self.shard.lockstep is not None or self.shard.pipe is not None
         self.reads_in_graphs = not (self.deterministic or picks or apart)
-        self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
+        guesses = tables is None and self.rows > self.slots
+        self.sizes = sizes_up_to(self.rows, guesses)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
         self.own, self.state = len(model.state()), with_draft(model.state(), beside)
         self.groups = kv_groups(self.state, self.context_len, self.kv_dtype)
@@ -131,7 +134,6 @@ class GpuSteps:
         self._divides = (
             None if context is None else Divides(self.tables, context, self.extend_batch, self.ops)
         )
-        guesses = tables is None and self.rows > self.slots
         self.drafts = DeviceDrafts(self.tables, not beside) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
         own = len(model.lm_head.own) if self.shard.samples else 0
@@ -229,7 +231,7 @@ class GpuSteps:
         tails = [row.token + shift[row.row] for row in wanted.pooled]
         count = len(wanted.rows)
         # As many as a graph has, so that no kernel is new; a row that is not wanted is the first token's.
-        size = next(size for size in self._sampled if size >= count + len(tails))
+        size = next(size for size in self.sizes if size >= count + len(tails))
         host = np.zeros((3, size), np.int32)
         host[0, count : count + len(tails)] = tails
         host[:, :count] = wanted.tokens + shift[wanted.rows], wanted.slots, wanted.positions

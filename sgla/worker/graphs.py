@@ -17,7 +17,7 @@ from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
 from sgla.worker.gpu_adapters import AdaptedRows
-from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
+from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.verify import Verify
 
 STAGES = 8  # pinned buffers, more than steps in flight
@@ -128,7 +128,7 @@ class DecodeGraphs:
 
     def __init__(self, steps: GpuSteps) -> None:
         self.limit = steps.rows
-        self.sizes = sizes_up_to(self.limit)
+        self.sizes = steps.sizes
         self._steps = steps
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._cascade_sizes = cascade_sizes(self.sizes) if steps.cascade is not None else []

@@ -143,6 +143,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "convolutions": (CONVOLUTIONS, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "a scan beside attention": (BESIDE, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "hybrid": (STATES_KEPT, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
+    "narrowed": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
 }
 # What guesses: random weights go by their names, so a model with fewer layers is right at times.
 MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -152,8 +153,10 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "eagle": ("eagle", SHALLOW),
     "latent": ("mtp", None),
     "hybrid": ("mtp", None),
+    "narrowed": ("mtp", None),
 }
-HEADS = "eagle3", "eagle", "latent", "hybrid"
+HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed"
+NARROWED = [*range(0, VOCAB, 3)]  # tokens that a head may guess
 
 
 def shown(transcript: Transcript) -> dict[str, Any]:
@@ -240,13 +243,16 @@ def main() -> None:
 
     def make(maker: Any, case: str, **own: Any) -> Any:
         model, common, _, _ = CASES[case]
-        config = tiny_config(**settings | common | own | ({"tp": 2} if ranks and "device" in own else {}))
-        files = source(Path("."), model)
-        draft = MODELS[case][1] if config.speculative_algorithm and case in MODELS else None
-        if draft is not None:
-            files = replace(files, draft=source(Path("."), draft))
-        runner = maker(config, files, int(second), config.tp, "", lambda progress: None)
         with tempfile.NamedTemporaryFile() as file:
+            if case == "narrowed" and "speculative_algorithm" in own:
+                own["speculative_token_map"] = file.name
+                Path(file.name).write_text(json.dumps(NARROWED))
+            config = tiny_config(**settings | common | own | ({"tp": 2} if ranks and "device" in own else {}))
+            files = source(Path("."), model)
+            draft = MODELS[case][1] if config.speculative_algorithm and case in MODELS else None
+            if draft is not None:
+                files = replace(files, draft=source(Path("."), draft))
+            runner = maker(config, files, int(second), config.tp, "", lambda progress: None)
             Path(file.name).write_bytes(LETTERS.encoded())
             runner.control(Control(verb="vocabulary", args={"path": file.name}))
         return runner

@@ -116,6 +116,22 @@ def test_text_is_the_same(case: str) -> None:
         assert same >= 0.9 * len(common)  # beside prefixes whose last token was followed by another one
 
 
+@pytest.mark.parametrize("case", ["latent", "eagle"])
+def test_a_head_that_guesses_some_tokens_alone(case: str, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(json.dumps([*range(0, VOCAB, 2)]))
+    expected = run(runner_of(case, guesses=False), requests()[:2], depth=1)
+    runner = runner_of(case, speculative_token_map=str(tmp_path / "map.json"))
+    guesses = Guesses(runner)
+    got = run(runner, requests()[:2], depth=2, drafts=3)
+    assert got.tokens() == expected.tokens()
+    assert {token % 2 for found in guesses.values() for token in found} == {0}
+    for text, said in (("[]", "a list of ids"), ("[999]", "a list of ids"), ("{", "give a JSON file")):
+        (tmp_path / "map.json").write_text(text)
+        with pytest.raises(ConfigError, match=said) as caught:
+            runner_of(case, speculative_token_map=str(tmp_path / "map.json"))
+        assert caught.value.param == "speculative_token_map"
+
+
 def test_n_grams_and_a_head_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clock says: how many guesses pay, and whose."""
     asked = [*requests(), submit("loop", [5, 6, 7] * 6, 40, allowed=[6, 7, 9])]
@@ -275,6 +291,7 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         ({"speculative_algorithm": "eagle3", "speculative_model": "a/b", "pp": 2}, "honoured with --pp"),
         ({"speculative_adaptive": False}, "for models that guess"),
         ({"speculative_quantization": "int8"}, "needs --speculative-algorithm"),
+        ({"speculative_token_map": "x", "speculative_algorithm": "ngram"}, "is for --speculative-algorithm"),
     ):
         draft = EAGLE if "speculative_model" in settings else None
         with pytest.raises(ConfigError, match=said):

@@ -99,6 +99,14 @@ def test_other_heads_guess_as_on_a_cpu(case: str) -> None:
     check_head(answers_of(case)[case])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(), ("--ranks",)])
+def test_a_head_guesses_some_tokens_alone(ranks: tuple[str, ...]) -> None:
+    found = answers_of(*ranks, "narrowed")["narrowed"]
+    check_head(found)
+    assert {token % 3 for guesses in found["guesses"].values() for token in guesses} == {0}
+
+
 def check_head(found: dict[str, Any]) -> None:
     assert found["gpu"]["tokens"] == found["cpu"]["tokens"]
     cpu, gpu = found["guesses of a cpu"], found["guesses"]
