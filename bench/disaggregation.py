@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import random
 import sys
@@ -33,14 +32,13 @@ from typing import Any
 
 import lines
 from process import Server, free_port
+from step_times import FLAGS, step_times
 from words import write_tokenizer
 
 from sgla.bench import load, report, workloads
-from sgla.observe import steplog
 
 SECONDS = {"link": 25, "servers": 75, "equal": 50, "transports": 45}  # about, of a part
 FIELDS = {"temperature": 0.0, "ignore_eos": True, "stream_options": {"include_usage": True}}
-ADMIN, STEPS = "of-a-bench", 4000  # the key with which the step log is asked for, and its steps
 UNIT, LAYERS, TOKENS = 2304 << 10, 72, 16  # bytes of 16 tokens of Qwen3-8B, and its keys and values
 
 
@@ -189,7 +187,7 @@ def pair(args: argparse.Namespace, model: Path, backend: str, more: str = "") ->
         command = [sys.executable, "-m", "sgla", "serve", "--model", str(model), "--port", str(port)]
         command += ["--load-format", "dummy", "--tokenizer", str(tokenizer), "--device", args.device]
         command += ["--role", role, "--kv-transfer-backend", backend, *own.split(), *more.split()]
-        command += ["--admin-api-key", ADMIN, "--step-log", str(STEPS)]
+        command += FLAGS
         log = args.logs / f"{role}-{backend}-{model.name}.log"
         server = Server(
             [*command, *args.server_args.split()],
@@ -269,41 +267,10 @@ def servers(args: argparse.Namespace) -> None:
             ask(url, tokens(1, 300), 8)
         emit(args, "long", {"backend": backend} | long_prompts(args, first, second))
         emit(args, "W6", {"servers": "both"} | w6(args, second))
-        for kind, fields in steps(second).items():
+        for kind, fields in step_times(second).items():
             emit(args, "steps", {"servers": "both", "kind": kind} | fields)
         emit(args, "W6", {"servers": "alone"} | w6(args, first))
         emit(args, "metrics", metrics(second))
-
-
-def steps(url: str) -> dict[str, dict[str, Any]]:
-    """What the latest steps of a server took, by what was in them, from its step log: ``ms`` on the device,
-    ``gap_ms`` for which the device had nothing to do before, ``between_ms`` from a step's tokens to those of
-    the step before, as the scheduler has heard of them."""
-    asked = urllib.request.Request(url + "/step_log", headers={"Authorization": f"Bearer {ADMIN}"})
-    with urllib.request.urlopen(asked) as answer:
-        log = steplog.read(answer.read())
-    plans, before, found = dict[int, Any](), math.inf, dict[str, list[tuple[float, float, float]]]()
-    for call in (call for chapter in log.chapters for call in chapter.calls):
-        if isinstance(call, steplog.Plan) and call.plan is not None:
-            plans[call.plan.step] = call.plan
-        elif isinstance(call, steplog.Retire) and (plan := plans.get(call.result.step)) and plan.slots:
-            prompts = len(plan.new)
-            kind = f"{prompts} new" if prompts else "decode"
-            kind += ", copies" if plan.copies else ""
-            times = call.result.seconds, call.result.gap, max(0.0, call.now - before)
-            before = call.now
-            found.setdefault(kind, []).append(times)
-    return {kind: told(times) for kind, times in sorted(found.items())} | {
-        "all": told([each for times in found.values() for each in times])
-    }
-
-
-def told(times: list[tuple[float, float, float]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"count": len(times)}
-    for name, values in zip(("ms", "gap_ms", "between_ms"), zip(*times)):
-        shown = (round(1e3 * report.percentile(sorted(values), q), 3) for q in (0.5, 0.9, 0.99))
-        fields[name] = list(shown)
-    return fields
 
 
 def w6(args: argparse.Namespace, url: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 # One H200; run in the repository's root. Parts, each a call of its own or several in one:
 #   turns: tiered and plain, about 220 s; tiered (80 s), plain (150 s): multi-turn sessions of five times a pool of 16 GiB,
 #     with tiers and without; whichever comes last compares the two (goals: TTFT 4x, throughput 1.8x, hits 0.9)
-#   agents (150 s): the agent trace; prefix (60 s): a 32k prefix from the host (>= 90 % of a plain copy, >= 6x; host_more_s below host_s + cached_more_s); disk (>= 3x)
+#   beside (70 s): decode steps beside copies (at most 2 % longer); agents (150 s): the agent trace; prefix (60 s): a 32k prefix from the host (>= 90 % of a plain copy, >= 6x; host_more_s below host_s + cached_more_s); disk (>= 3x)
 # JSON lines go to $OUT/sessions.jsonl; keep $OUT between calls. No part takes more than 240 s. Turns are shaped as SGLang's
 # benchmark/hicache/bench_multiturn (10 rounds of 2,048 new tokens, random order, a barrier between rounds), with answers of
 # 32 tokens and 8 talks at a time.
@@ -61,6 +61,8 @@ agents)
 prefix)
   timeout 90 $PY bench/tiers.py --model bench/models/qwen3-8b --parts prefix --repeat 3 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/tiers.jsonl" | cut -c1-500
   ;;
+beside)
+  timeout 120 $PY bench/beside.py --model bench/models/qwen3-8b --log "$OUT/beside.log" 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/beside.jsonl" | sed 's/, "machine".*//' ;;
 disk)
   timeout 90 $PY bench/tiers.py --model bench/models/qwen3-8b --parts prefix --disk "$OUT/../kv-disk" --repeat 2 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/tiers.jsonl" | cut -c1-500
   rm -rf "$OUT/../kv-disk" ;;

@@ -1,0 +1,54 @@
+"""What the latest steps of a server took, by what was in them, from its step log."""
+
+from __future__ import annotations
+
+import math
+import urllib.request
+from typing import Any
+
+from sgla.bench.report import percentile
+from sgla.observe import steplog
+
+ADMIN, STEPS = "of-a-bench", 4000  # the key with which the step log is asked for, and its steps
+FLAGS = ["--admin-api-key", ADMIN, "--step-log", str(STEPS)]  # of a server that is to tell
+
+Times = tuple[float, float, float]
+
+
+def step_times(url: str) -> dict[str, dict[str, Any]]:
+    """``ms`` on the device, ``gap_ms`` for which the device had nothing to do before, ``between_ms`` from a
+    step's tokens to those of the step before, as the scheduler has heard of them. ``new``: requests that
+    begin; ``in``, ``out``: beside copies to the device, and from it, which have not been told of."""
+    asked = urllib.request.Request(url + "/step_log", headers={"Authorization": f"Bearer {ADMIN}"})
+    with urllib.request.urlopen(asked) as answer:
+        log = steplog.read(answer.read())
+    plans, before, found = dict[int, Any](), math.inf, dict[str, list[Times]]()
+    moving = dict[int, str]()
+    for call in (call for chapter in log.chapters for call in chapter.calls):
+        if isinstance(call, steplog.Plan) and call.plan is not None:
+            plans[call.plan.step] = call.plan, " ".join(sorted(set(moving.values())))
+            moving |= {
+                c.transfer: "in" if c.target == "device" else "out" for c in call.plan.copies if c.sources
+            }
+        elif isinstance(call, steplog.Moved):
+            moving.pop(call.told.transfer, None)
+        elif isinstance(call, steplog.Retire) and call.result.step in plans:
+            plan, beside = plans.pop(call.result.step)
+            if not plan.slots:
+                continue
+            prompts = max(plan.q_lens) > 1 or any(plan.q_lens[i] for i in range(1, len(plan.q_lens), 4))
+            kind = f"{len(plan.new)} new" if plan.new else "prompts" if prompts else "decode"
+            times = call.result.seconds, call.result.gap, max(0.0, call.now - before)
+            before = call.now
+            found.setdefault(f"{kind} {beside}".strip(), []).append(times)
+    return {kind: told(times) for kind, times in sorted(found.items())} | {
+        "all": told([each for times in found.values() for each in times])
+    }
+
+
+def told(times: list[Times]) -> dict[str, Any]:
+    """Medians, 90th and 99th percentiles."""
+    fields: dict[str, Any] = {"count": len(times)}
+    for name, values in zip(("ms", "gap_ms", "between_ms"), zip(*times)):
+        fields[name] = [round(1e3 * percentile(values, q), 3) for q in (0.5, 0.9, 0.99)]
+    return fields
