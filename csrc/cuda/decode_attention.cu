@@ -21,12 +21,12 @@
 // CASCADE: the first `skip` tokens of a row were attended elsewhere, together with the rows that share them;
 // their partial results join the row's own when it is written.
 //
-// FP8: k and v are e4m3. A byte becomes a half-precision number by moving its bits, 2^-8 times too small,
-// which the scales make good; a word then holds two numbers of even and two of odd places, so places are
-// permuted: of k's dims alike in q, of v's dims in the output.
+// FP8: k and v are e4m3, and become half-precision numbers two by two. A lane holds four dims of k that
+// follow each other, so q has the same ones there, and of v two, which permutes the dims of the output.
 //
 // INT8: k and v are int8 with a scale for each token and head, and keys are turned (times a Hadamard matrix,
-// divided by HD), so q is turned here. A byte becomes bf16 with the same permutation of places. What the new
+// divided by HD), so q is turned here. Each head of it is then 256 times one int8 and another, with a scale,
+// so keys are multiplied as they are, twice. A byte of v becomes bf16, in the places of FP8. What the new
 // token's k and v are rounded to is what `turning.py` stores.
 //
 // INT4: k as INT8. v has 4 bits, two dims of a token in a byte, and for each GROUP_DIMS dims a word of two
@@ -120,11 +120,11 @@ constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room fo
 constexpr int PAGES = 128;  // tiles whose pages are looked up at a time
 constexpr int SCALES = INT8 ? (1 + GROUPS) * TILE : 0;  // of a tile's k, then of its v
 constexpr int LANES = 32 / AT_ONCE;  // that fetch those of a tile
-// Fragments of q, the new token's k and v, and their scales.
-constexpr int Q_BYTES = ACC * 256 + TOKEN_BYTES + V_BYTES + (INT8 ? (1 + GROUPS + 3) / 4 * 16 : 0);
+// Fragments of q, the new token's k and v, their scales, and INT8 those of the 8 heads.
+constexpr int Q_SCALES = ACC * 256 + TOKEN_BYTES + V_BYTES + (INT8 ? (1 + GROUPS + 3) / 4 * 16 : 0);
+constexpr int Q_BYTES = Q_SCALES + (INT8 ? 32 : 0);
 constexpr int PITCH = HD + 4, RESULT = WARPS * GROUP * PITCH + WARPS * 16;  // floats
 constexpr float NEG = -1e30f, LOG2E = 1.4426950408889634f;
-constexpr float PREFIX_UNIT = FP8 ? 1.f / 256 : 1.f;  // prefixes' results are in units of what is stored
 
 struct Params {
   // Bytes: 128 or fewer of a token, token of a page, their number, k or v, head and page.
@@ -156,7 +156,7 @@ struct Params {
   int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: Hkv * SHARE
   float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
-  float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's times 2^8
+  float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's
 };
 
 // What a block has of a pair: `count` of the pair's `tiles` tiles from `tile` on, which is tile `first` +
@@ -286,18 +286,46 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Bytes 0 and 2, or 1 and 3, of a word of e4m3 as fp16, 2^-8 times as large.
-__device__ __forceinline__ u32 even_halves(u32 x) { return (x << 8 & 0x80008000u) | (x << 7 & 0x3f803f80u); }
-__device__ __forceinline__ u32 odd_halves(u32 x) { return (x & 0x80008000u) | (x >> 1 & 0x3f803f80u); }
-// The same of int8 as bf16: 128 plus seven bits, less 128 or, if the eighth is set, 256.
+// Bytes 0 and 1, or 2 and 3, of a word of e4m3 as fp16.
+__device__ __forceinline__ u32 first_halves(u32 x) {
+  u32 r;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.rn.f16x2.e4m3x2 %0, a;\n}" : "=r"(r) : "r"(x));
+  return r;
+}
+__device__ __forceinline__ u32 last_halves(u32 x) {
+  u32 r;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\ncvt.rn.f16x2.e4m3x2 %0, b;\n}" : "=r"(r) : "r"(x));
+  return r;
+}
+// x & MASK | BITS, which the compiler makes two operations of.
+template <u32 MASK, u32 BITS>
+__device__ __forceinline__ u32 with_bits(u32 x) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "n"(MASK), "n"(BITS));
+  return r;
+}
+// Bytes 0 and 2 of a word of int8 as bf16: 128 plus seven bits, less 128 or, if the eighth is set, 256.
 __device__ __forceinline__ u32 even_numbers(u32 x) {
   u32 r;
   asm("sub.rn.bf16x2 %0, %1, %2;"
-      : "=r"(r) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
+      : "=r"(r)
+      : "r"(with_bits<0x007f007fu, 0x43004300u>(x)), "r"(with_bits<0x00800080u, 0x43004300u>(x)));
   return r;
 }
-__device__ __forceinline__ u32 even_places(u32 x) { return INT8 ? even_numbers(x) : even_halves(x); }
-__device__ __forceinline__ u32 odd_places(u32 x) { return INT8 ? even_numbers(x >> 8) : odd_halves(x); }
+// d[16x8] += a[16x32] * b[32x8] in int8: a word is four places of a row of a, or of a column of b.
+__device__ __forceinline__ void multiply_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+               "{%0,%1,%2,%3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// Bytes 0 and 2, and bytes 1 and 3.
+struct Places { u32 even, odd; };
+__device__ __forceinline__ Places places(u32 x) {
+  if (INT8) return {even_numbers(x), even_numbers(x >> 8)};
+  x = __byte_perm(x, 0, 0x3120);
+  return {first_halves(x), last_halves(x)};
+}
 __device__ __forceinline__ unsigned short to_e4m3(float lo, float hi) {
   unsigned short r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
@@ -305,7 +333,7 @@ __device__ __forceinline__ unsigned short to_e4m3(float lo, float hi) {
 }
 // The j-th four bits of each half of a word as bf16: 1 + n / 16, times `scale`, plus `low`.
 __device__ __forceinline__ u32 value(u32 x, int j, u32 scale, u32 low) {
-  const u32 n = ((j == 0 ? x << 3 : x >> (4 * j - 3)) & 0x00780078u) | 0x3f803f80u;
+  const u32 n = with_bits<0x00780078u, 0x3f803f80u>(j == 0 ? x << 3 : x >> (4 * j - 3));
   u32 r;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(n), "r"(scale), "r"(low));
   return r;
@@ -322,8 +350,7 @@ __device__ __forceinline__ u32 in_tile_at(int row, int chunk) {
 __device__ __forceinline__ int q_dim(int t, int j) { return BYTES ? t * 4 + j * 2 : t * 2 + j * 8; }
 // Its four numbers as fragment.
 __device__ __forceinline__ void q_fragment(u32 (&qf)[2], float x0, float x1, float x2, float x3) {
-  qf[0] = BYTES ? pack_operand(x0, x2) : pack_operand(x0, x1);
-  qf[1] = BYTES ? pack_operand(x1, x3) : pack_operand(x2, x3);
+  qf[0] = pack_operand(x0, x1), qf[1] = pack_operand(x2, x3);
 }
 
 // a and b become their sum and their difference.
@@ -354,9 +381,39 @@ __device__ __forceinline__ void turn_q(float (&x)[ACC][4]) {
         if (!(i & bit)) cross(x[i][j], x[i | bit][j]);
 }
 
-// q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T.
-__device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int position, int t, bool live,
-                                          u32 (&qf)[ACC][2]) {
+// The scale of numbers whose largest has the bits `most` without its sign; NaN where one is not finite.
+__device__ __forceinline__ float scale_of_largest(u32 most, float range) {
+  return most < 0x7f800000u ? __uint_as_float(most) / range : __uint_as_float(0x7fc00000u);
+}
+__device__ __forceinline__ u32 size_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+__device__ __forceinline__ float divisor(float scale) { return scale == 0.f ? 1.f : scale; }
+
+// A head of q as B fragments in int8: of each 32 dims those that count 256, then the others; its scale.
+__device__ __forceinline__ float q_integers(u32 (&qf)[ACC][2], const float (&x)[ACC][4]) {
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < ACC; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) most = max(most, size_bits(x[i][j]));
+  most = max(most, __shfl_xor_sync(~0u, most, 1));
+  most = max(most, __shfl_xor_sync(~0u, most, 2));
+  const float scale = scale_of_largest(most, 127 * 256), by = 1.f / divisor(scale);
+#pragma unroll
+  for (int i = 0; i < ACC; ++i) {
+    u32 high = 0, low = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int n = max(-127 * 256, min(127 * 256, __float2int_rn(x[i][j] * by)));
+      high |= (u32(n + 128) >> 8 & 0xff) << 8 * j, low |= (u32(n) & 0xff) << 8 * j;
+    }
+    qf[i & ~1][i & 1] = high, qf[i | 1][i & 1] = low;
+  }
+  return scale;
+}
+
+// q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T; INT8: its scale.
+__device__ __forceinline__ float prepare_q(const Params& p, const bf16* q, int position, int t, bool live,
+                                           u32 (&qf)[ACC][2]) {
   float x[ACC][4];
   float sum = 0.f;
 #pragma unroll
@@ -406,9 +463,12 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[i][j] = round_bf(x[i][j]);
     turn_q(x);
-  }
+    return q_integers(qf, x);
+  } else {
 #pragma unroll
-  for (int i = 0; i < ACC; ++i) q_fragment(qf[i], x[i][0], x[i][1], x[i][2], x[i][3]);
+    for (int i = 0; i < ACC; ++i) q_fragment(qf[i], x[i][0], x[i][1], x[i][2], x[i][3]);
+    return 1.f;
+  }
 }
 
 // By what a row's q and new k are rotated.
@@ -426,18 +486,15 @@ __device__ __forceinline__ int k_dim(int pair, int half) {
   return rotated(pair) ? pair + half * (ROT / 2) : pair + (half ? HD / 2 : ROT / 2);
 }
 
-// The scale of numbers whose largest has the bits `most` without its sign; NaN where one is not finite.
+// That of all lanes' numbers in int8.
 __device__ __forceinline__ float scale_of(u32 most) {
-  most = __reduce_max_sync(~0u, most);
-  return most < 0x7f800000u ? __uint_as_float(most) / 127.f : __uint_as_float(0x7fc00000u);
+  return scale_of_largest(__reduce_max_sync(~0u, most), 127.f);
 }
-__device__ __forceinline__ u32 size_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 // x in units of `scale`, which is not 0, as a byte; 0 where either is not finite.
 __device__ __forceinline__ u32 to_int8(float x, float scale) {
   const float y = x / scale;
   return y == y ? max(-127, min(127, __float2int_rn(y))) & 0xff : 0;
 }
-__device__ __forceinline__ float divisor(float scale) { return scale == 0.f ? 1.f : scale; }
 
 // The new token's k, turned, as it is stored; its scale.
 __device__ __forceinline__ float turn_k(float (&x)[2][PAIRS], int lane, bf16 (&out)[2][PAIRS]) {
@@ -644,9 +701,10 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
     const bf16* q = p.q + (long long)x.row * p.q_stride + (first_query(x.head) + g) * HD;
     const bool live = g < queries_of(x.head);
     u32 qf[ACC][2];
+    float scale = 1.f;
     if (FUSED) {
       Fresh fresh(p, x, memory.slot[x.row], lane);
-      prepare_q(p, q, turned_by(p, x), t, live, qf);
+      scale = prepare_q(p, q, turned_by(p, x), t, live, qf);
       memory.wait(MERGED, u - QUERIES);
       if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256);
     } else {
@@ -658,21 +716,20 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
         if (INT8) {
           turned[i][0] = lo2f(a), turned[i][1] = hi2f(a), turned[i][2] = lo2f(b), turned[i][3] = hi2f(b);
         } else {
-          qf[i][0] = FP8 ? pack_operand(lo2f(a), lo2f(b)) : a;
-          qf[i][1] = FP8 ? pack_operand(hi2f(a), hi2f(b)) : b;
+          qf[i][0] = FP8 ? pack_operand(lo2f(a), hi2f(a)) : a;
+          qf[i][1] = FP8 ? pack_operand(lo2f(b), hi2f(b)) : b;
         }
       }
       if constexpr (INT8) {
         turn_q(turned);
-#pragma unroll
-        for (int i = 0; i < ACC; ++i)
-          q_fragment(qf[i], turned[i][0], turned[i][1], turned[i][2], turned[i][3]);
+        scale = q_integers(qf, turned);
       }
       memory.wait(MERGED, u - QUERIES);
     }
 #pragma unroll
     for (int i = 0; i < ACC; i += 2)
       reinterpret_cast<uint4*>(to)[i / 2 * 32 + lane] = {qf[i][0], qf[i][1], qf[i + 1][0], qf[i + 1][1]};
+    if (INT8 && t == 0) reinterpret_cast<float*>(to + Q_SCALES)[g] = scale;
     __syncwarp();
     if (lane == 0) barrier_arrive(memory.bar(PREPARED, u));
   }
@@ -844,6 +901,11 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
         const uint4 q = reinterpret_cast<const uint4*>(query)[i / 2 * 32 + lane];
         qf[i][0] = q.x, qf[i][1] = q.y, qf[i + 1][0] = q.z, qf[i + 1][1] = q.w;
       }
+      float2 scale = {p.scale, p.scale};  // of heads 2t and 2t + 1
+      if constexpr (INT8) {
+        const float2 of = reinterpret_cast<const float2*>(query + Q_SCALES)[t];
+        scale = {scale.x * of.x, scale.y * of.y};
+      }
       while (next < before + x.count) {
         const int tile = x.first + x.tile + next - before;
         const u32 kt = memory.ring + stage * STAGE_BYTES, vt = kt + K_TILE;
@@ -857,15 +919,19 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
           __syncwarp();
         }
         float s[4] = {}, s_odd[4] = {};
+        int high[4] = {}, low[4] = {};
         const int r = lane & 15, half = lane >> 4;
 #pragma unroll
         for (int i = 0; i < CHUNKS / 2; ++i) {
           u32 a[4];
           ldmatrix(a, kt + in_tile_at<TOKEN_BYTES>(r, 2 * i + half));
-          if constexpr (BYTES) {
-            multiply(s, even_places(a[0]), even_places(a[1]), odd_places(a[0]), odd_places(a[1]),
+          if constexpr (INT8) {
+            multiply_bytes(high, a, qf[2 * i]);
+            multiply_bytes(low, a, qf[2 * i + 1]);
+          } else if constexpr (FP8) {
+            multiply(s, first_halves(a[0]), first_halves(a[1]), last_halves(a[0]), last_halves(a[1]),
                      qf[2 * i][0], qf[2 * i][1]);
-            multiply(s_odd, even_places(a[2]), even_places(a[3]), odd_places(a[2]), odd_places(a[3]),
+            multiply(s_odd, first_halves(a[2]), first_halves(a[3]), last_halves(a[2]), last_halves(a[3]),
                      qf[2 * i + 1][0], qf[2 * i + 1][1]);
           } else {
             multiply(i % 2 ? s_odd : s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
@@ -874,7 +940,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
         const int token = tile * TILE + g;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          float y = (s[j] + s_odd[j]) * p.scale;
+          float y = (INT8 ? float(high[j] * 256 + low[j]) : s[j] + s_odd[j]) * (j % 2 ? scale.y : scale.x);
           if constexpr (INT8) y *= scales[g + j / 2 * 8];
           if (SOFTCAP) {
             float capped;
@@ -933,10 +999,11 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
                          value(a[h + 2], 2 * j, sy, ly), value(a[h + 2], 2 * j + 1, sy, ly), w0, w1);
             }
           } else if constexpr (BYTES) {
-            multiply(o[2 * i], even_places(a[0]), odd_places(a[0]), even_places(a[2]), odd_places(a[2]), w0,
-                     w1);
-            multiply(o[2 * i + 1], even_places(a[1]), odd_places(a[1]), even_places(a[3]), odd_places(a[3]),
-                     w0, w1);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const Places x = places(a[h]), y = places(a[h + 2]);
+              multiply(o[2 * i + h], x.even, x.odd, y.even, y.odd, w0, w1);
+            }
           } else {
             multiply(o[i], a[0], a[1], a[2], a[3], w0, w1);
           }
@@ -1022,9 +1089,7 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
           if (e >= queries_of(x.head) * HD) break;
           const long long k = (long long)i * (p.kv_heads / SHARE * ALL) + first_query(x.head) + e / HD;
           const float4 y = *reinterpret_cast<const float4*>(p.prefix + k * HD + e % HD);
-          constexpr float f = PREFIX_UNIT;
-          sums[j].join<1>({{f * y.x, f * y.y, f * y.z, f * y.w}},
-                          {{p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1]}});
+          sums[j].join<1>({y}, {{p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1]}});
         }
     };
     if (CASCADE && whole) join_prefixes();

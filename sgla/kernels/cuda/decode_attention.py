@@ -161,7 +161,7 @@ def _kernel(
     int8 = int4 or kind == torch.int8
     scales = int8 * (1 + (head_dim // DIMS if int4 else 1))  # of a token
     token = head_dim * 3 // 2 if int4 else 2 * head_dim * kind.itemsize  # bytes of k and v
-    query = head_dim * 16 + token + -(-scales // 4) * 16
+    query = head_dim * 16 + token + -(-scales // 4) * 16 + 32 * int8
     result = cut.warps * (group.heads * (head_dim + 4) + 16) * 4
     fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1)
     stage = TILE * (token + 4 * scales) + 16
@@ -283,8 +283,7 @@ class DecodeAttention:
         )
         log2e = 1.4426950408889634
         k_scale, v_scale = kv_scales
-        unit = 256.0 if k.dtype == torch.float8_e4m3fn else 1.0  # what is stored is read so much smaller
-        scale = scale * k_scale * unit
+        scale = scale * k_scale
         places, alone = (page_size, kv_heads * pages), v.dtype == torch.uint8
         params = _Params(
             _page_map(k.data_ptr(), 0 if alone else v.data_ptr(), *places, dim * k.element_size()),
@@ -294,7 +293,7 @@ class DecodeAttention:
             q.stride(0), page_table.stride(0),
             slots.shape[0], kv_heads * group.parts,
             window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
-            1 / k_scale, 1 / v_scale, v_scale * unit,
+            1 / k_scale, 1 / v_scale, v_scale,
         )  # fmt: skip
         cut = self.cut or default_cut(dim, slots.shape[0] * kv_heads * group.parts, k.element_size() == 1)
         kernel = _kernel(
