@@ -5,8 +5,9 @@ symmetric memory.
 
 Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the residual and the RMSNorm behind
 it. Medians over replays, the slowest rank's. With ``--layers``: of a layer of Qwen3-8B without its attention,
-whose products are this rank's, in a row of so many (``summed``), and with the add and the norm alone in the
-place of the two sums (``apart``); half of the difference is what a sum costs among products.
+whose products are this rank's, in a row of so many (``summed``), with products that send what they make
+themselves (``sent``), and with the add and the norm alone in the place of the two sums (``apart``); half of
+the difference is what a sum costs among products.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def variants(shard: Shard, shared: torch.Tensor, rows: int, width: int) -> dict[
     return found
 
 
-def layers(shard: Shard, rows: int, count: int, sums: bool) -> Callable[[], object]:
+def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object]:
     """``count`` layers of Qwen3-8B, each with weights of its own, from the output of attention to q, k, v."""
     d, inner, heads, kv_heads, dim = 4096, 12288 // shard.size, 32 // shard.size, 8 // shard.size, 128
     qkv = (heads + 2 * kv_heads) * dim
@@ -99,9 +100,17 @@ def layers(shard: Shard, rows: int, count: int, sums: bool) -> Callable[[], obje
         y = torch.nn.functional.linear(x, w)
         return elementwise.act_mul(y, "silu") if gated else y
 
-    def behind(x: torch.Tensor) -> torch.Tensor:
-        if sums:
-            return shard.all_reduce_norm(x, AddedNorm(residual, weight, 1e-6))
+    ours: Any = shard.exchange  # an AllReduce
+    norm = AddedNorm(residual, weight, 1e-6)
+
+    def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The product, and what stands behind it."""
+        if way == "sent":
+            return ours.sum(skinny_gemm.linear(x, w, send=ours.sending(rows, d)), norm, sent=True)
+        y = product(x, w)
+        return ours.sum(y, norm) if way == "summed" else plain(y)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
         return elementwise.add_rms_norm(x, residual, weight, 1e-6, in_place=True)[0]
 
     x = torch.randn(rows, heads * dim, device="cuda").bfloat16()
@@ -109,8 +118,8 @@ def layers(shard: Shard, rows: int, count: int, sums: bool) -> Callable[[], obje
     def run() -> None:
         seen = x
         for o, gate_up, down, projection in made:
-            inside = product(behind(product(seen, o)), gate_up, True)
-            seen = product(behind(product(inside, down)), projection)[:, : heads * dim]
+            inside = product(summed(seen, o), gate_up, True)
+            seen = product(summed(inside, down), projection)[:, : heads * dim]
 
     return run
 
@@ -150,8 +159,8 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
             if rank == 0:
                 lines.emit(base | {"rows": rows, "width": width, "us": times})
     for rows in (1, 4, 16, 64, 256) if args.layers else ():
-        ways = {"summed": True, "apart": False}
-        us = {name: in_graph(layers(shard, rows, args.layers, sums), 1) for name, sums in ways.items()}
+        ways = ["apart", "summed", *(["sent"] if rows <= skinny_gemm.MAX_ROWS else [])]
+        us = {way: in_graph(layers(shard, rows, args.layers, way), 1) for way in ways}
         if rank == 0:
             lines.emit(base | {"rows": rows, "layers": {k: round(v / args.layers, 2) for k, v in us.items()}})
     sys.stdout.flush()

@@ -8,8 +8,13 @@
 // latency. The order of the sum is that of the ranks, so all ranks hold the same bits.
 //
 // Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
-// NORM (add the sum into the residual and give its RMSNorm).
+// NORM (add the sum into the residual and give its RMSNorm), SENT (one shot: the kernel before has sent this
+// rank's rows, to the inboxes of this call, when it made them).
 #include "common.cuh"
+
+#ifndef SENT
+#define SENT 0
+#endif
 
 #define EMPTY 0x80008000u  // two negative zeros, which are sent as positive ones
 #define PATIENCE 300000000000ull  // nanoseconds to wait for a peer before the kernel fails
@@ -209,9 +214,9 @@ __device__ __forceinline__ uint4* inbox(const Params& p, int rank) {
 }
 
 __device__ __forceinline__ void one_shot(const Params& p, long long half, Ahead& ahead) {
-  if (blockIdx.x < p.rows) share(p, blockIdx.x, half);
+  if (!SENT && blockIdx.x < p.rows) share(p, blockIdx.x, half);
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    if (row + gridDim.x < p.rows) share(p, row + gridDim.x, half);
+    if (!SENT && row + gridDim.x < p.rows) share(p, row + gridDim.x, half);
     ahead.load_residual(p, row);
     float v[VECS][8];
 #pragma unroll

@@ -51,6 +51,10 @@
 #define EPILOGUE 0
 #endif
 
+#ifndef SEND  // ranks whose inboxes get the results, too, but for this one's (see all_reduce.cu); 0: none
+#define SEND 0
+#endif
+
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int TILE_ROWS = HALF || GATED ? 8 : 16;  // output columns of a tile
@@ -82,7 +86,26 @@ struct Params {
   void* out;          // [m, out_stride]
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps;
+#if SEND
+  u32* inbox[8];     // of every rank
+  const u32* state;  // sums so far
+  long long half;    // words of one of the two inboxes
+  int rank;
+#endif
 };
+
+#if SEND
+// A pair of results, from the word `at` of this rank's rows on, to the inboxes of the sum that follows.
+__device__ __forceinline__ void send(const Params& p, long long at, u32 pair) {
+  const long long to = (__ldcg(p.state) & 1) * p.half + (long long)p.rank * p.m * (p.n / 2) + at;
+#pragma unroll
+  for (int r = 0; r < SEND; r++)
+    if (r != p.rank)
+      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.inbox[r] + to),
+                   "r"(pair == 0x80008000u ? 0u : pair)
+                   : "memory");
+}
+#endif
 
 // Four e4m3 weights, two of them as bfloat16: the bits fit into place and are 2^120 too small.
 __device__ __forceinline__ u32 widen(u32 bits, u32 shifted) {
@@ -447,9 +470,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
       const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = first_column(tile) + col;
-      if (e >= OUTPUTS || row >= p.m || n < tile * COLS) continue;  // n below: the tile before has it
+      const bool live = e < OUTPUTS && row < p.m && n >= tile * COLS;  // n below: the tile before has it
+      if (!SEND && !live) continue;
       const int at = HALF || GATED ? col / 8 * 16 + col % 8 : col;
       float y = 0.f, up = 0.f, s = 0.f;
+#if SEND
+      if (live) {
+#pragma unroll
+        for (int v = 0; v < WARPS; ++v) y += red[buffer][v][row][at];
+        if (E4M3) y *= (GROUPED ? 1.f : scales[i][0]) * (HALVES ? back[row] : 1.f);
+        if (p.bias) y += p.bias[n];
+      }
+      const u32 pair = pack2(y, __shfl_down_sync(~0u, y, 1));
+      if (live && col % 2 == 0) {
+        *reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + (long long)row * p.out_stride + n) = pair;
+        send(p, ((long long)row * p.n + n) / 2, pair);
+      }
+      continue;
+#endif
 #pragma unroll
       for (int v = 0; v < WARPS; ++v) {
         y += red[buffer][v][row][at];

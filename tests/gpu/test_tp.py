@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from sgla.errors import SglaError
+from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
 from sgla.kernels.ops import AddedNorm
 from sgla.messages import SamplingParams
@@ -73,6 +75,36 @@ def test_all_reduce(count: int, rows: int, d: int, norm: bool, two_shot: bool) -
         if norm:
             assert all(torch.equal(h, residuals[0]) for h in residuals)
             assert relative(residuals[0], total) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "d", "k"), [(2, 1, 4096, 2048), (2, 16, 1024, 640), (4, 3, 2048, 512)]
+)
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_products_are_sent_when_they_are_made(count: int, rows: int, d: int, k: int, e4m3: bool) -> None:
+    """As those that the sum sends, bit for bit, which take turns with them."""
+    ranks, weight = StreamRanks(count), torch.rand(d, device="cuda") + 0.5
+    scale = torch.full((d,), 0.5, device="cuda") if e4m3 else None
+
+    def add(sent: bool, made: list[Any], rank: AllReduce, x: Any, w: Any, h: Any) -> None:
+        y = skinny_gemm.linear(x, w, scale=scale, send=rank.sending(rows, d) if sent else None)
+        made.append(rank.sum(y, AddedNorm(h, weight, 1e-6), sent=sent))
+
+    for _ in range(5):
+        xs = [torch.randn(rows, k, dtype=BF16, device="cuda") for _ in range(count)]
+        ws = [torch.randn(d, k, device="cuda") * k**-0.5 for _ in range(count)]
+        for w in ws:
+            w[4:14] = 0.0  # what an empty place looks like, but for the sign
+        ws = [(w * 2).to(torch.float8_e4m3fn) if e4m3 else w.to(BF16) for w in ws]
+        residual, found = torch.randn(rows, d, dtype=BF16, device="cuda"), []
+        for sent in (False, True):
+            made: list[torch.Tensor] = []
+            residuals = [residual.clone() for _ in range(count)]
+            ranks.each(partial(add, sent, made), xs, ws, residuals)
+            assert all(torch.equal(y, made[0]) for y in made)
+            assert all(torch.equal(h, residuals[0]) for h in residuals)
+            found.append(made[0])
+        assert torch.equal(*found)
 
 
 def test_sizes_may_change_from_call_to_call() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.skinny_gemm import Sending
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import AddedNorm
 
@@ -42,8 +43,8 @@ class _MaxParams(ctypes.Structure):
 
 
 @cache
-def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: bool) -> Kernel:
-    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors}
+def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: bool, sent: bool) -> Kernel:
+    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "SENT": int(sent)}
     return Kernel("all_reduce.cu", "all_reduce", defines | {"TWO_SHOT": int(two_shot), "NORM": int(norm)})
 
 
@@ -94,9 +95,18 @@ class AllReduce:
         places = self._ranks * -(-len(x) // self._ranks) + len(x) if two_shot else self._ranks * len(x)
         return places * row <= self._half
 
-    def sum(self, x: Tensor, norm: AddedNorm | None = None, two_shot: bool | None = None) -> Tensor:
+    def sending(self, rows: int, d: int) -> Sending | None:
+        """How a kernel sends its part of ``[rows, d]`` bf16 when it makes it, before ``sum`` with ``sent``;
+        None if that goes otherwise."""
+        if rows * d * 2 > one_shot_bytes(self._ranks, self._message) or d % 8:
+            return None
+        return Sending(self._ranks, self._rank, self._inboxes, self._state.data_ptr(), self._half // 4)
+
+    def sum(
+        self, x: Tensor, norm: AddedNorm | None = None, two_shot: bool | None = None, sent: bool = False
+    ) -> Tensor:
         """The sum over the ranks of x bf16 ``[T, d]``, in place;
-        with ``norm`` x becomes the norm of the new residual."""
+        with ``norm`` x becomes the norm of the new residual. ``sent``: x is on its way (``sending``)."""
         assert x.is_contiguous()
         rows, d = x.shape
         width = d // 8
@@ -105,6 +115,7 @@ class AllReduce:
         if two_shot is None:
             two_shot = x.nbytes > one_shot_bytes(self._ranks, self._message)
         assert self.fits(x, two_shot)
+        assert not (sent and two_shot)
         residual, weight, eps = (
             (norm.residual.data_ptr(), norm.weight.data_ptr(), norm.eps) if norm else (0, 0, 0.0)
         )
@@ -114,7 +125,8 @@ class AllReduce:
         )  # fmt: skip
         # Blocks wait for their peers' counterparts, so all of them must be on the GPU at once.
         blocks = min(rows, self._processors * max(1, 1024 // threads))
-        _kernel(self._ranks, threads, vectors, two_shot, norm is not None).launch(blocks, threads, params)
+        kernel = _kernel(self._ranks, threads, vectors, two_shot, norm is not None, sent)
+        kernel.launch(blocks, threads, params)
         return x
 
     def max(self, keys: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,27 @@ class _Params(ctypes.Structure):
         *((name, P) for name in ("x", "w", "scale", "norm", "by", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         ("eps", ctypes.c_float),
+    )
+
+
+class Sending(NamedTuple):
+    """Where the results of ``ranks`` go besides, for the sum that follows (``AllReduce.sum`` with ``sent``):
+    the inboxes, the number of sums so far, and words of one of the two inboxes; this one is ``rank``."""
+
+    ranks: int
+    rank: int
+    inboxes: Any
+    state: int
+    half: int
+
+
+class _SendParams(ctypes.Structure):
+    _fields_ = (
+        *_Params._fields_,
+        ("inbox", P * 8),
+        ("state", P),
+        ("half", ctypes.c_longlong),
+        ("rank", ctypes.c_int),
     )
 
 
@@ -103,12 +124,14 @@ def _kernel(
     e4m3: bool,
     gate: tuple[int, int] | None = None,
     grouped: bool = False,
+    ranks: int = 0,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
+    defines |= {"SEND": ranks} if ranks else {}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring + staged.bytes)
 
 
@@ -153,6 +176,7 @@ def linear(
     epilogue: int = STORE,
     out: Tensor | None = None,
     config: Config | None = None,
+    send: Sending | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
@@ -161,7 +185,8 @@ def linear(
     ``[n, k / 128]``, of as many channels. ``norm``
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
-    ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
+    ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32. With ``send`` and STORE, without a norm, the
+    result is on its way to other ranks when it is made.
     """
     m, k = x.shape
     gated = epilogue in (SILU, GELU)
@@ -180,13 +205,18 @@ def linear(
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
-    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped)
-    params = _Params(
+    assert send is None or (epilogue == STORE and not normed and out.stride(0) == n and n % 8 == 0)
+    ranks = 0 if send is None else send.ranks
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped, ranks)
+    given = (
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0),
         by.stride(0) if by is not None else 0, out.stride(0), eps,
     )  # fmt: skip
+    params: Any = _Params(*given)
+    if send is not None:
+        params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
     columns = config.tiles * (8 if config.half or gated else 16)
     kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, params)
     return out
