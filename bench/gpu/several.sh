@@ -33,7 +33,7 @@ for name in ("msgspec", "uvloop", "aiohttp", "tokenizers", "safetensors", "trito
     except Exception as error: print(name, "MISSING", error)
 PY
 nvidia-smi topo -m >>"$T/machine.txt" 2>&1; cat "$T/machine.txt" | head -12; pack
-for each in ${*:-sums ways tp8b tp30b ep30b data30b cp8b dp pp tests}; do
+for each in ${*:-sums tp8b tp30b ways ep30b data30b cp8b pp dp tests}; do
   case $each in
   sums) part sums 60 python bench/allreduce.py --ranks 2 --rows 1,16,64,256 --layers 12 ;;
   tests) part tests 120 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py --durations=8 \
