@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # What actorder may say: whether channels of a group lie together.
 _IN_ORDER, _REORDERED = (False, "weight", "static"), (True, "group", "dynamic")
-_LINEAR = "Linear"  # a target: the class of all layers that are multiplied by
+LINEAR = "Linear"  # a target: the class of all layers that are multiplied by
 _ROUNDED = "the checkpoint was made for activations of {} bits, which are not rounded here"
 
 
@@ -41,7 +41,7 @@ def compressed(config: Mapping[str, Any]) -> Method:
         alone = {**config, "format": said, "config_groups": {name: config["config_groups"][name]}}
         parts.append(_part(alone, schemes(alone)[0]))
     targets = [_targets(group) for group, *_ in groups]
-    return parts[0] if targets == [[_LINEAR]] else Mixed(config, list(zip(targets, parts)))
+    return parts[0] if targets == [[LINEAR]] else Mixed(config, list(zip(targets, parts)))
 
 
 def _part(config: Mapping[str, Any], scheme: Scheme | None) -> Method:
@@ -68,7 +68,7 @@ _FOURS = {"nvfp4-pack-quantized": Nvfp4, "mxfp4-pack-quantized": Mx4}
 
 
 def _targets(group: Reader) -> list[str]:
-    found = group.values.get("targets", [_LINEAR])
+    found = group.values.get("targets", [LINEAR])
     if isinstance(found, list) and found and all(isinstance(name, str) for name in found):
         return found
     raise group.error("targets", "a list of layers, or of Linear")
@@ -98,7 +98,7 @@ class Mixed(Method):
         if module in self._names:
             return self._names[module]
         first = self._expressions.first(module)
-        return self._names.get(_LINEAR) if first is None else self._expressed[first]
+        return self._names.get(LINEAR) if first is None else self._expressed[first]
 
     def _of(self, module: str) -> Method:
         found = self._part(module)

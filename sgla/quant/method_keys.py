@@ -66,6 +66,11 @@ _METHODS = {
         {"bnb_4bit_target_parameters": None},
     ),
     "hqq": Keys("quant_config skip_modules"),
+    "w4afp8": Keys(
+        "group_size weight_block_size activation_scheme linear_activation_scheme moe_activation_scheme fmt "
+        "moe_weight_format",
+        {"linear_weight_format": "fp8"},
+    ),
     "torchao": Keys(
         "quant_type quant_type_kwargs untie_embedding_weights",
         {"include_input_output_embeddings": False},

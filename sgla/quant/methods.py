@@ -31,6 +31,7 @@ register("bitsandbytes", "sgla.quant.bitsandbytes:bitsandbytes")
 register("hqq", "sgla.quant.hqq:Hqq")
 register("torchao", "sgla.quant.torchao:TorchAo")
 register("awq", "sgla.quant.gptq:Awq")
+register("w4afp8", "sgla.quant.w4afp8:w4afp8")
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
@@ -55,7 +56,7 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
         + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8 or NVFP4, "
-        "bitsandbytes, hqq, torchao, and mxfp4 for gpt-oss are. Take the model's unquantized "
+        "bitsandbytes, hqq, torchao, w4afp8, and mxfp4 for gpt-oss are. Take the model's unquantized "
         "checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )

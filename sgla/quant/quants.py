@@ -227,6 +227,16 @@ class Int4Bytes(Grouped):
         return Quants(q, 8 - middle / scale.masked_fill(scale == 0, 1.0), scale)
 
 
+class Int4Rows(Grouped):
+    """The same numbers, with scales ``[n, groups]`` alone."""
+
+    def quants(self, rows: range) -> Quants:
+        pairs = self.packed.values(rows).view(torch.uint8)
+        scale = self.scales.values(rows)
+        q = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1) ^ 8
+        return Quants(q, torch.full_like(scale, 8, dtype=torch.int32), scale)
+
+
 @dataclass(frozen=True)
 class Parts127:
     """A StoredTensor of the largest numbers of rows, as what a 127th of them is."""
