@@ -434,9 +434,9 @@ def check_adapters(config: Config, device: str, generic: bool) -> None:
             "it out",
             param="enable_lora",
         )
-    for name in {"lm_head", "experts"}.intersection(config.lora_target_modules if device == "cuda" else ()):
+    if device == "cuda" and "lm_head" in config.lora_target_modules:
         raise ConfigError(
-            f"--lora-target-modules {name} is for --device cpu; leave it out", param="lora_target_modules"
+            "--lora-target-modules lm_head is for --device cpu; leave it out", param="lora_target_modules"
         )
     for name in ("deterministic", "cpu_offload_gb"):
         if getattr(config, name):

@@ -24,11 +24,13 @@ Groups = list[tuple[int, Tensor | None]]  # a place, and the rows that have it; 
 class Tiles(NamedTuple):
     """Rows that a GPU computes together. ``order`` int32[T]: rows, those of one adapter behind one another;
     ``runs`` int32[*, 3]: parts of it with one adapter, each where it begins, how many rows it has, at most
-    ``size`` (0: there is nothing to do), and their place."""
+    ``size`` (0: there is nothing to do), and their place. ``experts`` int32[T]: whose part of the adapter
+    each row has, if the rows are pairs of a token and an expert, a run each."""
 
     order: Tensor
     runs: Tensor
     size: int
+    experts: Tensor | None = None
 
 
 class Rows:
@@ -36,10 +38,10 @@ class Rows:
     rows that the last layer goes on with. ``active``: some row has an adapter. What is recorded while it is
     False knows of no adapters.
 
-    Kernels of a GPU read ``places`` int32[T] of tokens, and the ``tiles`` of tokens and of sampled rows.
+    Kernels of a GPU read ``places`` int32[T] and int32[S], and the ``tiles`` of tokens and of sampled rows.
     """
 
-    places: Tensor
+    places: tuple[Tensor, Tensor]
     tiles: tuple[Tiles, Tiles]
 
     def __init__(self) -> None:

@@ -39,8 +39,9 @@ class AdaptedRows:
         tokens = np.repeat(places, q_lens)
         sizes = MANY if q_lens.max() > 1 else FEW, FEW
         tiles = [tiles_of(own, size) for own, size in zip((tokens, tokens[sampled]), sizes)]
-        parts = [tokens, *(part.reshape(-1) for pair in tiles for part in pair)]
-        rows.places, *made = upload(np.concatenate(parts)).split([len(part) for part in parts])
+        parts = [tokens, tokens[sampled], *(part.reshape(-1) for pair in tiles for part in pair)]
+        own, last, *made = upload(np.concatenate(parts)).split([len(part) for part in parts])
+        rows.places = own, last
         order, runs = made[::2], [part.view(-1, 3) for part in made[1::2]]
         rows.tiles = Tiles(order[0], runs[0], sizes[0]), Tiles(order[1], runs[1], sizes[1])
 
@@ -49,7 +50,7 @@ class AdaptedRows:
         """Inside of a graph of rows of one token."""
         rows, place, count = self.rows, self._tables.place, len(slots)
         assert place is not None
-        rows.places = self._places[:count]
+        rows.places = (self._places[:count],) * 2
         rows.tiles = (Tiles(self._order[:count], self._runs[:count], FEW),) * 2
         sort(rows, place, slots)
         rows.active = True

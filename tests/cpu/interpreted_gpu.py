@@ -214,6 +214,19 @@ PACKED = {  # gpt-oss' experts in four bits
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     "quantization_config": {"quant_method": "mxfp4"},
 }
+EXPERTS = DECODER | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+OF_EXPERTS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6, "step_tokens": 24}
+OF_EXPERTS |= {"lora_target_modules": ["experts", "o_proj"]}
 ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
 ROTARY = {key: value for key, value in ENCODER.items() if key != "type_vocab_size"}
 ROTARY |= {"architectures": ["ModernBertModel"], "local_attention": 12, "pad_token_id": 0}
@@ -385,6 +398,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         },
         {"attention_backend": "torch"},
     ),
+    "adapters of experts": (EXPERTS, "", adapted, OF_EXPERTS, TORCH),
+    "adapters of packed experts": (PACKED, "", adapted, OF_EXPERTS | {"quantization": "checkpoint"}, TORCH),
     "toy family": (TOY, "", short_text, {}, {"attention_backend": "torch"}),
     "toy latent": (
         TOY_LATENT,

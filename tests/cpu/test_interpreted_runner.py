@@ -18,6 +18,8 @@ CASES = {
     "stages": set(KINDS),
     "weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
+    "adapters of experts": {"logprobs"},
+    "adapters of packed experts": {"logprobs"},
     "prefixes that come late": {"logprobs"},
     "prefixes on a disk": {"logprobs"},
     "prefixes for others": {"logprobs"},

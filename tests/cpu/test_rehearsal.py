@@ -113,6 +113,11 @@ CASES = {
             "lora_target_modules": ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
         },
     ),
+    "adapters of experts": (
+        "qwen3-30b-a3b",
+        MIXTURE,
+        {"enable_lora": True, "max_loras": 2, "step_tokens": 600, "lora_target_modules": ["experts"]},
+    ),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
     "windows": ("", WINDOWS, {}),
     "states": ("", STATES, {}),

@@ -73,7 +73,7 @@ def on_device(rows: Rows, places: np.ndarray) -> None:
     slots = torch.randperm(count).int()
     table = torch.zeros(count, dtype=torch.int32)
     table[slots.long()] = torch.from_numpy(places)
-    rows.places = torch.full((count,), -1, dtype=torch.int32)
+    rows.places = (torch.full((count,), -1, dtype=torch.int32),) * 2
     tiles = Tiles(torch.full((count,), -1, dtype=torch.int32), torch.full((count, 3), -1).int(), FEW)
     rows.tiles = tiles, tiles
     sort(rows, table, slots)
@@ -92,8 +92,8 @@ def test_decode_rows_are_sorted_on_the_device(count: int) -> None:
     """Every row with an adapter is in one tile, with others of its adapter alone, and the tiles are full."""
     rows, places = Rows(), np.random.default_rng(count).integers(0, 4, count).astype(np.int32)
     on_device(rows, places)
-    order, runs, size = rows.tiles[0]
-    assert rows.places.tolist() == places.tolist()
+    order, runs, size, _ = rows.tiles[0]
+    assert rows.places[0].tolist() == places.tolist()
     assert sorted(order.tolist()) == list(range(count))
     tiles = [(order[first : first + n].tolist(), place) for first, n, place in runs.tolist() if n]
     assert all(places[row] == place > 0 for own, place in tiles for row in own)

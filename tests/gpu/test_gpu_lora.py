@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,24 +68,29 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
         slots = torch.randperm(len(places)).int()
         table = torch.zeros(len(places), dtype=torch.int32)
         table[slots.long()] = torch.from_numpy(places).cuda()
-        rows.places = torch.zeros(len(places), dtype=torch.int32)
-        rows.tiles = (Tiles(torch.zeros_like(rows.places), torch.zeros(len(places), 3).int(), FEW),) * 2
+        rows.places = (torch.zeros(len(places), dtype=torch.int32),) * 2
+        rows.tiles = (Tiles(torch.zeros_like(rows.places[0]), torch.zeros(len(places), 3).int(), FEW),) * 2
         sort(rows, table, slots)
-        assert rows.places.tolist() == places.tolist()
+        assert rows.places[0].tolist() == places.tolist()
         check(x, expected)
         squares = torch.rand(32, -(-len(places) // 32) * 32) * k / 32
         scale = torch.rsqrt(squares.sum(0)[: len(places), None] / k + 1e-6)
         check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)
 
 
-def adapted_runner(**settings: Any) -> Any:
+MIXTURE: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "bench/models/qwen3-30b-a3b/config.json").read_text()
+) | {"num_hidden_layers": 2, "vocab_size": 5000, "num_experts": 16}
+
+
+def adapted_runner(model: dict[str, Any] = TINY, **settings: Any) -> Any:
     from sgla.worker.cuda import CudaRunner
 
     common = {"max_running_requests": 24, "step_tokens": 1024, "context_length": 640, "enable_lora": True}
     common |= {"kv_cache_bytes": 256 << 20, "max_loras": 4, "max_lora_rank": 16}
     config = Config(device="cuda", load_format="dummy", **common | settings)
     runner = CudaRunner(
-        config, ModelSource("dummy", Path("."), (), TINY, {}), 0, 1, "", lambda progress: None
+        config, ModelSource("dummy", Path("."), (), model, {}), 0, 1, "", lambda progress: None
     )
     for number, rank in enumerate((16, 8, 1, 16, 4, 16) if runner.adapters else (), 1):
         invent(runner, number, rank)
@@ -106,9 +112,10 @@ def answers(runner: Any, submits: list[Submit]) -> dict[str, list[float]]:
 
 
 @pytest.mark.gpu
-def test_rows_of_many_adapters_are_as_each_alone() -> None:
+@pytest.mark.parametrize(("model", "modules"), [(TINY, []), (MIXTURE, ["q_proj", "experts"])])
+def test_rows_of_many_adapters_are_as_each_alone(model: dict[str, Any], modules: list[str]) -> None:
     """In float32; more adapters than places, graphs and eager steps."""
-    runner = adapted_runner(dtype="float32")
+    runner = adapted_runner(model, dtype="float32", lora_target_modules=modules)
     together = answers(runner, requests())
     assert runner.graphs._adapted
     base = answers(runner, [replace(one, adapter=0, namespace="base") for one in requests()])

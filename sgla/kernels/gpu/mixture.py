@@ -15,9 +15,10 @@ from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
 from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.integers import KINDS
+from sgla.kernels.lora_moe import Adapted
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Clamped, Gating, Routing
-from sgla.kernels.triton import e2m1, elementwise, fp8, moe, moe_tiles
+from sgla.kernels.triton import e2m1, elementwise, fp8, lora, moe, moe_tiles
 
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
@@ -214,6 +215,47 @@ def _apart(
     inner = ops.gated(inner, activation).to(x.dtype)[order]
     y = moe.experts(*_input(inner, down), down.data, down.scale, d, groups, tiles.down)
     return Grouped(y if biases.down is None else y + biases.down[each].to(y.dtype), probabilities)
+
+
+def run_adapted(
+    adapted: Adapted,
+    x: Tensor,
+    router: Weight,
+    gate_up: Weight,
+    down: Weight,
+    routing: Routing,
+    activation: Gating,
+    biases: Biases,
+    routed: Tensor | None,
+    counts: ExpertCounts | None,
+) -> Outputs:
+    """``lora_moe``: both products grouped, and what adapters add to each pair of token and expert."""
+    (first, second), rows, sampled = adapted
+    count, d = Count(len(routing.here(router.n)), routing.experts(router.n)), x.shape[1]
+    x, probabilities, ids, _ = _route(x, None, None, routed, router, routing, biases, 0)
+    if counts is not None:
+        counts.add(ids)
+    pairs, top_k, each = lora.pairs(ids, rows, sampled), ids.shape[1], ids.flatten().long()
+    if gate_up.kind in PACKED:
+        packed = e2m1.tiles_for(ids.numel(), count.every, x.itemsize, this_device().wgmma)
+        groups = None if packed.rows is None else moe.group(ids, count.here, packed.rows)
+    else:
+        tiles = _tiles(ids, count, down, d)
+        groups = moe.group(ids, count.here, tiles.rows)
+    order = torch.arange(ids.numel(), device=x.device) if groups is None else _order(groups)
+
+    def product(x: Tensor, w: Weight, bias: Tensor | None, n: int) -> Tensor:
+        if w.kind in PACKED:
+            return e2m1.product(x, w, bias, n, ids, groups, packed.down)
+        assert groups is not None
+        y = moe.experts(*_input(x, w), w.data, w.scale, n, groups, tiles.down)
+        return y if bias is None else y + bias[each].to(y.dtype)
+
+    parts, own = len(first.sizes) // len(second.sizes), x.repeat_interleave(top_k, 0)
+    inner = product(x[order // top_k], gate_up, biases.gate_up, gate_up.n // count.here)
+    inner = ops.gated(lora.add_experts(inner, own, first, pairs, parts).float(), activation).to(x.dtype)
+    y = product(inner[order], down, biases.down, d)
+    return Grouped(lora.add_experts(y, inner, second, pairs, 1), probabilities)
 
 
 def _order(groups: moe.Groups) -> Tensor:

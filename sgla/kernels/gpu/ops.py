@@ -23,6 +23,7 @@ from sgla.kernels.gpu import e4m3, integers, mixture, states
 from sgla.kernels.gpu import picked as picks
 from sgla.kernels.integers import are_integers
 from sgla.kernels.lora import Rows, Stack, lora, lora_embedding
+from sgla.kernels.lora_moe import Adapted, lora_moe
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
@@ -151,6 +152,10 @@ class GpuOps:
     @LOWERINGS.of(lora)
     def lora(self, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
         return adapters.add(x.new_zeros(x.shape[0], stack.n), x, stack, rows, sampled)
+
+    @LOWERINGS.of(lora_moe)
+    def lora_moe(self, adapted: Adapted, x: Tensor, *more: Any, **how: Any) -> Tensor:
+        return mixture.run_adapted(adapted, x, *more, **how).sum().to(x.dtype)
 
     @LOWERINGS.of(lora_embedding)
     def lora_embedding(self, ids: Tensor, stack: Stack, rows: Rows) -> Tensor:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Unscaled
-from sgla.kernels.lora import Rows, Stack
-from sgla.kernels.triton.common import _pdl
+from sgla.kernels.lora import Rows, Stack, Tiles
+from sgla.kernels.triton.common import _begin, _pdl
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 1024  # parts at most, and inputs about, that decode rows are shrunk by at the same time
@@ -49,15 +49,18 @@ def _sort(
 
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _shrink(
-    x, a, order, runs, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares, squares_count, eps,
-    R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    SQUARES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x, a, order, runs, experts, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares,
+    squares_count, eps, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, EXPERTS: tl.constexpr, SQUARES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
-    a step's rows are is long there when this begins."""
+    a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``."""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if EXPERTS:
+            tl.extra.cuda.gdc_wait()
     first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
     place = tl.load(runs + 3 * tile + 2).to(tl.int64)
     m, r = tl.arange(0, BM), tl.arange(0, RP)
@@ -67,7 +70,10 @@ def _shrink(
         tl.extra.cuda.gdc_wait()
     if count == 0:
         return
-    source = a + (place - 1) * s_place + part * k + r.to(tl.int64)[:, None] * s_rank
+    which = part
+    if EXPERTS:
+        which += tl.load(experts + first) * PARTS
+    source = a + (place - 1) * s_place + which.to(tl.int64) * k + r.to(tl.int64)[:, None] * s_rank
     total = tl.zeros((RP, BM), tl.float32)
     for start in range(split * span, tl.minimum(split * span + span, k), BK):
         j = start + tl.arange(0, BK)
@@ -85,14 +91,16 @@ def _shrink(
 
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _expand(
-    inner, b, order, runs, ends, y, s_place, s_rank, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr,
+    inner, b, order, runs, experts, ends, y, s_place, s_rank, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some outputs of one part, of one tile. It loads what the adapter has before it waits."""
     tile, block = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if EXPERTS:
+            tl.extra.cuda.gdc_wait()
     first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
     place = tl.load(runs + 3 * tile + 2).to(tl.int64)
     m, r = tl.arange(0, BM), tl.arange(0, RP)
@@ -109,6 +117,9 @@ def _expand(
     i = tl.multiple_of(start, ALIGNED) + tl.arange(0, BN)
     live = i < tl.multiple_of(tl.where(count > 0, stop, 0), ALIGNED)
     source = b + (place - 1) * s_place + i[:, None] + r.to(tl.int64)[None, :] * s_rank
+    if EXPERTS:
+        expert = tl.load(experts + first, mask=count > 0, other=0).to(tl.int64)
+        source += tl.multiple_of(expert * begin, ALIGNED)
     w = tl.load(source, mask=live[:, None] & (r < R)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -125,26 +136,54 @@ def _expand(
     tl.store(to, tl.load(to, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["places", "ids"])
+def _pair(places, ids, order, runs, pairs, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Each pair of a token and an expert here is a tile."""
+    _begin(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + i // top_k, mask=i < pairs, other=0)
+    expert = tl.load(ids + i, mask=i < pairs, other=-1)
+    tl.store(order + i, i, mask=i < pairs)
+    tl.store(runs + 3 * i, i, mask=i < pairs)
+    tl.store(runs + 3 * i + 1, tl.where((place > 0) & (expert >= 0), 1, 0), mask=i < pairs)
+    tl.store(runs + 3 * i + 2, place, mask=i < pairs)
+
+
 def sort(rows: Rows, table: Tensor, slots: Tensor) -> None:
     """Fill what ``rows`` have for decode rows of ``slots`` int32[T], whose places stand in ``table``, on the
     device."""
-    count, (order, runs, size) = len(slots), rows.tiles[0]
+    count, (order, runs, size, _) = len(slots), rows.tiles[0]
     _sort[(triton.cdiv(count, SORTED),)](
-        table, slots, rows.places, order, runs, count, SIZE=size,
+        table, slots, rows.places[0], order, runs, count, SIZE=size,
         ALL=triton.next_power_of_2(count), SORTED=SORTED,
     )  # fmt: skip
+
+
+def pairs(ids: Tensor, rows: Rows, sampled: bool) -> Tiles:
+    """Of the pairs of tokens and experts ids int32[T, top_k] (-1: another rank's)."""
+    experts = ids.flatten()
+    order = torch.empty_like(experts)
+    runs = torch.empty(len(experts), 3, dtype=torch.int32, device=ids.device)
+    _pair[(triton.cdiv(len(experts), 128),)](
+        rows.places[sampled], experts, order, runs, len(experts), ids.shape[1], BLOCK=128, **_pdl()
+    )
+    return Tiles(order, runs, FEW, experts)
 
 
 def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """x [T, k] -> what ``expand`` reads, float32 [splits, T, parts, rank], whose sum over the splits is
     ``x @ a.T`` of rows with an adapter; others are not written."""
+    return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes))
+
+
+def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int) -> Tensor:
+    """``parts``: of a row."""
     squares, eps = None, 0.0
     if isinstance(x, Unscaled):
         x, squares, eps = x
     x = x if x.stride(-1) == 1 else x.contiguous()
-    tokens, k = x.shape
-    _, parts, rank, _ = stack.a.shape
-    order, runs, size = rows.tiles[sampled]
+    order, runs, size, experts = tiles
+    (tokens, k), rank = x.shape, stack.a.shape[2]
     padded, exact = max(16, triton.next_power_of_2(rank)), stack.a.dtype == torch.float32
     width = max(32, min(SHRUNK, 4096 // padded))
     splits = min(SPLITS, triton.cdiv(k, SPLIT)) if size == FEW else 1
@@ -152,10 +191,10 @@ def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Ten
     splits = triton.cdiv(k, span)
     inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
     _shrink[len(runs), parts, splits](
-        x, stack.a, order, runs, squares, inner, k, span, x.stride(0), stack.a.stride(0), stack.a.stride(2),
-        inner.stride(0), 0 if squares is None else squares.stride(0), 0 if squares is None else len(squares),
-        eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
-        SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
+        x, stack.a, order, runs, experts, squares, inner, k, span, x.stride(0), stack.a.stride(0),
+        stack.a.stride(2), inner.stride(0), 0 if squares is None else squares.stride(0),
+        0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
+        EXPERTS=experts is not None, SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
         PRECISION="ieee" if exact else "tf32", num_warps=max(1, min(4, padded // 16)) if size == FEW else 4,
         num_stages=2 if exact else 4, **_pdl(),
     )  # fmt: skip
@@ -164,16 +203,20 @@ def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Ten
 
 def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``y + inner.sum(0) @ b.T`` in the memory of y [T, n]."""
+    return _expanded(y, inner, stack, rows.tiles[sampled])
+
+
+def _expanded(y: Tensor, inner: Tensor, stack: Stack, tiles: Tiles) -> Tensor:
+    order, runs, size, experts = tiles
     splits, _, parts, rank = inner.shape
-    order, runs, size = rows.tiles[sampled]
     padded, exact = max(16, triton.next_power_of_2(rank)), stack.b.dtype == torch.float32
     width = max(32, min(EXPANDED if size == FEW else 128, 8192 // padded))
-    blocks = sum(triton.cdiv(n, width) for n in stack.sizes)
+    blocks = sum(triton.cdiv(n, width) for n in stack.sizes[:parts])
     aligned = 1 if any(n % 16 for n in stack.sizes) else 16
     _expand[len(runs), blocks](
-        inner, stack.b, order, runs, stack.bounds, y, stack.b.stride(0), stack.b.stride(2), y.stride(0),
-        inner.stride(0), R=rank, RP=padded, PARTS=parts, SPLITS=splits, BM=size, BN=width, ALIGNED=aligned,
-        PRECISION="ieee" if exact else "tf32", **_pdl(),
+        inner, stack.b, order, runs, experts, stack.bounds, y, stack.b.stride(0), stack.b.stride(2),
+        y.stride(0), inner.stride(0), R=rank, RP=padded, PARTS=parts, SPLITS=splits, BM=size, BN=width,
+        ALIGNED=aligned, EXPERTS=experts is not None, PRECISION="ieee" if exact else "tf32", **_pdl(),
     )  # fmt: skip
     return y
 
@@ -183,9 +226,14 @@ def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor
     return expand(y, shrink(x, stack, rows, sampled), stack, rows, sampled)
 
 
+def add_experts(y: Tensor, x: Tensor, stack: Stack, tiles: Tiles, parts: int) -> Tensor:
+    """The same of pairs, of which each has ``parts`` of the stack: x [pairs, k], y [pairs, n of these]."""
+    return _expanded(y, _shrunk(x, stack, tiles, parts), stack, tiles)
+
+
 def embedding(ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
     """What adapters add to the embeddings of ids int32[T]: float32 [T, n]."""
-    places = rows.places[: len(ids)]
+    places = rows.places[0][: len(ids)]
     inner = stack.a[(places - 1).clamp(min=0).long(), 0, :, ids.long()].float()
     y = torch.zeros(len(ids), stack.n, dtype=torch.float32, device=ids.device)
     return expand(y, inner[None, :, None], stack, rows, False)
