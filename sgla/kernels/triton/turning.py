@@ -20,12 +20,13 @@ def turned(x, HD: tl.constexpr, HB: tl.constexpr):
     """float32 ``[M, HB]``: x times a Hadamard matrix, in blocks of the largest power of two in HD."""
     i, j = tl.arange(0, HB)[:, None], tl.arange(0, HB)[None, :]
     size: tl.constexpr = HD & -HD
-    odd = i & j & (size - 1)
-    odd = odd ^ (odd >> 8)
-    odd = odd ^ (odd >> 4)
-    odd = odd ^ (odd >> 2)
-    odd = (odd ^ (odd >> 1)) & 1
-    matrix = tl.where(i // size == j // size, 1 - 2 * odd, 0)
+    bits = i & j & (size - 1)
+    bits = bits ^ (bits >> 8)
+    bits = (bits ^ (bits >> 4)) & 15
+    odd = 0x6996 >> bits  # of how many
+    matrix = ((odd << 31) | 0x3F800000).to(tl.float32, bitcast=True)
+    if size < HB:
+        matrix = tl.where(i // size == j // size, matrix, 0.0)
     return tl.dot(x, matrix.to(x.dtype), input_precision="ieee")
 
 
