@@ -25,7 +25,8 @@ Room = Callable[[], AbstractAsyncContextManager[Any]]
 RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps; POST /wake_up wakes it"}
 PARTS = "weights", "kv_cache"  # as SGLang and vLLM call them
 GROUP = "weight_update_group"  # of a trainer, where it has no name; SGLang's
-FLOATS = "bfloat16", "float16", "float32"  # types of tensors that a trainer may send
+# Types of tensors that a trainer may send: the latter are of layers that are stored quantized.
+FLOATS, PACKED = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "int8", "uint8", "int32", "int64")
 NAME = 8  # random bytes of a name of weights, which tiers keep
 TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 
@@ -358,6 +359,7 @@ def announced(
         raise InvalidField("names, dtypes and shapes must be as many", param="names")
     if len(set(names)) < len(names):
         raise InvalidField("a name is there twice", param="names")
-    if unknown := set(kinds) - set(FLOATS):
-        raise InvalidField(f"dtypes are {', '.join(FLOATS)}, not {min(unknown)[:40]!r}", param="dtypes")
+    if unknown := set(kinds) - {*FLOATS, *PACKED}:
+        known = ", ".join(FLOATS + PACKED)
+        raise InvalidField(f"dtypes are {known}, not {min(unknown)[:40]!r}", param="dtypes")
     return list(zip(names, shapes, kinds))

@@ -62,7 +62,7 @@ class TrainerGroup:
             name: torch.empty(*shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in wanted.items()
         }
-        works = [dist.broadcast(tensor, 0, self._group, async_op=True) for tensor in made.values()]
+        works = [dist.broadcast(_sent(tensor), 0, self._group, async_op=True) for tensor in made.values()]
         due = clock.now() + PATIENCE + GRACE
         while not all(work.is_completed() for work in works):
             if clock.now() > due:
@@ -79,3 +79,8 @@ class TrainerGroup:
         end = c10d._abort_process_group if self.device == "cuda" else dist.destroy_process_group
         with suppress(RuntimeError, ValueError):
             end(self._group)
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    """As libraries know it, which know no floats of 8 bits: what crosses are bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

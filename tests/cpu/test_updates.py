@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from sgla.actors.ingress import Ingress
-from sgla.actors.resting import in_memory
+from sgla.actors.resting import announced, in_memory
 from sgla.config import Config
 from sgla.engine.params import SamplingParams
 from sgla.errors import InvalidField, UnsupportedField, WeightError
@@ -561,6 +561,34 @@ def test_a_trainer_sends_weights(
         with pytest.raises(InvalidField, match="use gloo"):
             runner.control(Control(verb="trainer_join", args={"group": "x", "backend": "nccl", **place}))
         runner.control(Control(verb="trainer_leave", args={"group": "trainer"}))
+    process.kill()
+    process.join(10)
+
+
+def test_a_trainer_sends_packed_layers(tmp_path: Path) -> None:
+    checkpoints(tmp_path, gptq())
+    folder = tmp_path / "packed"
+    runner = of(folder)
+    one = answer(runner)
+    sent = {
+        name: x * 2 if x.dtype == torch.float16 else x
+        for name, x in load_file(folder / "model.safetensors").items()
+    }
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    process = multiprocessing.get_context("fork").Process(
+        target=trainer, args=(port, list(sent.values()), False), daemon=True
+    )
+    process.start()
+    place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    wait(runner.control(Control(verb="trainer_join", args={"group": "trainer", "backend": "gloo", **place})))
+    kinds = [str(x.dtype) for x in sent.values()]
+    told = announced(list(sent), kinds, [list(x.shape) for x in sent.values()])
+    wait(runner.control(Control(verb="weights_receive", args={"group": "trainer", "tensors": told})))
+    runner.control(Control(verb="weights_take", args={"keep": True}))
+    assert {"torch.int32", "torch.float16"} < set(kinds)
+    save_file(sent, folder / "model.safetensors", {"format": "pt"})
+    assert answer(runner) == answer(of(folder)) != one
     process.kill()
     process.join(10)
 
