@@ -135,8 +135,8 @@ __device__ __forceinline__ void sts64(u32 addr, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(x), "f"(y) : "memory");
 }
 
-// d[16x8] += a[16x32] b[32x8] of integers of 8 bits, places as in ``mma``; the left ones without signs if they
-// come from 4 bits.
+// d[16x8] += a[16x32] b[32x8] of integers of 8 bits, places as in ``mma``; the left ones have no signs if
+// they come from 4 bits.
 __device__ __forceinline__ void mma_of_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if BITS == 4
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -157,8 +157,8 @@ __device__ __forceinline__ void bytes_of(const uint4 (&w)[PIECES], int step, u32
     second = words[2 * step + 1];
   }
 }
-// Of float bits without a sign, the largest of a group: its exponent, such that all numbers of the group times
-// 2^(140 - it) are less than 2^14. Infinity and NaN have 255.
+// Of float bits without a sign, the largest of a group: its exponent, such that all numbers of the group
+// times 2^(140 - it) are less than 2^14. Infinity and NaN have 255.
 __device__ __forceinline__ int exponent_of(u32 largest) { return max(int(largest >> 23), 14); }
 __device__ __forceinline__ u32 lower_halves(u32 a, u32 b) {
   u32 r;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const
   const int chunks = count * (UNIT * BLOCK / CHUNK);
   const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
             kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES,
-            // Of a block of channels [half][column][lane of 4][step of 2]: the 8 bytes of a lane's right side.
+            // Of a block of channels [half][column][lane of 4][step of 2]: 8 bytes of a lane's right side.
             half_bytes = p.m * 128, red = kept_x + count * (UNIT * 2) * half_bytes,
             sums_of = red + (DIRECT ? 0 : 2 * WK * p.m * (RED_ROW * 4)),  // powers and sums of groups of x,
       squares = sums_of + count * (UNIT * PER * NT * 32);  // [groups][NT * 4]; of its chunks, [m][chunks]
@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const
       for (int d = 1; d < GROUP / 8; d *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
       const int exponent = exponent_of(largest);
       const float factor = __uint_as_float(u32(267 - exponent) << 23);
-      const float power = exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float(u32(exponent - 13) << 23);
+      const float power = __uint_as_float(exponent == 255 ? 0x7fc00000u : u32(exponent - 13) << 23);
       int q[8], sum = 0;
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
@@ -318,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const
       u32 pairs[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) pairs[c] = lower_halves(q[2 * c], q[2 * c + 1]);
-      const u32 to = kept_x + (ats[i] / 64) * half_bytes + rows[i] * 128 + upper * 32 + lane / 4 % 2 * 8 + second * 4;
+      const u32 to = kept_x + (ats[i] / 64) * half_bytes + rows[i] * 128 + upper * 32 + lane / 4 % 2 * 8 +
+                     second * 4;
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const u32 mine = upper ? pairs[2 + c] : pairs[c], other = upper ? pairs[c] : pairs[2 + c];
@@ -453,7 +454,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const
           for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              const u32 own = lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+              const u32 of_row = from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW;
+              const u32 own = lds32(of_row + (b * PER + group) * 4);
               const float scale = half2f(own), zero = zero_of(own);
 #pragma unroll
               for (int j = 0; j < NT; ++j) {
