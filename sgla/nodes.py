@@ -93,7 +93,7 @@ def check_nodes(config: Config) -> None:
         )
     if config.executor == "ray":
         _check_ray(config)
-        config = msgspec.structs.replace(config, nnodes=count_of(config))
+        config = msgspec.structs.replace(config, nnodes=count_of(config), dp=1)  # of each replica
     if config.nnodes == 1:
         return
     if config.dist_secret and config.dist_secret_file:
@@ -123,8 +123,8 @@ def _check_ray(config: Config) -> None:
     why = None
     if config.node_rank:
         why = f"with --node-rank {config.node_rank}: Ray starts the other nodes; leave it out"
-    elif config.dp > 1:
-        why = f"with --dp {config.dp}: start several servers, with sgla route in front of them"
+    elif config.dp > 1 and config.nnodes > 1:
+        why = f"with --dp {config.dp} and --nnodes {config.nnodes}: each stage is a node; leave --nnodes out"
     elif count_of(config) == 1:
         why = (
             f"with --tp {config.tp} --pp {config.pp}: a stage stays on one host; give --pp, --ep with "

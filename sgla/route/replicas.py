@@ -35,7 +35,8 @@ LOCAL = "127.0.0.1"
 
 
 class Share(NamedTuple):
-    """What a replica computes on: numbers of GPUs as the driver counts them, or of cores."""
+    """What a replica computes on: numbers of GPUs as the driver counts them, or of cores; neither where Ray
+    finds it some."""
 
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
@@ -43,12 +44,16 @@ class Share(NamedTuple):
     def __str__(self) -> str:
         if self.gpus:
             return f"GPU{'s' * (len(self.gpus) > 1)} {', '.join(self.gpus)}"
+        if not self.cores:
+            return "what Ray has found for it"
         return f"core{'s' * (len(self.cores) > 1)} {', '.join(map(str, self.cores))}"
 
 
 def shares(config: Config, device: str, machine: Machine) -> list[Share]:
     """Of each replica of this host. Raises ConfigError where there are too few GPUs."""
     count, ranks = config.dp // config.nnodes, config.ranks
+    if config.executor == "ray":
+        return [Share()] * count
     if device == "cuda":
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in given.split(",") if name.strip()]

@@ -18,6 +18,7 @@ from sgla.executor.ray import RayExecutor, needs, require
 from sgla.nodes import common
 from sgla.observe.machine import Machine
 from sgla.resolve import check, resolve
+from sgla.route.replicas import Share, of_replica, shares
 
 GIVEN = Config(executor="ray", pp=2, device="cpu", threads=1, dist_timeout=30.0)
 # Says in its error what it was told.
@@ -84,6 +85,16 @@ def test_each_stage_is_a_node_if_nobody_says_otherwise() -> None:
     assert resolve(replace(GIVEN, pp=4, nnodes=2), machine).config.nnodes == 2
 
 
+def test_ray_finds_room_for_each_replica() -> None:
+    config, machine = replace(GIVEN, dp=3), Machine(cores=2, physical_cores=2, memory_available=1 << 34)
+    check(config)
+    assert shares(config, "cuda", machine) == [Share()] * 3
+    assert str(Share()) == "what Ray has found for it"
+    each = of_replica(config)
+    assert (each.executor, each.pp, each.dp) == ("ray", 2, 1)
+    assert resolve(each, machine).config.nnodes == 2
+
+
 def test_what_a_node_needs() -> None:
     config = replace(GIVEN, tp=4, nnodes=2)
     assert needs(replace(config, threads=3)) == {"CPU": 12.0}
@@ -99,7 +110,8 @@ def test_what_a_node_needs() -> None:
         ({"pp": 1, "tp": 2, "nnodes": 2}, "a layer's ranks stay on one host"),
         ({"pp": 3, "nnodes": 2}, "a layer's ranks stay on one host"),
         ({"node_rank": 1, "nnodes": 2}, "with --node-rank 1: Ray starts the other nodes"),
-        ({"dp": 2}, "with --dp 2: start several servers"),
+        ({"dp": 2, "nnodes": 2}, "with --dp 2 and --nnodes 2: each stage is a node"),
+        ({"dp": 2, "pp": 1}, "with --tp 1 --pp 1: a stage stays on one host"),
         ({"role": "decode"}, "with --role"),
         ({"dist_init_addr": "http://a"}, "needs --dist-init-addr HOST:PORT"),
         ({"dist_secret_file": "/none"}, "No such file"),

@@ -33,6 +33,7 @@ ray.init(log_to_driver=False)
 groups = [each["state"] for each in placement_group_table().values()]
 print(json.dumps([ray.available_resources().get("CPU", 0), groups]))
 """
+CPUS = 4  # of the cluster
 pytestmark = pytest.mark.slow  # a cluster takes 10 s to start
 
 
@@ -94,7 +95,16 @@ def cluster(folder: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     command = [str(Path(ray.__file__).parent / "scripts" / "scripts.py"), "start", "--head", "--block"]
-    flags = ["--num-cpus", "2", "--port", str(port), "--temp-dir", folder, "--include-dashboard", "false"]
+    flags = [
+        "--num-cpus",
+        str(CPUS),
+        "--port",
+        str(port),
+        "--temp-dir",
+        folder,
+        "--include-dashboard",
+        "false",
+    ]
     head = subprocess.Popen(
         [sys.executable, *command, *flags, "--node-ip-address", "127.0.0.1"],
         env=os.environ | alone(folder),
@@ -115,7 +125,7 @@ def left(cluster: str, folder: str) -> dict[str, Any]:
         variables = os.environ | alone(folder) | {"RAY_ADDRESS": cluster}
         done = subprocess.run([sys.executable, "-c", STATE], env=variables, capture_output=True, text=True)
         free, groups = json.loads(done.stdout)
-        if free == 2:
+        if free == CPUS:
             break
         time.sleep(0.5)
     return {"free": free, "groups": set(groups)}
@@ -160,8 +170,24 @@ def test_ctrl_c_leaves_nothing_in_a_cluster_of_others(serve: Any, folder: str, c
     server.signal(signal.SIGINT)
     assert server.wait(30) == 0
     assert not psutil.wait_procs(family, timeout=20)[1]
-    assert left(cluster, folder) == {"free": 2.0, "groups": {"REMOVED"}}
+    assert left(cluster, folder) == {"free": CPUS, "groups": {"REMOVED"}}
     assert not actors(folder)
+
+
+def test_ray_finds_room_for_each_of_two_replicas(serve: Any, folder: str, cluster: str) -> None:
+    server = serve("--dp", "2", "--pp", "2", RAY_ADDRESS=cluster)
+    server.wait_ready()
+    end = time.monotonic() + 120
+    while "replica 1 is ready" not in server.output and time.monotonic() < end:
+        time.sleep(0.2)
+    assert len(actors(folder)) == 2, server.output
+    answers = [server.request("POST", "/v1/completions", BODY) for _ in range(3)]
+    assert [status for status, _ in answers] == [200] * 3
+    family = server.family()
+    server.signal(signal.SIGINT)
+    assert server.wait(30) == 0
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert left(cluster, folder) == {"free": CPUS, "groups": {"REMOVED"}}
 
 
 def test_a_killed_server_and_nodes_without_room_leave_nothing(serve: Any, folder: str, cluster: str) -> None:
@@ -173,12 +199,12 @@ def test_a_killed_server_and_nodes_without_room_leave_nothing(serve: Any, folder
     server.signal(signal.SIGKILL)
     assert server.wait(30) == -signal.SIGKILL
     assert not psutil.wait_procs(family, timeout=20)[1]
-    assert left(cluster, folder) == {"free": 2.0, "groups": {"REMOVED"}}
-    large = serve("--pp", "3", "--dist-timeout", "2", RAY_ADDRESS=cluster)
+    assert left(cluster, folder) == {"free": CPUS, "groups": {"REMOVED"}}
+    large = serve("--pp", "5", "--dist-timeout", "2", RAY_ADDRESS=cluster)
     assert large.wait(60) == 2
-    assert "no room for 3 nodes of 1 CPU for 2 s" in large.output
-    assert "it has 2 CPU, of which 2 CPU are free" in large.output
-    assert left(cluster, folder) == {"free": 2.0, "groups": {"REMOVED"}}
+    assert "no room for 5 nodes of 1 CPU for 2 s" in large.output
+    assert "it has 4 CPU, of which 4 CPU are free" in large.output
+    assert left(cluster, folder) == {"free": CPUS, "groups": {"REMOVED"}}
 
 
 def test_an_actor_that_cannot_serve_says_why(serve: Any, folder: str, tmp_path: Path) -> None:
