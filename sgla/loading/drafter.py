@@ -10,7 +10,7 @@ from sgla.layers.build import Values
 from sgla.loading.checkpoint import FileTensor
 from sgla.loading.load import OnProgress, decoder_build, load_weights, mending, renaming
 from sgla.model.base import Decoder
-from sgla.model.drafting import EagleSpec, predictor_names, similar_layer
+from sgla.model.drafting import EagleSpec, predictor_layer, predictor_names
 from sgla.model.eagle import Eagle, Eagle3
 from sgla.model.predictor import Predictor
 from sgla.quant.weight import SourceTensor
@@ -44,7 +44,7 @@ def load_predictor(
         )
     rename = renaming(spec.architecture)
     build = decoder_build(source, spec, dtype, quantization, target.shard, rename)
-    head = Predictor(target, build, predictor_names(spec), similar_layer(spec))
+    head = Predictor(target, build, predictor_names(spec), predictor_layer(spec))
     load_weights(
         source,
         build,

@@ -128,15 +128,8 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
             read_tokens(config, target.vocab)
             return None if eagle is None else _split(eagle.spec, config.tp)
         case "mtp":
-            predictor_names(target)
             read_tokens(config, target.vocab)
-            layer = similar_layer(target)
-            moe = target.moe
-            if moe is not None:
-                moe = dataclasses.replace(moe, layers=frozenset({0} if layer in moe.layers else ()))
-            inner = target.inner[layer : layer + 1]
-            alone = target.attention[layer : layer + 1]
-            return dataclasses.replace(target, attention=alone, moe=moe, inner=inner, vocab=1, tied=True)
+            return predictor_layer(target)
     return None
 
 
@@ -222,7 +215,7 @@ def predictor_names(spec: ModelSpec) -> PredictorNames:
     """Of the tensors of the model's own layer that guesses further tokens. Raises ConfigError where there is
     none."""
     names = None if isinstance(spec, GenericSpec) else family_of(spec.architecture).predictor
-    if names is None or (names.counted and not spec.predictors):
+    if names is None or (names.counted and not spec.predictors) or (names.windows and not any(spec.windows)):
         raise ConfigError(
             f"{FLAG} mtp cannot be honoured: {spec.architecture} has no layer here that guesses further "
             "tokens; leave it out",
@@ -231,9 +224,17 @@ def predictor_names(spec: ModelSpec) -> PredictorNames:
     return names.behind(spec.layers)
 
 
-def similar_layer(spec: ModelSpec) -> int:
-    """The model's last layer that keeps tokens, which one that guesses further ones is like."""
-    return max(i for i, layer in enumerate(spec.attention) if not layer.unit(int))
+def predictor_layer(target: ModelSpec) -> ModelSpec:
+    """The shape of the model's own layer that guesses further tokens, as a model of this layer. Raises
+    ConfigError where there is none."""
+    windows, moe = predictor_names(target).windows, target.moe
+    alike = (i for i, layer in enumerate(target.attention) if not layer.unit(int))
+    layer = max(i for i in alike if target.windows[i] or not windows)
+    if moe is not None:
+        mixed = layer in moe.layers and not windows
+        moe = dataclasses.replace(moe, layers=frozenset({0} if mixed else ()))
+    alone, inner = target.attention[layer : layer + 1], target.inner[layer : layer + 1]
+    return dataclasses.replace(target, attention=alone, moe=moe, inner=inner, vocab=1, tied=True)
 
 
 def check_context(draft: ModelSpec, context_len: int) -> None:

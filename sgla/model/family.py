@@ -12,7 +12,8 @@ from sgla.model.windows import Unrotated, Windows, everywhere, none
 
 class PredictorNames(NamedTuple):
     """Names of the tensors of a layer that guesses further tokens; ``{n}``: how many layers stand before.
-    ``counted``: files say how many there are."""
+    ``counted``: files say how many there are; ``windows``: it is like a layer with a window, without experts,
+    and else like the last layer that keeps tokens."""
 
     token_norm: str
     hidden_norm: str
@@ -20,10 +21,12 @@ class PredictorNames(NamedTuple):
     block: str
     norm: str
     counted: bool = True
+    windows: bool = False
 
     def behind(self, layers: int) -> PredictorNames:
         """With the number of ``layers`` filled in."""
-        names = {name: value.format(n=layers) for name, value in self._asdict().items() if name != "counted"}
+        given = self._asdict().items()
+        names: dict[str, Any] = {name: x.format(n=layers) for name, x in given if isinstance(x, str)}
         return self._replace(**names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from sgla.layers.linear import MergedColumnLinear
 from sgla.layers.vocab import LMHead
 from sgla.model.base import Decoder
 from sgla.model.family import PredictorNames
+from sgla.model.spec import ModelSpec
 
 
 class Head(Protocol):
@@ -43,13 +45,14 @@ class Head(Protocol):
 class Predictor:
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a layer like the model's own, on
     the norms of a token's embedding and of what the model has made of the token before, side by side through
-    one projection. Embedding and output layer are the model's. ``index``: the layer of the model that it is
-    like. As in SGLang's ``deepseek_nextn``, hidden states are those behind the last norm."""
+    one projection. Embedding and output layer are the model's. ``layer``: its shape, as a model of one. As in
+    SGLang's ``deepseek_nextn``, hidden states are those behind the last norm."""
 
     ids: Tensor | None = None
 
-    def __init__(self, target: Decoder, build: Build, names: PredictorNames, index: int) -> None:
-        spec = target.spec
+    def __init__(self, target: Decoder, build: Build, names: PredictorNames, layer: ModelSpec) -> None:
+        spec, alike = target.spec, copy(target)
+        alike.spec = layer
         self.width = self.target_width = spec.hidden
         self.vocab = spec.vocab
         self.token_norm = target.norm_of(build, names.token_norm)
@@ -57,7 +60,7 @@ class Predictor:
         self.join = MergedColumnLinear(
             build, 2 * spec.hidden, [(names.join, spec.hidden, range(spec.hidden))]
         )
-        self.block = target.block(build, names.block, index)
+        self.block = alike.block(build, names.block, 0)
         self.norm = target.norm_of(build, names.norm)
         self.embed, self.out = target.embed, target.lm_head
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from config_cases import deepseek
+from config_cases import MIMO, deepseek
 from interpreted_gpu import (
     BESIDE,
     CONVOLUTIONS,
@@ -126,6 +126,7 @@ LATENT = deepseek(
     vocab_size=VOCAB,
     max_position_embeddings=256,
 )
+WINDOW_MTP = MIMO | {"vocab_size": VOCAB, "max_position_embeddings": 256, "num_hidden_layers": 2}
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 200}
 DEEPER = DECODER | {"num_hidden_layers": 4}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
@@ -144,6 +145,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "a scan beside attention": (BESIDE, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "hybrid": (STATES_KEPT, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "narrowed": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
+    "a window of its own": (WINDOW_MTP, SMALL_STEPS, {"attention_backend": "torch"}, {"depth": 2}),
 }
 # What guesses: random weights go by their names, so a model with fewer layers is right at times.
 MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -154,8 +156,9 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "latent": ("mtp", None),
     "hybrid": ("mtp", None),
     "narrowed": ("mtp", None),
+    "a window of its own": ("mtp", None),
 }
-HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed"
+HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed", "a window of its own"
 NARROWED = [*range(0, VOCAB, 3)]  # tokens that a head may guess
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from config_cases import deepseek, gemma3, qwen3_next
+from config_cases import MIMO, deepseek, gemma3, qwen3_next
 from safetensors.torch import save_file
 from test_draft_models import requests
 from tiny import LLAMA, VOCAB, check_draws, make_core, run, submit, tiny_config, tiny_source
@@ -23,9 +23,11 @@ from sgla.config import Config
 from sgla.device import H200
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
+from sgla.loading.drafter import load_predictor
 from sgla.loading.load import _Dummy
 from sgla.loading.source import configured_source, drafting
 from sgla.messages import StepPlan
+from sgla.model.base import Decoder
 from sgla.model.drafting import read_eagle
 from sgla.model.read import read_decoder
 from sgla.model.registry import EAGLE3, HEADS
@@ -53,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "eagle": ("eagle", DEEP, LLAMA | {"num_hidden_layers": 1}),
     "eagle3": ("eagle3", DEEP, EAGLE),
     "hybrid": ("mtp", HYBRID, None),
+    "a window of its own": ("mtp", MIMO | SIZES, None),
     "windows": (
         "eagle3",
         WINDOWS,
@@ -251,6 +254,30 @@ def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
         assert head.ids.tolist() == [i + i // 2 for i in range(200)]
         logits = torch.arange(200.0)[None]
         assert of_target(head, logits)[0, [3, 299 - 1]].tolist() == [2.0, 199.0]
+
+
+def test_a_layer_with_a_window_is_read_from_its_files(tmp_path: Path) -> None:
+    """As MiMo-V2-Flash has it: it has no experts, and norms have other names."""
+    runner = runner_of("a window of its own", guesses=False)
+    c, d = MIMO, MIMO["hidden_size"]
+    heads, kv_heads, inner = c["num_attention_heads"], 2 * c["num_key_value_heads"], c["intermediate_size"]
+    k, v = c["head_dim"], c["v_head_dim"]
+    attention = {"q": (heads * k, d), "k": (kv_heads * k, d), "v": (kv_heads * v, d), "o": (d, heads * v)}
+    mlp = {"gate": (inner, d), "up": (inner, d), "down": (d, inner)}
+    norms = "enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys((f"{norm}.weight" for norm in norms), (d,))
+    shapes |= {f"self_attn.{part}_proj.weight": shape for part, shape in attention.items()}
+    shapes |= {f"mlp.{part}_proj.weight": shape for part, shape in mlp.items()}
+    shapes |= {"eh_proj.weight": (d, 2 * d), "self_attn.attention_sink_bias": (heads,)}
+    tensors = {f"model.mtp.layers.0.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(MIMO | SIZES))
+    source = configured_source(tmp_path, Config())
+    assert isinstance(runner.model, Decoder)
+    head = load_predictor(source, runner.model, "float32", None, lambda progress: None)
+    torch.testing.assert_close(head.join.weight.dequant(), tensors["model.mtp.layers.0.eh_proj.weight"])
+    torch.testing.assert_close(head.norm.weight, tensors["model.mtp.layers.0.final_layernorm.weight"])
+    assert head.block.attention.layer.window == 9
 
 
 @pytest.mark.parametrize("name", HEADS)

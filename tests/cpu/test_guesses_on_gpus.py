@@ -94,7 +94,7 @@ def test_models_and_heads_guess_with_several_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["eagle", "latent", "hybrid"])
+@pytest.mark.parametrize("case", ["eagle", "latent", "hybrid", "a window of its own"])
 def test_other_heads_guess_as_on_a_cpu(case: str) -> None:
     check_head(answers_of(case)[case])
 

@@ -19,7 +19,7 @@ from sgla.model.families.keys import (
     WITHOUT_HEAD_DIM,
     sizes,
 )
-from sgla.model.family import Family
+from sgla.model.family import Family, PredictorNames
 from sgla.model.gguf_words import (
     AFTER_NORMS,
     BALANCED,
@@ -48,6 +48,16 @@ GRANITE_MOE = (
     (".shared_mlp.output_linear.", ".mlp.shared_experts.down_proj."),
 )
 _OLMOE = WITHOUT_HEAD_DIM | {"attention_bias": False, "norm_topk_prob": False}
+_MIMO_LAYER = "model.mtp.layers.0"  # of several, of which each guesses a token further ahead
+_MIMO_PREDICTOR = PredictorNames(
+    f"{_MIMO_LAYER}.enorm",
+    f"{_MIMO_LAYER}.hnorm",
+    f"{_MIMO_LAYER}.eh_proj",
+    _MIMO_LAYER,
+    f"{_MIMO_LAYER}.final_layernorm",
+    counted=False,
+    windows=True,
+)
 _GRANITE_EXPERTS = GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 FAMILIES = {
@@ -531,7 +541,8 @@ FAMILIES = {
         ),
         attention="sgla.model.mimo_spec:read",
         mixture="sgla.model.mixture_spec:mimo",
-        renamed=((".attention_sink_bias", ".sinks"),),
+        predictor=_MIMO_PREDICTOR,
+        renamed=((".attention_sink_bias", ".sinks"), (".pre_mlp_layernorm", ".post_attention_layernorm")),
         out_bias=False,
     ),
     "HYV3ForCausalLM": Family(
