@@ -81,7 +81,8 @@ class Loan:
         """``told``: of each cache group."""
         places = [np.array([unit.place for unit in units], np.int32).tobytes() for units in told]
         self._marks[copy.transfer] = [np.array([unit.mark for unit in units], np.int64) for units in told]
-        self._copies[copy.transfer] = msgspec.structs.replace(copy, sources=places)
+        # Whether it was overwritten shows when it has come, so nothing is told of before.
+        self._copies[copy.transfer] = msgspec.structs.replace(copy, sources=places, slack=0.0)
         self._mover.begin(self._copies[copy.transfer])
 
     def ended(self) -> list[Moved]:
