@@ -12,7 +12,7 @@
 // Hadamard matrix that keys were turned by (``turn`` in elementwise.cpp).
 //
 // in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap
-// p: 0 sinks [n], of int8 pages 3 scales of k and 4 of v [pages, kv heads, page size]
+// p: 0 sinks [n], 1 slopes [n], of int8 pages 3 scales of k and 4 of v [pages, kv heads, page size]
 // a: 0 kv heads, 1 window (below 0: chunks), 2 Cached, 3 page stride, 4 token stride, 5 head stride, 6 k,
 // 7 v, 8 y is bfloat16, 9 cache group
 
@@ -352,12 +352,13 @@ struct Task {
                                                    count, rows, state.o + p * rows * PANEL, false);
   }
 
-  // Scores of row r (a head of the token at ``position``), scaled, capped and masked, to weights. Returns
-  // their maximum, -inf if the row sees nothing.
+  // Scores of row r (a head of the token at ``position``), scaled, capped, rising with their places and
+  // masked, to weights. Returns their maximum, -inf if the row sees nothing.
   INLINE float mask(int64_t r, int64_t position, int64_t at, int64_t count) {
     int low = (int)std::max<int64_t>(0, s.first(position) - at);
     int high = (int)std::min(count, position + 1 - at);
     vf top = splat(-INFINITY);
+    float slope = i.p[1] ? ((const float*)i.p[1])[head * s.group + r % s.group] : 0.0f;
     vi lane;
     UNROLL for (int j = 0; j < LANES; j++) lane[j] = j;
     UNROLL for (int t = 0; t < BLOCK; t += LANES) {
@@ -366,6 +367,7 @@ struct Task {
       vf x = load(scores + (t / PANEL * rows + r) * PANEL + t % PANEL) * scale;
       if (s.softcap != 0.0f) x = s.softcap * vtanh(x / s.softcap);
       vi place = lane + t;
+      if (slope != 0.0f) x += slope * to_float(place + (int)at);
       x = (place >= low) & (place < high) ? x : splat(-INFINITY);
       store(weights + r * BLOCK + t, x);
       top = vmax(top, x);

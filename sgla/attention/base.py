@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sgla.kernels.gpu.ops import FusedDecode
 
 Int32s = NDArray[np.int32]
+RISING = "scores rise with places (ALiBi)"
 P = TypeVar("P")
 B = TypeVar("B", bound="Backend")
 
@@ -40,7 +41,7 @@ class AttentionShape(NamedTuple):
     0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of the layers have them; ``alone``: all layers
     of the model have these heads; ``latent``: v is the beginning of k (multi-head latent attention);
     ``together``: tokens of a picture see each other (``Media.until``); ``chunked``: windows of some layers
-    are chunks."""
+    are chunks; ``rising``: scores of some rise with places (ALiBi)."""
 
     heads: int
     kv_heads: int
@@ -60,6 +61,7 @@ class AttentionShape(NamedTuple):
     latent: bool = False
     together: bool = False
     chunked: bool = False
+    rising: bool = False
 
     @property
     def group(self) -> int:

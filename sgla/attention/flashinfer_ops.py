@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch, Int32s, Unusable, kv_beside
+from sgla.attention.base import RISING, AttentionShape, DeviceBatch, Int32s, Unusable, kv_beside
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
 
@@ -65,6 +65,8 @@ class FlashInferExtend:
             return "it is not installed (pip install flashinfer-python)"
         if shape.sinks:
             return "layers have sinks"
+        if shape.rising:
+            return RISING
         if shape.mixed:
             return shape.mixed
         if shape.windows != {0}:

@@ -66,6 +66,8 @@ def attend(q: Tensor, kv: KVLayer, pages: Tensor, kv_len: int, scoring: Scoring)
     def score(value: Tensor, row: Tensor, head: Tensor, token: Tensor, place: Tensor) -> Tensor:
         if scoring.softcap:
             value = scoring.softcap * torch.tanh(value / scoring.softcap)
+        if scoring.slopes is not None:
+            value = value + scoring.slopes[head] * (place + begin)
         seen = place <= at[token]
         if scoring.window:
             seen = seen & (place >= scoring.begin(at[token] + begin) - begin)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch
+from sgla.attention.base import RISING, AttentionShape, DeviceBatch
 from sgla.attention.torch_ops import rows_of
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
@@ -83,6 +83,8 @@ def refuses(shape: AttentionShape) -> str | None:
         return shape.mixed
     if shape.chunked:
         return "windows of layers are chunks"
+    if shape.rising:
+        return RISING
     if shape.kv_dtype in ("int8", "int4"):
         return f"its kernels read no KV cache in {shape.kv_dtype}"
     if shape.head_dim > HEAD_DIM:

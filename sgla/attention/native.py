@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention import cascade
-from sgla.attention.base import AttentionShape, DeviceBatch, cut, kv_beside
+from sgla.attention.base import RISING, AttentionShape, DeviceBatch, cut, kv_beside
 from sgla.device import Device
 from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
@@ -37,6 +37,8 @@ class NativeDecode:
             return shape.mixed
         if shape.chunked:
             return "windows of layers are chunks"
+        if shape.rising:
+            return RISING
         return decode_attention.refuses(
             device, shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
         )
@@ -107,6 +109,8 @@ class NativeExtend:
             return shape.mixed
         if shape.sinks:
             return "layers have sinks"
+        if shape.rising:
+            return RISING
         if shape.windows != {0}:
             return "layers have a sliding window"
         if shape.together:

@@ -43,7 +43,7 @@ class TritonDecode:
         return attention.decode(
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             scoring.scale * kv.k_scale, scoring.window, scoring.softcap, splits, kv.v_scale,
-            self._device.shared, scoring.sinks, kv.scales, scoring.chunked,
+            self._device.shared, scoring.sinks, kv.scales, scoring.chunked, scoring.slopes,
         )  # fmt: skip
 
 
@@ -81,6 +81,7 @@ class TritonPrompts:
             kv.scales,
             until,
             scoring.chunked,
+            scoring.slopes,
         )
 
 

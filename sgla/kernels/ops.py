@@ -410,6 +410,7 @@ class Scoring(NamedTuple):
     softcap: float = 0.0
     sinks: Tensor | None = None
     chunked: bool = False
+    slopes: Tensor | None = None
 
     def begin(self, position: Place) -> Place:
         """The first place that a token sees in a layer with windows, which may be one before all."""
@@ -426,17 +427,19 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     chunked: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over the pages: q [T, Hq * hd] -> [T, Hq * vd].
 
     ``window > 0``: a token sees itself and the ``window - 1`` tokens before it; ``chunked``: those before it
     in its own chunk of ``window`` tokens. ``softcap > 0``: scores become ``softcap * tanh(score /
     softcap)``. ``sinks`` float32[Hq]: a score of each head that takes its share of the softmax and has no
-    value (arXiv 2309.17453, as gpt-oss learns it).
+    value (arXiv 2309.17453, as gpt-oss learns it). ``slopes`` float32[Hq]: so much each head's scores rise
+    from one place to the next, so that near tokens count for more (ALiBi, arXiv 2108.12409).
 
     Prefill and decode rows apart, so that padding stays bounded by rows of like kind.
     """
-    out, scoring = outcome(q, kv), Scoring(scale, window, softcap, sinks, chunked)
+    out, scoring = outcome(q, kv), Scoring(scale, window, softcap, sinks, chunked, slopes)
     starts = batch.q_start[: batch.rows].long()
     q_lens = batch.q_start[1 : batch.rows + 1].long() - starts
     for rows in ((q_lens == 1).nonzero()[:, 0], (q_lens > 1).nonzero()[:, 0]):
@@ -456,7 +459,7 @@ def _attend(
     scoring: Scoring,
 ) -> None:
     """Attention of some rows, padded to the longest query and the longest history among them."""
-    scale, window, softcap, sinks, _ = scoring
+    scale, window, softcap, sinks, _, slopes = scoring
     page_size, _, dim = kv.k.shape[1:]
     kv_lens = batch.kv_len[rows].long()
     index = torch.arange(int(q_lens.max()), device=q.device)
@@ -481,8 +484,9 @@ def _attend(
     if window:
         seen = seen & (place >= scoring.begin(position)[:, :, None])
     odd = _clear(keys, values) if index.numel() > 1 else None
-    if softcap or sinks is not None:
-        result = _weighed(queries, keys, values, seen[:, None], scale, softcap, sinks)
+    if softcap or sinks is not None or slopes is not None:
+        rising = None if slopes is None else slopes[:, None, None] * place
+        result = _weighed(queries, keys, values, seen[:, None], scale, softcap, sinks, rising)
     else:
         result = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=True
@@ -507,14 +511,23 @@ def _clear(keys: Tensor, values: Tensor) -> Tensor | None:
 
 
 def _weighed(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    rising: Tensor | None,
 ) -> Tensor:
     """What torch's own attention does not know: q ``[R, Hq, L, hd]``, k and v ``[R, Hkv, N, *]``, ``seen``
-    bool ``[R, 1, L, N]``."""
+    bool ``[R, 1, L, N]``, ``rising`` float32 ``[Hq, 1, N]`` is added to scores."""
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if rising is not None:
+        scores = scores + rising
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)

@@ -70,6 +70,7 @@ class SelfAttention:
         self.out = RowLinear(build, f"{name}.o_proj", hidden, heads * layer.v_dim, columns, out_bias)
         self.layer, self.cos_sin, self.eps, self.growth = layer, cos_sin, norms.eps, growth
         self.sinks = build.vector(f"{name}.sinks", heads, own) if layer.sinks else None
+        self.slopes = torch.tensor(layer.slopes[own.start : own.stop]) if layer.slopes else None
         self._make_norms(build, name, norms)
 
     def _make_norms(self, build: Build, name: str, norms: HeadNorms) -> None:
@@ -96,7 +97,7 @@ class SelfAttention:
             self.widths = [len(q), len(kv), len(own_kv) * self.layer.v_dim]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
-        qkv = self.qkv(x)
+        qkv = self.projected(x)
         if self.wide_norms is not None:
             q, k, v = qkv.split(self.widths, dim=1)
             qkv = torch.cat([*self.wide_norms(q, k), v], dim=1)
@@ -111,11 +112,15 @@ class SelfAttention:
             q = (q * self.growth[batch.positions.long()][:, None]).to(q.dtype)
         return self.attend(q, batch, kv)
 
+    def projected(self, x: Tensor) -> Tensor:
+        """``[T, (Hq + Hkv) * hd + Hkv * vd]``."""
+        return self.qkv(x)
+
     def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         """What each token sees: ``[T, Hq * vd]``, of q ``[T, Hq * hd]``."""
         layer = self.layer
         seen = ops.attention(
-            q, kv, batch, layer.scale, layer.window, layer.softcap, self.sinks, layer.chunked
+            q, kv, batch, layer.scale, layer.window, layer.softcap, self.sinks, layer.chunked, self.slopes
         )
         return seen if layer.value_scale == 1.0 else (seen * layer.value_scale).to(seen.dtype)
 

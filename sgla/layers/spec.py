@@ -93,7 +93,8 @@ class AttentionSpec:
     each head has a score that takes its share of the softmax and has no value. A family whose layers are
     others has a subclass. ``growth``: of queries. ``chunked``: a token reads those of its own chunk, which
     are as long as the window and lie behind each other. ``values``: of a head of v, where they are not
-    ``head_dim``, and what these are multiplied by (``value_scale``)."""
+    ``head_dim``, and what these are multiplied by (``value_scale``). ``slopes``: of each head, by what its
+    scores rise from one place to the next (ALiBi)."""
 
     heads: int
     kv_heads: int
@@ -108,6 +109,7 @@ class AttentionSpec:
     reads: int | None = None  # the layer whose keys and values it reads, with the same window; None: its own
     values: int = 0
     value_scale: float = 1.0
+    slopes: tuple[float, ...] = ()
 
     @property
     def v_dim(self) -> int:

@@ -42,7 +42,9 @@ Mend = Callable[[str, SourceTensor], SourceTensor]
 OnProgress = Callable[[Progress], None]
 
 # Buffers that old checkpoints store and every model computes for itself.
-_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.masked_bias|attention\.bias|attn\.bias|position_ids)$")
+_BUFFERS = re.compile(
+    r".*(rotary_emb\.inv_freq|\.masked_bias|\.causal_mask|attention\.bias|attn\.bias|position_ids)$"
+)
 EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
@@ -134,25 +136,34 @@ def renaming(architecture: str) -> Callable[[str], str]:
 
 
 def mending(spec: ModelSpec) -> Mend:
-    """For a checkpoint with ``Family.crossed`` modules, or with rows ``Family.by_head``."""
+    """For a checkpoint with ``Family.crossed`` modules, or with rows ``Family.by_head`` or ``by_quarter``."""
     family = family_of(spec.architecture)
     crossed = tuple(f".{module}.weight" for module in family.crossed)
 
     def mend(name: str, tensor: SourceTensor) -> SourceTensor:
         if crossed and name.endswith(crossed):
             return Crossed(tensor)
-        if family.by_head and ".qkv_proj." in name:
-            rows = torch.arange(tensor.shape[0], device="cpu")
-            order = rows.view(spec.attention[0].heads, 3, -1).transpose(0, 1).flatten()
-            return Reordered(tensor, order)
+        if (family.by_head or family.by_quarter) and ".qkv_proj." in name:
+            return Reordered(tensor, joined_order(tensor.shape[0], spec, family.by_quarter))
         return tensor
 
     return mend
 
 
+def joined_order(rows: int, spec: ModelSpec, by_quarter: bool) -> Tensor:
+    """int64[rows]: where q, then k, then v lie among joined rows that a checkpoint has head of keys by head
+    of keys, or as CodeGen in four parts, with v before k."""
+    where, layer = torch.arange(rows, device="cpu"), spec.attention[0]
+    if by_quarter:
+        return where.view(4, 3, -1)[:, [0, 2, 1]].transpose(0, 1).flatten()
+    group = layer.heads // layer.kv_heads
+    parts = where.view(layer.kv_heads, group + 2, -1).split([group, 1, 1], 1)
+    return torch.cat([part.flatten() for part in parts])
+
+
 def _tell_names(adapters: Adapters, build: Build, rename: Callable[[str], str], spec: ModelSpec) -> None:
     """How checkpoints of this model name its layers."""
-    by_head, mend = family_of(spec.architecture).by_head, mending(spec)
+    family, mend = family_of(spec.architecture), mending(spec)
     adapters.beyond = tuple(elsewhere(spec)) if spec.stage is not None else ()
     adapters.sets = spec.layers / len(spec.held)
     adapters.rename = lambda module: canonical(rename(f"{module}.weight")).removesuffix(".weight")
@@ -161,7 +172,7 @@ def _tell_names(adapters: Adapters, build: Build, rename: Callable[[str], str], 
         for name, (shape, parts) in build.stacks.items()
         if name.endswith(".weight") and len(shape) == 2
     }
-    if by_head:
+    if family.by_head or family.by_quarter:
         adapters.mend = lambda module, rows: mend(f"{adapters.rename(module)}.weight", Values(rows)).dense()
 
 

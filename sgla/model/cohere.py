@@ -13,7 +13,7 @@ from sgla.model.base import Decoder
 
 
 class Block:
-    def __init__(self, model: Cohere, build: Build, name: str, index: int) -> None:
+    def __init__(self, model: Decoder, build: Build, name: str, index: int) -> None:
         self.norm = model.norm_of(build, f"{name}.input_layernorm")
         self.attention = model.attention(build, f"{name}.self_attn", index)
         self.mlp = model.mlp(build, f"{name}.mlp", index)

@@ -33,7 +33,8 @@ _NOT_NULL = frozenset(
     is_causal rope_interleave attention_bias mlp_bias qk_layernorm use_parallel_residual num_experts
     num_local_experts num_experts_per_tok head_dim do_layer_norm_before _remove_final_layer_norm enable_bias
     layer_norm_elementwise_affine mamba_proj_bias mamba_conv_bias mamba_d_conv mamba_expand mamba_n_groups
-    mamba_dt_limit n_shared_experts
+    mamba_dt_limit n_shared_experts embedding_fraction expansion_ratio learned_pos_emb no_bias norm_type
+    apply_residual_connection_post_layernorm slow_but_exact num_hidden_layers
     """.split()  # noqa: SIM905
 )
 # Keys whose value is a number, where HF's class fills in a null.
@@ -72,7 +73,7 @@ HARMLESS = frozenset(
     rescale_prenorm_residual residual_in_fp32 num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype
     mamba_chunk_size mlp_expansion_factor init_method moe_shared_expert_overlap z_loss_coefficient
     use_mambapy use_falcon_mambapy use_associative_scan fused_add_norm mamba_dt_min mamba_dt_max
-    mamba_dt_init_floor
+    mamba_dt_init_floor init_device
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

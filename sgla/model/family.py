@@ -82,7 +82,8 @@ class Family:
     learned: bool = False  # positions have vectors, and nothing is rotated
     predictor: PredictorNames | None = None
     crossed: tuple[str, ...] = ()  # modules whose weights are stored as [input, output]
-    by_head: bool = False  # joined rows of q, k and v are stored head by head
+    by_head: bool = False  # joined rows of q, k and v are stored by head of keys
+    by_quarter: bool = False  # they are stored in four parts, with v before k
     growing: bool = False  # the queries, with their positions
     biased: bool = False  # linear layers, where no key says it
     head_bias: bool = False

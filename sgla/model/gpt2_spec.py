@@ -1,5 +1,5 @@
-"""What keys of GPT-2, GPT-J and OPT say: GPT-2's scores have scales of their own, GPT-J rotates so many dims
-of a head and has biases in MLPs alone. Loads no torch."""
+"""What keys of GPT-2, GPT-Neo, GPT-J, CodeGen and OPT say: GPT-2's scores have scales of their own, GPT-Neo's
+none, GPT-J rotates so many dims of a head and has biases in MLPs alone. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.layers.spec import AttentionSpec, RopeSpec
-from sgla.model.limits import HEADS, WIDTH
+from sgla.model.limits import HEADS, LAYERS, POSITIONS, WIDTH
 from sgla.model.spec import ModelSpec
 
 
@@ -40,6 +40,53 @@ def gptj(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
         raise c.error("rotary_dim", "even")
     rope = RopeSpec(1e4, rotated)
     return (AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5, rope),) * layers
+
+
+def codegen(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """See ``Family.attention``. Files have the heads in four parts."""
+    if c.integer("num_attention_heads", HEADS) % 4:
+        raise c.error("n_head", "a multiple of 4")
+    return gptj(c, layers, positions)
+
+
+def neo(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """See ``Family.attention``."""
+    heads, hidden = c.integer("num_attention_heads", HEADS), c.integer("hidden_size", WIDTH)
+    if hidden % heads:
+        raise c.error("hidden_size", f"a multiple of the {heads} heads (num_heads)")
+    window, kinds = c.integer("window_size", POSITIONS), _kinds(c, layers)
+    layer = AttentionSpec(heads, heads, hidden // heads, 1.0, None)
+    return tuple(replace(layer, window=window if kind == "local" else 0) for kind in kinds)
+
+
+_NEO = {"global", "local"}
+
+
+def _kinds(c: Reader, layers: int) -> list[str]:
+    """Of each layer: global or local."""
+    key, found = "attention_layers", c.values["attention_layers"]
+    if found is not None:
+        if not isinstance(found, list) or len(found) != layers or not set(map(str, found)) <= _NEO:
+            raise c.error(key, f"a list of {layers} words, global or local")
+        return found
+    key, found = "attention_types", []
+    wanted = f"a list of pairs, kinds (global or local) and how often they come, for {layers} layers"
+    given = [[["global", "local"], 12]] if c.values[key] is None else c.values[key]
+    for pair in given if isinstance(given, list) else [given]:
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[1]) is not int:
+            raise c.error(key, wanted)
+        kinds, count = pair
+        if not isinstance(kinds, list) or not set(map(str, kinds)) <= _NEO or count > LAYERS:
+            raise c.error(key, wanted)
+        found += kinds * count
+    if len(found) != layers:
+        raise c.error(key, wanted)
+    return found
+
+
+def with_more_biases(c: Reader, spec: ModelSpec) -> ModelSpec:
+    """See ``Family.completed``."""
+    return replace(spec, mlp_bias=True, out_bias=True)
 
 
 def opt(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:

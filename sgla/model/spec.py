@@ -31,6 +31,8 @@ class ModelSpec:
     qk_norm: Literal["", "head", "width", "unit"] = ""
     learned: int = 0  # positions that have vectors
     parallel: bool = False  # attention and MLP stand side by side, where a family may have either
+    one_norm: bool = False  # which both read
+    qkv_clip: float = 0.0  # the most that q, k and v are made of; 0: no bound
     head_bias: bool = False  # of the output layer
     late_norm: bool = False  # behind the rotation
     norm: Literal["rms", "layer"] = "rms"

@@ -124,6 +124,7 @@ def shapes_of(
             latent=layers[0].latent,
             together=together,
             chunked=any(layer.chunked and layer.window < sizes.context_len for layer in layers),
+            rising=any(layer.slopes for layer in layers),
         )
         for key, layers in groups.items()
     ]

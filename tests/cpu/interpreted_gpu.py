@@ -197,6 +197,14 @@ TOY_LATENT = DECODER | {"architectures": ["ToyLatentForCausalLM"], "model_type":
 TERNARY = DECODER | {"quantization_config": {"quant_method": "toy-ternary"}}
 LAYER_NORM = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
 LAYER_NORM |= {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+RISING = {
+    "architectures": ["BloomForCausalLM"],
+    "model_type": "bloom",
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "n_layer": 2,
+    "n_head": 4,
+}
 PACKED = {  # gpt-oss' experts in four bits
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -417,6 +425,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"attention_backend": "torch"},
     ),
     "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
+    "rising scores": (
+        RISING,
+        "",
+        short_text,
+        {"context_length": 64},
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
+    ),
     "states": (STATES_KEPT, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "a scan beside attention": (BESIDE, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "one part in each layer": (ONE_EACH, "", short_text, {}, {"attention_backend": "torch"}),

@@ -79,6 +79,9 @@ class Layouts(NamedTuple):
 
 
 GPT2 = {"intermediate_size": ..., "num_key_value_heads": ...}
+MPT = dict.fromkeys(
+    ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"), ...
+)
 LAYOUTS: dict[str, Layouts] = {
     "llama": Layouts(other={"rope_parameters": YARN}),
     "qwen2": Layouts(other=WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
@@ -156,6 +159,40 @@ LAYOUTS: dict[str, Layouts] = {
         {"num_key_value_heads": ...},
         heads={"hidden_size": 64, "num_attention_heads": 4, "use_parallel_residual": False},
         other={"rotary_pct": 0.5, "rotary_emb_base": 500.0},
+    ),
+    "gpt_neo": Layouts(
+        {
+            "num_key_value_heads": ...,
+            "window_size": 9,
+            "attention_types": [[["global", "local"], 1], [["local"], 1]],
+        },
+        heads={"hidden_size": 64, "num_attention_heads": 4},
+        other={"attention_types": [[["local"], 3]], "intermediate_size": None},
+    ),
+    "codegen": Layouts(
+        GPT2 | {"rotary_dim": 4, "hidden_size": 64, "num_attention_heads": 8},
+        heads={"num_attention_heads": 4},
+        other={"rotary_dim": 8, "n_inner": 80},
+    ),
+    "falcon": Layouts(
+        GPT2 | TIED,
+        heads={
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "new_decoder_architecture": True,
+        },
+        other={"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "bloom": Layouts(
+        GPT2 | TIED | {"max_position_embeddings": ...},
+        heads={"hidden_size": 64, "num_attention_heads": 4},
+        other={"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    ),
+    "mpt": Layouts(
+        GPT2 | MPT | {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 512} | TIED,
+        heads={"d_model": 64, "n_heads": 4},
+        other={"attn_config": {"clip_qkv": 0.4, "softmax_scale": 0.2}},
     ),
     "minicpm3": Layouts(LATENT | TIED, heads=MORE_LATENT),
     "deepseek_v2": Layouts(

@@ -120,6 +120,7 @@ def test_notes_say_what_was_chosen_and_whether_it_was_asked() -> None:
         ("triton", {}, {"deterministic": True}, "--deterministic .* triton attention depends"),
         ("auto", {}, {"deterministic": True, "head_dim": 512}, "--deterministic .* heads of 512 values"),
         ("auto", {}, {"deterministic": True, "alone": False}, "--deterministic .* several kinds of heads"),
+        ("auto", {}, {"deterministic": True, "rising": True}, "--deterministic .* scores rise with places"),
         ("native", {}, {"v_dim": 64}, "native cannot be used for decode: k has 128 .* and v has 64"),
         ("triton", {}, {"v_dim": 576}, "triton cannot be used for decode: heads of 576 values"),
         (
@@ -207,6 +208,12 @@ def test_sinks_are_for_those_who_know_them() -> None:
     assert "native prefill not used: layers have sinks" in notes
 
 
+def test_scores_that_rise_with_places_are_for_those_who_know_them() -> None:
+    backend, notes = attention.choose_backend("auto", [SHAPE._replace(rising=True)])
+    assert backend.name == "triton decode, triton prefill"
+    assert "native decode not used: scores rise with places (ALiBi)" in notes
+
+
 def test_layers_with_other_heads_have_their_own_kernels() -> None:
     """The portable ones: they know which layer it is by its pages."""
     narrow = SHAPE._replace(alone=False)
@@ -235,16 +242,16 @@ def test_larger_groups_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "v_dim", "sinks", "chunked"),
+    ("window", "softcap", "v_dim", "sinks", "chunked", "rising"),
     [
-        pytest.param(0, 0.0, 16, False, False, marks=pytest.mark.slow),
-        pytest.param(0, 3.0, 24, True, False, marks=pytest.mark.slow),
-        pytest.param(5, 0.0, 16, False, True, marks=pytest.mark.slow),
-        (5, 3.0, 24, True, False),
+        pytest.param(0, 0.0, 16, False, False, True, marks=pytest.mark.slow),
+        pytest.param(0, 3.0, 24, True, False, False, marks=pytest.mark.slow),
+        pytest.param(5, 0.0, 16, False, True, False, marks=pytest.mark.slow),
+        (5, 3.0, 24, True, False, True),
     ],
 )
 def test_flex_is_an_oracle_of_its_own(
-    window: int, softcap: float, v_dim: int, sinks: bool, chunked: bool
+    window: int, softcap: float, v_dim: int, sinks: bool, chunked: bool, rising: bool
 ) -> None:
     """Decode rows, a whole prompt and one behind a history; pages behind a window hold no numbers, and those
     of v of another width are of 8 bits."""
@@ -258,7 +265,8 @@ def test_flex_is_an_oracle_of_its_own(
         narrow = torch.float8_e4m3fn
         kv = KVLayer(kv.k.to(narrow), kv.v.to(narrow), k_scale=0.5, v_scale=2.0)
     q = torch.randn(tokens, 4 * 16)
-    scoring = Scoring(0.3, window, softcap, torch.randn(4) if sinks else None, chunked)
+    slopes = torch.rand(4) if rising else None
+    scoring = Scoring(0.3, window, softcap, torch.randn(4) if sinks else None, chunked, slopes)
     prompts = (np.array(x, np.int32) for x in ([2, 3], q_lens[2:], kv_lens[2:], table.tolist()))
     batch = attention.DeviceBatch(
         rows=4, tokens=tokens, ids=ints([0] * tokens), positions=ints([0] * tokens), slots=ints([0, 1, 2, 3]),

@@ -132,7 +132,7 @@ from sgla.device import nvidia
 from sgla.kernels.triton import attention, latent, picking
 
 TYPES = dict.fromkeys(('q', 'out'), '*bf16') | dict.fromkeys(
-    ('part', 'part_ml', 'sinks', 'k_scales', 'v_scales'), '*fp32'
+    ('part', 'part_ml', 'sinks', 'slopes', 'k_scales', 'v_scales'), '*fp32'
 )
 TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len'), '*i32')
 TYPES |= {'until': '*i64'} | dict.fromkeys(('scale', 'k_scale', 'v_scale', 'softcap'), 'fp32')
@@ -146,7 +146,7 @@ def shared(kernel, arch, stages, pages='*bf16', **sizes):
     target, options = GPUTarget('cuda', 10 * arch[0] + arch[1], 32), {'num_warps': 4, 'num_stages': stages}
     return triton.compile(source, target=target, options=options).metadata.shared
 
-found, heads = [], {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True, 'CHUNKED': True}
+found, heads = [], {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True, 'CHUNKED': True, 'RISING': True}
 for arch in json.loads(sys.argv[1]):
     cut = attention.decode_cut(64, 16, 2, nvidia('', tuple(arch)).shared)
     sizes = {'HD': 64, 'HB': 64, 'VD': 64, 'VB': 64, 'GROUP_BLOCK': 16, 'BLOCK': cut.n}

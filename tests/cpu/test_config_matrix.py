@@ -451,6 +451,8 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8}
 ONLY: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": {"num_experts_per_tok": 1},
     "GPTJForCausalLM": {"rotary_dim": 4},
+    "CodeGenForCausalLM": {"rotary_dim": 4},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
     "Gemma3nForCausalLM": {
         "num_kv_shared_layers": 0,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

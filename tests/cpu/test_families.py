@@ -27,7 +27,7 @@ from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.layers.spec import AttentionSpec
 from sgla.loading.load import load_model
-from sgla.model import registry
+from sgla.model import alibi_spec, registry
 from sgla.model.llama import Llama
 from sgla.model.read import read_decoder, read_spec
 from sgla.model.ropes import ropes
@@ -41,6 +41,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 GPT2 = {"intermediate_size": ..., "num_key_value_heads": ..., "tie_word_embeddings": True}
 OPT = {"ffn_dim": 96, "intermediate_size": ..., "num_key_value_heads": ..., "tie_word_embeddings": True}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
+PLAIN = {"num_key_value_heads": ..., "intermediate_size": ..., "tie_word_embeddings": True}
+FALCON = PLAIN | {"ffn_hidden_size": 80}
+NAMED = dict.fromkeys(
+    ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"), ...
+)
 GEMMA4 = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -92,6 +97,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         GEMMA4
         | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
         | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
+    "falcon": ("falcon", FALCON),
+    "falcon, new": ("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon, new, one norm": (
+        "falcon",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon, rising": (
+        "falcon",
+        FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "bloom": ("bloom", PLAIN | {"max_position_embeddings": ...}),
+    "mpt": ("mpt", PLAIN | {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 512} | NAMED),
+    "mpt, clipped": (
+        "mpt",
+        PLAIN
+        | {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 512}
+        | NAMED
+        | {"attn_config": {"clip_qkv": 0.4, "softmax_scale": 0.2}},
+    ),
+    "codegen": (
+        "codegen",
+        {"n_inner": 80, "rotary_dim": 6, "num_attention_heads": 4}
+        | dict.fromkeys(("intermediate_size", "num_key_value_heads"), ...),
+    ),
+    "gpt-neo": (
+        "gpt_neo",
+        {
+            "attention_types": [[["global", "local"], 1], [["local"], 1]],
+            "window_size": 9,
+            "num_key_value_heads": ...,
+        },
     ),
     "glm4": ("glm4", {"head_dim": 16}),
     "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -171,6 +208,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     [
         ("glm", "auto"),
         ("neox", "auto"),
+        ("falcon, new", "auto"),
+        ("mpt, clipped", "int8"),
+        ("codegen", "auto"),
         ("gemma4 sharing keys and values", "int8"),
         ("gemma4 with experts", "auto"),
         ("olmo2", "auto"),
@@ -179,9 +219,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     ],
 )
 async def test_two_ranks_equal_one(name: str, cache: str, tmp_path: Path) -> None:
-    """Rows in another order, matrices that a checkpoint has fused, MLPs without a gate, layers that read
-    others' keys and values (with scales of their heads), experts beside an MLP, norms over the heads of all
-    ranks, which may each have the one key."""
+    """Rows in another order, slopes of heads, matrices that a checkpoint has fused, MLPs without a gate,
+    layers that read others' keys and values (with scales of their heads), experts beside an MLP, norms over
+    the heads of all ranks, which may each have the one key."""
     model_type, changes = FAMILIES[name]
     save_checkpoint(tmp_path, model_type, **changes)
     source = open_source(tmp_path)
@@ -189,6 +229,48 @@ async def test_two_ranks_equal_one(name: str, cache: str, tmp_path: Path) -> Non
     one = CpuRunner(tiny_config(kv_cache_dtype=cache), source, 0, 1, "", lambda progress: None)
     both = await over_two_ranks(source, requests, kv_cache_dtype=cache)
     assert both.tokens() == run(one, requests).tokens()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 71])
+def test_slopes_are_those_of_transformers(heads: int) -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
+    from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt
+
+    ours, two = alibi_spec.slopes(heads), torch.ones(1, 2, dtype=torch.long)
+    torch.testing.assert_close(torch.tensor(ours), bloom(two, heads, torch.float32)[:, 0, 1])
+    rounded = torch.tensor([alibi_spec.bfloat16(slope) for slope in ours])
+    torch.testing.assert_close(rounded, falcon(two, heads, torch.float32)[:, 0, 1], rtol=0, atol=0)
+    for most in (8, 16):
+        torch.testing.assert_close(
+            torch.tensor(alibi_spec.slopes(heads, most)), -mpt(heads, 2, most)[:, 0, 0]
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type"),
+        ("mpt", {"no_bias": False}, "no_bias"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        ("falcon", {"parallel_attn": False, "new_decoder_architecture": True}, "parallel_attn"),
+        ("falcon, new", {"num_kv_heads": 4}, "num_kv_heads"),
+        ("codegen", {"n_head": 6}, "n_head"),
+        ("gpt-neo", {"attention_layers": ["global", "far", "local"]}, "attention_layers"),
+        ("gpt-neo", {"attention_layers": ..., "attention_types": [[["global"], 2]]}, "attention_types"),
+    ],
+)
+def test_what_old_families_have_not_is_refused(
+    name: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model_type, sizes = FAMILIES[name]
+    save_checkpoint(tmp_path, model_type, **sizes)
+    config = open_source(tmp_path).config | changes
+    with pytest.raises(ConfigError, match=said):
+        read_decoder({key: value for key, value in config.items() if value is not ...})
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -485,6 +485,26 @@ def test_heads_of_every_size_and_sinks(isa: str, group: int, dim: int) -> None:
         assert (expected - ops.attention(x, kv, batch, dim**-0.5)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("isa", WIDTHS)
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (5, 80)])
+def test_scores_that_rise_with_places(isa: str, group: int, dim: int) -> None:
+    """As above: also a prompt behind a history."""
+    torch.manual_seed(dim)
+    slopes = torch.rand(2 * group) / 8
+    for rows, common in (([(1, 0), (5, 70)], 0), ([(1, 600)], 0), ([(1, 300)] * 3, 17)):
+        batch = random_batch(rows)
+        batch.page_table[:, :common] = batch.page_table[0, :common]
+        kv = random_kv(batch, 2, dim, torch.bfloat16)
+        x = torch.randn(batch.tokens, 2 * group * dim)
+
+        def fn(b: ForwardBatch, x: Tensor, kv: KVLayer = kv) -> Tensor:
+            return ops.attention(x, kv, b, dim**-0.5, slopes=slopes)
+
+        expected = fn(batch, x)
+        close(run(fn, batch, x, 2, isa), expected)
+        assert (expected - ops.attention(x, kv, batch, dim**-0.5)).abs().max() > 1e-3
+
+
 def test_v_of_another_width() -> None:
     """What no kernel takes is one call of the program: also k and v that go to the pages, and a latent."""
     torch.manual_seed(0)

@@ -187,6 +187,25 @@ def test_heads_of_every_size_and_sinks(group: int, dim: int) -> None:
     torch.testing.assert_close(out, ops.attention(q, kv, batch, dim**-0.5, sinks=sinks), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 80)])
+def test_scores_that_rise_with_places(group: int, dim: int) -> None:
+    slopes = torch.rand(2 * group) / 8
+    q, kv, batch = random_batch([1, 1], [5, 70], 2 * group, 2, dim)
+    expected = ops.attention(q, kv, batch, dim**-0.5, slopes=slopes)
+    assert (expected - ops.attention(q, kv, batch, dim**-0.5)).abs().max() > 1e-3
+    for splits in (1, 2):
+        decode = batch.page_table, batch.slots, batch.kv_len, dim**-0.5, 0, 0.0, splits
+        out = attention.decode(q, kv.k, kv.v, *decode, slopes=slopes)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    q, kv, batch = random_batch([20, 3], [20, 40], 2 * group, 2, dim)
+    tiles = cut(batch.slots.numpy(), np.array([0, 37], np.int32), np.array([20, 3], np.int32), 0, 32)
+    out, how = torch.empty_like(q), attention.Cut(32, 32, 2)
+    expected = ops.attention(q, kv, batch, dim**-0.5, slopes=slopes)
+    given = q, kv.k, kv.v, batch.page_table, torch.from_numpy(tiles), dim**-0.5, out, how
+    attention.extend(*given, slopes=slopes)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
 def by_head(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory as ``Arena`` lays it out."""
     heads, *width = shape

@@ -17,6 +17,7 @@ from sgla.kernels import ops
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.rehearsal import rehearsing
+from sgla.model import alibi_spec
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
@@ -289,6 +290,25 @@ def test_sinks(heads: int, kv_heads: int, dim: int, window: int) -> None:
             attend.plan(batch)
             assert relative(attend(q, kv, batch, Scoring(scale, window, 0.0, sinks)), expected) < 1e-2
         assert relative(expected, oracle(q, kv, batch, scale, window, 0.0)) > 1e-2
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 32, 64), (112, 112, 128), (71, 1, 64)])
+def test_scores_that_rise_with_places(heads: int, kv_heads: int, dim: int) -> None:
+    """BLOOM's heads, and as many as Falcon has."""
+    slopes, scale = torch.tensor(alibi_spec.slopes(heads), device="cuda"), dim**-0.5
+    for q_lens, kv_lens in (([1] * 5, [1, 16, 700, 2000, 130]), ([1, 1, 5, 300], [40, 1000, 500, 300])):
+        q, kv, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (0,))
+        clean = KVLayer(kv.k.float().nan_to_num(), kv.v.float().nan_to_num())
+        expected = ops.attention(q.float(), clean, batch, scale, slopes=slopes)
+        shape = attention.AttentionShape(
+            heads, kv_heads, dim, 16, BF16, frozenset({0}), 0.0, 300, rising=True
+        )
+        for name in ("auto", "torch"):
+            attend, _ = attention.choose_backend(name, [shape])
+            assert attend.decode.name == ("triton" if name == "auto" else "torch")
+            attend.plan(batch)
+            assert relative(attend(q, kv, batch, Scoring(scale, slopes=slopes)), expected) < 1e-2
+        assert relative(expected, oracle(q, kv, batch, scale, 0, 0.0)) > 1e-2
 
 
 @pytest.mark.parametrize("dim", [80, 96, 100, 112, 192, 512])

@@ -169,6 +169,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     chunked: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     if not recorder.has(batch) or not _native(kv):
         return NotImplemented
@@ -182,7 +183,7 @@ def attention(
             source.sampled,
             [source, None],
             [y],
-            [None if sinks is None else _floats(sinks), None, None, kv.k_scales, kv.v_scales],
+            [*(None if x is None else _floats(x) for x in (sinks, slopes)), None, kv.k_scales, kv.v_scales],
             heads,
             dim,
             a,

@@ -233,8 +233,9 @@ class GpuOps:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         chunked: bool = False,
+        slopes: Tensor | None = None,
     ) -> Tensor:
-        return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks, chunked))
+        return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks, chunked, slopes))
 
     @LOWERINGS.of(picking.pick)
     def pick(self, q: Tensor, key: Tensor, weights: Tensor, kv: KVLayer, batch: Any, most: int) -> Tensor:

@@ -112,8 +112,9 @@ def _layer(
     whole = kv.k.shape[3] == kv.v.shape[3] == heads.given["cos_sin"].shape[1] == HEAD_DIM
     if not whole or kv.k.dtype != torch.bfloat16:
         raise Refused(f"heads are not of {HEAD_DIM} dimensions in bfloat16, all of which are rotated")
-    if any(attention.given[name] for name in ("window", "softcap")) or attention.given["sinks"] is not None:
-        raise Refused("attention has a window, a soft cap or sinks")
+    given = attention.given
+    if given["window"] or given["softcap"] or given["sinks"] is not None or given["slopes"] is not None:
+        raise Refused("attention has a window, a soft cap, sinks or slopes")
     norms = norm, added.given["weight"], q_norm, k_norm
     hidden, width, kv_heads, page_size = qkv.k, out.given["w"].k, kv.k.shape[2], kv.k.shape[1]
     counts = hidden, width // HEAD_DIM, kv_heads

@@ -75,12 +75,12 @@ def _sink(sink, top):
 # Eager steps pass columns of one upload, which lie anywhere.
 @triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
-    q, k, v, k_scales, v_scales, page_table, slots, kv_len, out, part, part_ml, sinks,
+    q, k, v, k_scales, v_scales, page_table, slots, kv_len, out, part, part_ml, sinks, slopes,
     s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head, y_page, y_head,
     table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr, DIMS: tl.constexpr, CHUNKED: tl.constexpr,
+    INT8: tl.constexpr, DIMS: tl.constexpr, CHUNKED: tl.constexpr, RISING: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     none: tl.constexpr = 0 if INT8 else 0.0
@@ -109,6 +109,8 @@ def _decode(
     acc = tl.zeros([GROUP_BLOCK, VB // 2 if DIMS else VB], dtype=tl.float32)
     odd = acc
     pages = page_table + slot * table_stride
+    if RISING:
+        slope = tl.load(slopes + head * GROUP + m, mask=m < GROUP, other=0.0) * LOG2_E
     for start in range(begin, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         live = n < end
@@ -121,6 +123,8 @@ def _decode(
             z = page * z_page + (n % page_size) * z_token + head * z_head
             s = s * tl.load(k_scales + z, mask=live, other=0.0)[None, :]
         s = _score(s, scale, softcap, SOFTCAP)
+        if RISING:
+            s += slope[:, None] * n[None, :]
         s = tl.where(live[None, :], s, NEG)
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new_top[:, None])
@@ -184,12 +188,12 @@ def _merge(
 
 @triton.jit
 def _extend(
-    q, k, v, k_scales, v_scales, page_table, tiles, out, sinks, until,
+    q, k, v, k_scales, v_scales, page_table, tiles, out, sinks, slopes, until,
     s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head, y_page, y_head,
     table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr, DIMS: tl.constexpr, UNTIL: tl.constexpr, CHUNKED: tl.constexpr,
+    INT8: tl.constexpr, DIMS: tl.constexpr, UNTIL: tl.constexpr, CHUNKED: tl.constexpr, RISING: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -225,6 +229,8 @@ def _extend(
     acc = tl.zeros([BLOCK_M, VB // 2 if DIMS else VB], dtype=tl.float32)
     odd = acc
     pages = page_table + slot * table_stride
+    if RISING:
+        slope = tl.load(slopes + q_head) * LOG2_E
     for start in range(first, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
@@ -237,6 +243,8 @@ def _extend(
             z = page * z_page + (n % page_size) * z_token + head * z_head
             s = s * tl.load(k_scales + z, mask=known, other=0.0)[None, :]
         s = _score(s, scale, softcap, SOFTCAP)
+        if RISING:
+            s += slope * n[None, :]
         seen = n[None, :] < unseen[:, None]
         if window > 0:
             if CHUNKED:
@@ -324,13 +332,14 @@ def decode(
     sinks: Tensor | None = None,
     kv_scales: Scales = None,
     chunked: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> ``[R or more, Hq * vd]``, R rows of it;
     k, v ``[pages, page_size, Hkv, hd or vd]``.
 
     ``shared``: bytes of shared memory that a block may have.
     Of e4m3 pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``. ``kv_scales``:
-    of pages of integers. ``chunked``: see ``ops.attention``.
+    of pages of integers. ``chunked`` and ``slopes``: see ``ops.attention``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -349,11 +358,13 @@ def decode(
     cut = decode_cut(max(dim, values), rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
         q, k, v, *_scales(kv_scales, q), page_table, slots, kv_len, out, part, part_ml,
-        q if sinks is None else sinks, *k.stride()[:3], *v.stride()[:3], *_places(kv_scales),
+        q if sinks is None else sinks, q if slopes is None else slopes,
+        *k.stride()[:3], *v.stride()[:3], *_places(kv_scales),
         page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, INT8=kv_scales is not None, DIMS=dims, CHUNKED=chunked,
+        RISING=slopes is not None,
         num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
@@ -418,23 +429,24 @@ def extend(
     kv_scales: Scales = None,
     until: Tensor | None = None,
     chunked: bool = False,
+    slopes: Tensor | None = None,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out`` ``[T, Hq *
     vd]``; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
     ``cut.m``; 0: none); ``v_scale`` and ``kv_scales`` as in ``decode``. ``until`` int64[T]: the first place
-    that a token does not see, where that is not the one behind its own; ``chunked``: see ``ops.attention``.
-    Tokens in no tile are left as they are."""
+    that a token does not see, where that is not the one behind its own; ``chunked`` and ``slopes``: see
+    ``ops.attention``. Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads, (values, dims) = q.shape[1] // dim, _v_dims(v)
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, *_scales(kv_scales, q), page_table, tiles, out, q if sinks is None else sinks,
-        tiles if until is None else until,
+        q if slopes is None else slopes, tiles if until is None else until,
         *k.stride()[:3], *v.stride()[:3], *_places(kv_scales), page_table.stride(0), page_size, q_heads,
         factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, INT8=kv_scales is not None, DIMS=dims, UNTIL=until is not None,
-        CHUNKED=chunked,
+        CHUNKED=chunked, RISING=slopes is not None,
         num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip
