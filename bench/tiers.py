@@ -196,7 +196,7 @@ def regions(args: argparse.Namespace) -> None:
     from sgla.worker import region
     from sgla.worker.pinned import Pinned
 
-    torch.cuda.init()
+    torch.zeros(1, device="cuda")  # so that there is a context
     spent: dict[str, float] = {}
     driver = region.driver()
 
@@ -205,8 +205,9 @@ def regions(args: argparse.Namespace) -> None:
             call = getattr(driver, name)
 
             def timed_call(*given: Any) -> Any:
-                seconds, code = timed(partial(call, *given))
-                spent[name] = spent.get(name, 0.0) + seconds
+                begun = time.perf_counter()
+                code = call(*given)
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun
                 return code
 
             return timed_call
@@ -225,7 +226,9 @@ def regions(args: argparse.Namespace) -> None:
     for name in args.pieces.split(","):
         left = (torch.cuda.mem_get_info()[0] - size - 6 * GIB) >> 21 << 21
         piece = {"256M": 256 << 20, "1G": GIB, "4G": 4 * GIB, "whole": left}[name]
-        wake_often(told, host.bytes, region.Region(memory, size), region.Region(memory, left, piece), name)
+        wake_often(
+            told, host.bytes, region.Region(memory, size), region.Region(memory, 2 * left, piece), name
+        )
         region.let_go()
 
 
