@@ -3,6 +3,8 @@ Needs lengths on the host, so it cannot be captured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sgla.attention.base import AttentionShape, DeviceBatch
@@ -51,18 +53,23 @@ class TorchExtend:
         pass
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        rows, at, until = batch.extend, 0, until_of(batch)
+        rows, at, until, canvas = batch.extend, 0, until_of(batch), batch.canvas
         assert rows is not None
         for row, (q_len, kv_len) in enumerate(zip(rows.q_lens.tolist(), rows.kv_lens.tolist())):
             few, begin = max(1, PAIRS // kv_len), 0
             while begin < q_len:
                 count = min(few, q_len - begin)
+                if canvas is not None:
+                    count = q_len - begin
                 if until is not None:  # all of a picture, whose tokens see each other
                     count = max(count, int(until[at + count - 1]) - (kv_len - q_len + begin))
                 part = rows_of(batch, batch.decode_rows + row, batch.decode_rows + row + 1)
                 part.q_start = part.q_start.new_tensor([0, count])
                 part.kv_len = part.kv_len.new_tensor([kv_len - q_len + begin + count])
                 part.media = None if until is None else Media(until, until, until=until[at : at + count])
+                if canvas is not None:
+                    own = slice(batch.decode_rows + at, batch.decode_rows + at + count)
+                    part.canvas = replace(canvas, until=canvas.until[own], origin=canvas.origin[own])
                 out[at : at + count] = ops.attention.body(q[at : at + count], kv, part, *scoring)
                 at, begin = at + count, begin + count
 

@@ -83,9 +83,17 @@ def check_canvas(config: Config, device: str, spec: ModelSpec) -> None:
                 param="diffusion_config",
             )
         return
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"{spec.architecture} has no kernels for --device {device} yet; give --device cpu", param="device"
+            f"{spec.architecture} has no kernels for --device {device}; give --device cpu or cuda",
+            param="device",
+        )
+    chosen = {config.attention_backend, config.decode_attention_backend, config.prefill_attention_backend}
+    if device == "cuda" and (others := chosen - {None, "auto", "torch"}):
+        raise ConfigError(
+            f"--attention-backend {min(map(str, others))} does not let the tokens of a block see each other; "
+            "leave it out",
+            param="attention_backend",
         )
     plain = Config()
     for name in (name for name in LACKS if getattr(config, name) != getattr(plain, name)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sgla.model.diffusion_gemma_spec import Denoising
 from sgla.sampling.draw import Distribution, Draw, uniform
+from sgla.sampling.draw_rows import draw_rows
 
 Int32s = NDArray[np.int32]
 ATTEMPT = 32  # the bits of a position from which on the number of an attempt stands (``draw.bits_of``)
@@ -19,13 +20,23 @@ ATTEMPT = 32  # the bits of a position from which on the number of an attempt st
 
 class Block:
     """One of ``size`` tokens, those at the places from ``start`` on. ``tokens`` int32[size]: as the model is
-    to see them in the next step; ``predicted`` float32[size, d]: the embeddings that were predicted."""
+    to see them in the next step; ``predicted`` float32[size, d]: the embeddings that were predicted, on the
+    ``device``."""
 
-    def __init__(self, start: int, size: int, width: int, vocab: int, seed: int, how: Denoising) -> None:
+    def __init__(
+        self,
+        start: int,
+        size: int,
+        width: int,
+        vocab: int,
+        seed: int,
+        how: Denoising,
+        device: torch.device | None = None,
+    ) -> None:
         self.start, self._seed, self._vocab, self._how = start, seed, vocab, how
         self._left = how.steps
         self._latest = deque[Int32s](maxlen=max(how.stability, 1))
-        self.predicted = torch.zeros(size, width)
+        self.predicted = torch.zeros(size, width, device=device)
         self.tokens = self._noise(size)
 
     @property
@@ -46,6 +57,14 @@ class Block:
         turn = self.attempt << ATTEMPT
         pairs = zip(logits, places, strict=True)
         return np.array([draw(x, hot, self._seed, turn | (self.start + i)) for x, i in pairs], np.int32)
+
+    def drawn_on(self, logits: Tensor, places: range, sampling: Distribution) -> Tensor:
+        """As ``drawn``, where the logits are."""
+        if sampling.temperature == 0:
+            return logits.argmax(-1)
+        hot = sampling._replace(temperature=sampling.temperature * self.temperature)
+        turn = self.attempt << ATTEMPT
+        return draw_rows(logits, hot, self._seed, [turn | (self.start + i) for i in places])
 
     def take(self, likely: Int32s, drawn: Int32s, entropy: Tensor) -> bool:
         """A step has predicted these: the most probable tokens, drawn ones, and entropies float32[size].

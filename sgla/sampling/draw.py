@@ -95,16 +95,19 @@ def bits_of(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np
     everybody else's is 0. Of a token these bits make the upper half of a multiple, as in multiply-shift
     hashing (Dietzfelbinger et al., 1997).
     """
-    row = _mix(_mix(seed) ^ position)
-    low, high = np.uint64(row & 0xFFFFFFFF), np.uint32(row >> 32)
+    first, second, added = row_bits(seed, position)
+    low, high = np.uint64(first), np.uint32(second)
     t = tokens.astype(np.uint32) * np.uint32(0x9E3779B1) + high
     t ^= t >> np.uint32(16)
-    h = (
-        (t * low >> np.uint64(32)).astype(np.uint32)
-        + t * high
-        + np.uint32(int(low) * 0x85EBCA6B & 0xFFFFFFFF)
-    )
+    h = (t * low >> np.uint64(32)).astype(np.uint32) + t * high + np.uint32(added)
     return h << np.uint32(9) | h >> np.uint32(23)
+
+
+def row_bits(seed: int, position: int) -> tuple[int, int, int]:
+    """Of 32 bits each: the halves of those that seed and position make, and what is added to a token's."""
+    row = _mix(_mix(seed) ^ position)
+    low = row & 0xFFFFFFFF
+    return low, row >> 32, low * 0x85EBCA6B & 0xFFFFFFFF
 
 
 def uniform(seed: int, position: int, vocab: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from sgla.kernels.batch import Canvas, ForwardBatch
 from sgla.kernels.ops import Layer
 from sgla.layers.vocab import VocabEmbedding
-from sgla.messages import DENOISE, Failed, NewRow, StepPlan, StepResult
+from sgla.messages import DENOISE, NewRow, StepPlan, StepResult
 from sgla.model.base import CausalLM
 from sgla.model.diffusion_gemma_spec import Denoising
 from sgla.model.spec import ModelSpec
@@ -28,10 +28,17 @@ def canvas_bytes(spec: ModelSpec, slots: int) -> int:
 
 
 class Canvases:
-    """``draw``: what draws tokens."""
+    """``draw``: what draws tokens; ``device``: where blocks are, if not on the host."""
 
-    def __init__(self, tables: SlotTables, spec: ModelSpec, how: Denoising, draw: Draw) -> None:
-        self._tables, self._spec, self._how, self._draw = tables, spec, how, draw
+    def __init__(
+        self,
+        tables: SlotTables,
+        spec: ModelSpec,
+        how: Denoising,
+        draw: Draw,
+        device: torch.device | None = None,
+    ) -> None:
+        self._tables, self._spec, self._how, self._draw, self._device = tables, spec, how, draw, device
         self._blocks: list[Block | None] = [None] * len(tables.limit)
         self._sampling = [(0, Distribution(0.0))] * len(tables.limit)
 
@@ -51,25 +58,27 @@ class Canvases:
         assert isinstance(model.embed, VocabEmbedding)
         hidden = model.forward(batch, kv, batch.canvas.tokens.int())
         embedding = model.embed.weight.dequant(model.embed.dtype)
-        tokens: list[Int32s] = []
-        counts: list[int] = []
-        failed: list[Failed] = []
-        for row, block, own in zip(rows.tolist(), blocks, hidden.split(self._spec.canvas)):
+        found = []
+        for row, block, own in zip(rows, blocks, hidden.split(self._spec.canvas)):
             slot = int(columns.slots[row])
             done = self._predicted(block, slot, own, model, embedding)
-            if done is None:
-                failed.append(faults.no_token(row, faults.NOT_NUMBERS, ruled=False))
-            counts.append(0 if done is None else len(done))
             if done is not None and len(done):
-                tokens.append(done)
                 self._tables.tokens[slot, block.start : block.start + len(done)] = done
-                self._blocks[slot] = None
-        joined = np.concatenate(tokens) if tokens else np.empty(0, np.int32)
+            found.append(done)
+        return self._told(plan.step, columns, rows, found)
+
+    def _told(self, step: int, columns: Columns, rows: Int32s, found: list[Int32s | None]) -> StepResult:
+        """The result of a step that has ``found`` this of its blocks, some of which are over now."""
+        for row, done in zip(rows, found):
+            if done is not None and len(done):
+                self._blocks[int(columns.slots[row])] = None
+        tokens = [done for done in found if done is not None]
+        lost = [row for row, done in zip(rows.tolist(), found) if done is None]
         return StepResult(
-            step=plan.step,
-            tokens=joined.tobytes(),
-            counts=np.array(counts, np.int32).tobytes(),
-            failed=failed,
+            step=step,
+            tokens=np.concatenate([np.empty(0, np.int32), *tokens]).tobytes(),
+            counts=np.array([0 if done is None else len(done) for done in found], np.int32).tobytes(),
+            failed=[faults.no_token(row, faults.NOT_NUMBERS, ruled=False) for row in lost],
         )
 
     def _block(self, slot: int, start: int) -> Block:
@@ -77,7 +86,7 @@ class Canvases:
         block, spec = self._blocks[slot], self._spec
         if block is None:
             seed, _ = self._sampling[slot]
-            block = Block(start, spec.canvas, spec.hidden, spec.vocab, seed, self._how)
+            block = Block(start, spec.canvas, spec.hidden, spec.vocab, seed, self._how, self._device)
             self._blocks[slot] = block
         assert block.start == start, "a block is read before the next one begins"
         return block

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sgla.dist.lockstep import PlannedLockstep
-from sgla.messages import SAMPLE, StepPlan, StepResult
+from sgla.messages import DENOISE, SAMPLE, StepPlan, StepResult
 from sgla.worker.batch import StateColumns, eager_order, state_columns
 from sgla.worker.crossing import Crossing
 from sgla.worker.device_state import upload
@@ -89,6 +89,12 @@ class CudaRunner(GpuExperts):
         verify = None
         if self.steps.drafts is not None:
             verify, plan = self._guess(self.steps.drafts, plan)
+        if self.canvases is not None:
+            for new in plan.new:
+                self.canvases.admit(new)
+            if any(flags & DENOISE for flags in plan.flags):
+                self._await(late)
+                return Computed(plan.step, self.canvases.denoise(plan))
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
         graph = not counted and self._decodes(plan) if size is None else size > 0

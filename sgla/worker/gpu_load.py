@@ -58,7 +58,7 @@ def choose_kernels(
     shapes = shapes_of(config, spec, place.shard, sizes, together)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = attention.choose_backend(
-            config.attention_backend,
+            "torch" if spec.canvas else config.attention_backend,  # whose tokens see each other
             shapes,
             place.device,
             decode=config.decode_attention_backend,

@@ -25,6 +25,7 @@ from sgla.worker.chain_setup import load_chains, target_hidden
 from sgla.worker.chains import Chains
 from sgla.worker.facts import drafts_of
 from sgla.worker.gpu_adapters import AdapterCopies
+from sgla.worker.gpu_canvases import gpu_canvas_bytes
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, OTHER_MODEL, Budget, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
@@ -74,7 +75,8 @@ class GpuModel(Runner):
             )
         self.copies.identity = self.seeing.identity or {}
         self.notes += [self.seeing.note] if self.seeing.note else []
-        beside = self.seeing.taken + gpu_room(config, self.shard.size)
+        canvases = gpu_canvas_bytes(spec, sizes.slots)
+        beside = self.seeing.taken + canvases + gpu_room(config, self.shard.size)
         self.budget = Budget(
             weights_of(config, spec, self.place, guessing), sizes.step_tokens, sizes.slots, beside
         )

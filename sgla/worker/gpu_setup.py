@@ -11,11 +11,13 @@ from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.kernels.rehearsal import rehearsing
 from sgla.messages import CacheGroup, Facts, Progress, StepCost
+from sgla.model.diffusion_gemma_spec import denoising_of
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
+from sgla.worker.gpu_canvases import GpuCanvases, gpu_canvas_bytes
 from sgla.worker.gpu_lent import GpuLending
 from sgla.worker.gpu_load import dtype_of
 from sgla.worker.gpu_memory import FEWER_TOKENS, Peak, graph_bytes, within_memory
@@ -42,6 +44,7 @@ class GpuSetup(GpuModel):
     in tiers, if there are any; ``host``: that in the host's memory."""
 
     host: HostTier | None = None
+    canvases: GpuCanvases | None = None  # of a model that writes blocks
 
     def _settle(self, config: Config) -> None:
         with self._phase("kernels"):
@@ -82,6 +85,10 @@ class GpuSetup(GpuModel):
 
     def _make_flights(self) -> None:
         steps, vocab = self.steps, self.steps.model.spec.vocab
+        if steps.model.spec.canvas:
+            how = denoising_of(self.source.generation_config, self.config.diffusion_config)
+            self.canvases = GpuCanvases(steps, how)
+            self.budget.ledger["canvas"] = gpu_canvas_bytes(steps.model.spec, steps.slots)
         self.constraints = None
         if self.shard.draws:
             self.matchers = Matchers(mask_threads())

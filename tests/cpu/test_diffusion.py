@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +16,10 @@ from tiny import make_core, run, submit, tiny_config
 from sgla.errors import ConfigError, ContextTooLong
 from sgla.hub.source import ModelSource, open_source
 from sgla.messages import Submit
-from sgla.model.diffusion_gemma_spec import Denoising, denoising_of
+from sgla.model.diffusion_gemma_spec import Denoising, check_canvas, denoising_of
+from sgla.model.read import read_decoder
 from sgla.sampling.draw import Distribution, draw, uniform
+from sgla.sampling.draw_rows import draw_rows
 from sgla.worker.cpu import CpuRunner
 
 BLOCK, BLOCKS, VOCAB, PAGE = 12, 2, 211, 16
@@ -65,11 +68,9 @@ class Served(NamedTuple):
     runner: CpuRunner
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: Any) -> Served:
+def save_model(folder: Path) -> tuple[Any, ModelSource]:
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-    folder = tmp_path_factory.mktemp("diffusion")
     config = DiffusionGemmaConfig(text_config=TEXT, vision_config=TOWER, canvas_length=BLOCK)
     torch.manual_seed(3)
     module = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=torch.float32).eval()
@@ -82,7 +83,12 @@ def served(tmp_path_factory: Any) -> Served:
                 buffer.uniform_(0.5, 1.5)
     module.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(HOW))
-    source = open_source(folder)
+    return module, open_source(folder)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: Any) -> Served:
+    module, source = save_model(tmp_path_factory.mktemp("diffusion"))
     return Served(module, source, runner(source))
 
 
@@ -203,6 +209,32 @@ def test_a_context_has_whole_blocks(served: Served) -> None:
     assert len(found.tokens()["short"]) == BLOCK
     with pytest.raises(ContextTooLong):
         make_core(served.runner.facts).offer(replace(full, tokens=prompt(limit - BLOCK + 1)), 0.0)
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        Distribution(0.7),
+        Distribution(1.3, top_k=9),
+        Distribution(1.0, top_p=0.8),
+        Distribution(0.5, 20, 0.9, 0.1),
+    ],
+)
+def test_rows_are_drawn_as_each_alone(distribution: Distribution) -> None:
+    """What a GPU does with a block."""
+    logits = np.random.default_rng(0).normal(0, 2, (40, 3000)).astype(np.float32)
+    places = [turn << 32 | 7 * turn for turn in range(40)]
+    found = draw_rows(torch.from_numpy(logits), distribution, 12345, places)
+    assert found.tolist() == [draw(row, distribution, 12345, at) for row, at in zip(logits, places)]
+
+
+def test_attention_that_sees_no_block_is_refused(served: Served) -> None:
+    spec = read_decoder(served.source.config)
+    check_canvas(tiny_config(), "cuda", spec)
+    with pytest.raises(ConfigError, match="--attention-backend triton"):
+        check_canvas(tiny_config(attention_backend="triton"), "cuda", spec)
+    with pytest.raises(ConfigError, match="--device npu"):
+        check_canvas(tiny_config(), "npu", spec)
 
 
 def test_settings_of_files_and_flags() -> None:

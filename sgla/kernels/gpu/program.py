@@ -202,8 +202,8 @@ class RecordedForward:
     ) -> tuple[Any, bool]:
         """``rows``: int32[S], those of the batch that are wanted (None: all); or hidden states, without a
         batch. Returns also whether it has drawn."""
-        pictured = batch is not None and batch.media is not None
-        record = None if pictured else self._record(what, rows is not None)
+        eager = batch is not None and not (batch.media is None and batch.canvas is None)
+        record = None if eager else self._record(what, rows is not None)
         if record is None:
             if self.awaits is not None:
                 self.awaits([])
