@@ -24,7 +24,6 @@ REFUSED = {
     "enable_return_routed_experts": "each stage knows the experts of its own layers alone",
     "role": "the servers would have to cut their models alike",
 }
-ON_GPUS = {"enable_lora": "it has not been tried on GPUs"}
 
 
 def check_settings(config: Config, device: str, vectors: bool) -> None:
@@ -35,7 +34,7 @@ def check_settings(config: Config, device: str, vectors: bool) -> None:
         raise _refused(config, f"on --device {device}")
     if vectors:
         raise _refused(config, "by a model that answers with vectors")
-    for name, why in (REFUSED if device == "cpu" else REFUSED | ON_GPUS).items():
+    for name, why in REFUSED.items():
         if getattr(config, name) != getattr(Config(), name):
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -83,10 +84,10 @@ def save_merged(folder: Path, base: Path, added: dict[str, Tensor]) -> Path:
 
 
 def invent(runner: Any, number: int, rank: int) -> None:
-    """A random adapter of all layers in host memory, without files."""
-    generator = torch.Generator().manual_seed(number)
+    """A random adapter of all layers in host memory, without files; of a stage what others do not have."""
     pieces = []
-    for target in runner.adapters.adapters.table.values():
+    for name, target in runner.adapters.adapters.table.items():
+        generator = torch.Generator().manual_seed(crc32(f"{name} {number}".encode()))
         a = torch.randn(rank, target.k, generator=generator, device="cpu") * 0.2
         b = torch.randn(target.n, rank, generator=generator, device="cpu") * 0.2
         own = [x.contiguous().to(runner.adapters.adapters.dtype) for x in target.own(a, b)]

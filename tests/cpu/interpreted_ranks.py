@@ -12,9 +12,11 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import interpreted_gpu as gpu  # before all that asks whether Triton is interpreted
 import torch
 import torch.distributed as dist
+from adapters import invent
 from test_data_attention import parted
 from test_stages import LATENT, MIXTURE
 from tiny import make_core, run, submit, tiny_config
@@ -30,6 +33,7 @@ from sgla.actors.placing import counts_of
 from sgla.attention import Attention
 from sgla.dist import gpus
 from sgla.dist.meeting import use_interface
+from sgla.executor.merging import Ends
 from sgla.hub.source import ModelSource
 from sgla.kernels.placement import balance, balanced
 from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
@@ -60,8 +64,10 @@ COMMON: dict[str, Any] = {
     "decode_attention_backend": "triton",
     "prefill_attention_backend": "torch",
 }
+ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks, settings
     "stages": (MODEL, 2, {"pp": 2}),
+    "adapters in stages": (MODEL, 2, {"pp": 2, **ADAPTERS}),
     "parts of a prompt": (MODEL, 2, {"cp": 2}),
     "parts of a prompt, latent": (MODEL | LATENT, 2, {"cp": 2}),
     "parts of layers": (EXPERTS, 2, {"tp": 2}),
@@ -72,14 +78,28 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
 }
 
 
+def bring(runner: Any) -> None:
+    """Adapters, if it takes any."""
+    for number, rank in ((1, 6), (2, 1), (3, 3)) if runner.facts.adapters else ():
+        invent(runner, number, rank)
+
+
+def texts_for(runner: Any) -> list[Submit]:
+    return gpu.adapted() if runner.facts.adapters else texts()
+
+
 class Replays:
     """In place of ``Capture``."""
 
     made = 0
 
-    def __call__(self, body: Callable[[], None]) -> Any:
+    def __call__(self, body: Any) -> Any:
+        adapted = body.func.__self__._steps.adapted
+
         def replay() -> None:
             Replays.made += 1
+            if adapted is not None:  # a graph has what there was when it was captured
+                adapted.rows.active = False
             body()
 
         return SimpleNamespace(replay=replay)
@@ -93,15 +113,24 @@ class Alike:
 
     def __init__(self, runner: Any, parts: bool) -> None:
         self._runner, self._parts, self._last = runner, parts, -1 if runner.shard.pipe is not None else 0
+        self._ends = Ends(dist.get_world_size())
         self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
     def drain(self) -> list[StepResult | Moved]:
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, self._runner.execute(self._plans.popleft()))
-        return [StepResult(step=0, tokens=b"", parts=told) if self._parts else told[self._last]]
+        found: list[StepResult | Moved] = []
+        while not found:
+            told: list[Any] = [None] * dist.get_world_size()
+            result = self._runner.execute(self._plans.popleft()) if self._plans else None
+            dist.all_gather_object(told, (result, self._runner.moved()))
+            results, moved = zip(*told)
+            if result is not None:
+                whole = StepResult(step=0, tokens=b"", parts=list(results))
+                found.append(whole if self._parts else results[self._last])
+            found += [end for each in chain(*moved) if (end := self._ends.add(each)) is not None]
+        return found
 
 
 def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[str, Any]) -> dict[str, Any]:
@@ -118,10 +147,13 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     runner = cuda_runner(config, source, rank, size, str(Path(store).parent), lambda progress: None)
     data, whole = config.dp_attention, config.ep > 1
 
+    bring(runner)
+
     def again() -> dict[str, Any]:
         stages = {"stages": size, "depth": size + 1} if config.pp > 1 else {}
+        stages["adapters"] = runner.facts.adapters
         core = parted(runner.facts, size) if data else make_core(runner.facts, **stages)
-        return gpu.shown(run(runner, texts(), core, Alike(runner, data)))
+        return gpu.shown(run(runner, texts_for(runner), core, Alike(runner, data)))
 
     if config.cp > 1 or "num_experts" not in source.config:
         return {"answers": [again()], "replays": Replays.made}
@@ -152,6 +184,8 @@ def forked(size: int, call: Callable[[int], Any]) -> list[Any]:
             try:
                 os.write(end, json.dumps(call(rank)).encode())
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)
@@ -168,11 +202,14 @@ def main() -> None:
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or list(CASES):
         model = ModelSource("dummy", Path("tiny"), (), CASES[case][0], {})
-        config = tiny_config(step_tokens=32, max_running_requests=4)
+        lora = {name: value for name, value in CASES[case][2].items() if name in ADAPTERS}
+        config = tiny_config(step_tokens=32, max_running_requests=4, **lora)
         runner = cpu_runner(config, model, 0, 1, "", lambda progress: None)
         if "num_experts" in model.config:
             runner.control(Control(verb="experts_start"))
-        found[case] = {"cpu": gpu.shown(run(runner, texts(), make_core(runner.facts)))}
+        bring(runner)
+        core = make_core(runner.facts, adapters=runner.facts.adapters)
+        found[case] = {"cpu": gpu.shown(run(runner, texts_for(runner), core))}
         if "num_experts" in model.config:
             found[case]["counts"] = runner.control(Control(verb="experts_dump"))["experts"]
     gpu.become_gpu()

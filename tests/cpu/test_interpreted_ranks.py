@@ -16,6 +16,7 @@ CASES = (
     "attention by data",
 )
 SLOW = (
+    "adapters in stages",
     "parts of a prompt, latent",
     "parts of layers",
     "whole experts",

@@ -239,7 +239,6 @@ def test_the_embedding_makes_the_first_stage_shorter() -> None:
             {},
             "--speculative-algorithm ngram cannot be honoured by several",
         ),
-        ({"device": "cuda", "enable_lora": True}, {}, "--enable-lora cannot be honoured with --pp 2"),
         ({"role": "prefill", "kv_transfer_secret": "x"}, {}, "--role cannot be honoured with --pp 2"),
         ({"cpu_offload_gb": 1.0}, {}, "--cpu-offload-gb cannot be honoured with --pp 2"),
         ({"task": "embed"}, {}, "--pp 2 cannot be honoured by a model that answers with vectors"),
