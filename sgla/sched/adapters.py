@@ -30,6 +30,7 @@ class Adapters:
 
     Where all are in use, the first request that wants one *claims* that which has had its adapter for
     longest: no further request is admitted there, so it will be free. Claims are made anew in each plan.
+    Thousands may wait: what is found for one of them holds for the others until a place changes hands.
     """
 
     def __init__(self, places: int) -> None:
@@ -39,6 +40,9 @@ class Adapters:
         self._places = [AdapterPlace(number + 1) for number in range(places)]
         self._of: dict[int, AdapterPlace] = {}  # by adapter
         self._claims: dict[int, int] = {}  # number of a place -> the adapter that is to have it
+        self._claimed: dict[int, int] = {}  # the same by the adapter
+        self._full = False  # no place can be given away but to who has claimed it
+        self._busy: list[AdapterPlace] | None = None  # those to be claimed next, the last one first
         self._clock = 0
 
     @property
@@ -54,6 +58,12 @@ class Adapters:
     def begin(self) -> None:
         """A plan begins."""
         self._claims.clear()
+        self._claimed.clear()
+        self._changed()
+
+    def _changed(self) -> None:
+        """Places are used by others than before."""
+        self._full, self._busy = False, None
 
     def awaited(self, request: Request, transfer: int) -> str:
         """What the request is to wait for before it can have its adapter: nothing, the ``ADAPTER``, which a
@@ -76,6 +86,7 @@ class Adapters:
         place.users += 1
         request.place = place.number
         self._touch(place)
+        self._changed()
 
     def give_back(self, request: Request) -> None:
         """No step contains the request any more."""
@@ -85,10 +96,12 @@ class Adapters:
         place.users -= 1
         request.place = 0
         self._touch(place)
+        self._changed()
 
     def forget(self, adapter: int) -> None:
         """The adapter is gone, and no open request has it."""
         self.pinned.discard(adapter)
+        self._changed()
         if (place := self._of.pop(adapter, None)) is not None:
             place.adapter = place.used = 0
 
@@ -97,6 +110,7 @@ class Adapters:
         for place in self._places:
             if place.transfer == moved.transfer:
                 place.transfer, waiters, place.waiters = 0, place.waiters, []
+                self._changed()
                 if not moved.ok:
                     self.forget(place.adapter)
                 return waiters
@@ -108,25 +122,32 @@ class Adapters:
 
     def claimed(self, adapter: int) -> int:
         """The place that is to have the adapter when it is free; 0: none is."""
-        return next((place for place, other in self._claims.items() if other == adapter), 0)
+        return self._claimed.get(adapter, 0)
 
     def _free(self, adapter: int) -> AdapterPlace | None:
         """The place to give away; None if all are in use."""
+        claimed = adapter in self._claimed
+        if self._full and not claimed:
+            return None
         free = [
             place
             for place in self._places
             if not (place.users or place.transfer or place.adapter in self.pinned)
             and self._claims.get(place.number, adapter) == adapter
         ]
+        self._full |= not free and not claimed
         return min(free, key=lambda place: (place.used, place.number), default=None)
 
     def _claim(self, adapter: int) -> None:
-        if adapter in self._claims.values():
+        if adapter in self._claimed:
             return
-        usable = [place for place in self._places if place.users and place.adapter not in self.pinned]
-        busy = [place for place in usable if place.number not in self._claims]
-        if busy:
-            self._claims[min(busy, key=lambda place: place.since).number] = adapter
+        if self._busy is None:
+            usable = [place for place in self._places if place.users and place.adapter not in self.pinned]
+            self._busy = [place for place in usable if place.number not in self._claims]
+            self._busy.sort(key=lambda place: place.since, reverse=True)
+        if self._busy:
+            number = self._busy.pop().number
+            self._claims[number], self._claimed[adapter] = adapter, number
 
     def _load(self, place: AdapterPlace, adapter: int, transfer: int) -> None:
         self._of.pop(place.adapter, None)

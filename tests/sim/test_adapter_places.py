@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from examples import examples
 from simulation import Simulation, make_limits, make_submit
@@ -20,6 +21,12 @@ def started(simulation: Simulation) -> list[str]:
     """Those that have run, in the order of their first step."""
     seen = {rid: deltas for rid, deltas in simulation.deltas.items() if deltas}
     return sorted(seen, key=lambda rid: simulation.submits[rid].arrival)
+
+
+def copied(simulation: Simulation) -> list[int]:
+    """Adapters, in the order of their copies."""
+    copies = [copy for plan in simulation.plans for copy in plan.copies]
+    return [int(np.frombuffer(copy.sources[0], np.int32)[0]) for copy in copies]
 
 
 def test_a_request_is_held_while_its_adapter_is_copied() -> None:
@@ -45,6 +52,31 @@ def test_places_are_kept_and_the_one_unused_for_longest_goes() -> None:
     copies = [copy.sources[0][0] for plan in simulation.plans for copy in plan.copies]
     assert copies == [1, 2, 3, 2], "1 is used too often to go"
     simulation.verify()
+
+
+def test_two_thousand_adapters_take_turns_at_64_places() -> None:
+    """By Zipf's law, one after the other: exactly those are copied that a list of the 64 used last has
+    not. Then one request for each adapter, a hundred at once: each is copied once, and all are answered."""
+    count, places, random = 2000, 64, Random(1)
+    simulation = Simulation(make_limits(adapters=places, slots=places))
+    odds, recent, missed = [1 / (i + 1) for i in range(count)], list[int](), list[int]()
+    for i, adapter in enumerate(random.choices(range(1, count + 1), odds, k=300)):
+        simulation.offer(wanted(f"r{i}", adapter, max_new=1))
+        simulation.run()
+        if adapter not in recent:
+            missed.append(adapter)
+        recent = [adapter, *(other for other in recent if other != adapter)][:places]
+    assert copied(simulation) == missed
+    assert 100 < len(missed) < 250
+
+    simulation = Simulation(make_limits(adapters=places, slots=places, pages=129))
+    for first in range(1, count, 100):
+        for adapter in range(first, first + 100):
+            simulation.offer(wanted(f"a{adapter}", adapter, max_new=1))
+        simulation.run()
+    assert sorted(copied(simulation)) == list(range(1, count + 1))
+    assert all(simulation.finish(f"a{adapter}") is not None for adapter in range(1, count + 1))
+    assert simulation.core._memory.adapters.used == places
 
 
 def test_a_pinned_adapter_stays_and_one_that_is_gone_leaves_its_place() -> None:
