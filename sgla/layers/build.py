@@ -203,19 +203,26 @@ class Build:
         quantized = self.checkpoint.covers(module) and module not in self.floats
         return self.checkpoint if quantized else PLAIN
 
-    def empty(self, n: int, k: int, *modules: str) -> Weight:
+    def empty(self, n: int, k: int, *modules: str, gathers: bool = False) -> Weight:
         """An uninitialized weight ``[n, k]`` for linear layers that are multiplied as one, in a storage that
-        has the numbers of all."""
-        kind = self.kind_of(*modules)
+        has the numbers of all. ``gathers``: see ``kind_of``."""
+        kind = self.kind_of(*modules, gathers=gathers)
         made = self.elsewhere(modules[0], storage(kind), n, k)
         return storage(kind).empty(n, k, self.make) if made is None else made
 
-    def kind_of(self, *modules: str) -> str:
-        """The storage of linear layers that are multiplied as one."""
+    def kind_of(self, *modules: str, gathers: bool = False) -> str:
+        """The storage of linear layers that are multiplied as one. ``gathers``: they bring their inputs into
+        the order that the file wants, without which it may be that of floating-point numbers."""
         if not self.as_stored or self.kinds:
             return self.kinds.get(f"{modules[0]}.weight", self.kind)
+        if self.scattered(*modules) and not gathers:
+            return self.plain
         stored = [module for module in modules if module in self.modules] or modules
         return common({self._kept(module) for module in stored}, self.plain)
+
+    def scattered(self, *modules: str) -> bool:
+        """Whether the file has any of these layers with channels in another order."""
+        return self.as_stored and any(self.method(module).scattered(module) for module in modules)
 
     def _kept(self, module: str) -> str:
         """The storage of a layer by itself. A device that keeps some of a file's storages makes floats of the

@@ -15,6 +15,7 @@ from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.lora import added
 from sgla.layers.build import Build, Reordered, Share, StackPart, fill
+from sgla.layers.gather import gathering
 from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor
 
@@ -35,7 +36,9 @@ class MergedColumnLinear:
         orders: tuple[Tensor | None, ...] = (),
     ) -> None:
         n = sum(len(rows) for _, _, rows in parts)
-        self.weight = build.empty(n, k, *(name for name, _, _ in parts), *((fused,) if fused else ()))
+        modules = *(name for name, _, _ in parts), *((fused,) if fused else ())
+        self.weight = build.empty(n, k, *modules, gathers=True)
+        self.gather = gathering(build, k, *modules)
         biased = bias if isinstance(bias, tuple) else (bias,) * len(parts)
         self.bias = torch.zeros(n) if any(biased) else None
         self.stack, self.rows = build.stack(k, [(*part, order) for part, order in zip_longest(parts, orders)])
@@ -58,6 +61,7 @@ class MergedColumnLinear:
             )
 
     def _take_weight(self, at: int, rows: range, order: Tensor | None, source: Share) -> None:
+        source = source if self.gather is None else self.gather.sort(source)
         fill(self.weight, at, source, rows, order=order)
 
     def _take_bias(self, at: int, rows: range, order: Tensor | None, source: SourceTensor) -> None:
@@ -67,7 +71,8 @@ class MergedColumnLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[T, k]`` -> ``[T, n]``, the parts side by side."""
-        return ops.linear(x, self.weight, self.bias, added(x, self.stack, self.rows))
+        more = added(x, self.stack, self.rows)
+        return ops.linear(x if self.gather is None else self.gather(x), self.weight, self.bias, more)
 
 
 class QKVLinear(MergedColumnLinear):
@@ -121,10 +126,15 @@ class RowLinear:
         shard: Shard | None = None,
     ) -> None:
         self.shard = shard or build.shard
-        self.weight = build.empty(n, len(columns), name)
-        build.declare(
-            f"{name}.weight", (n, k), lambda source: fill(self.weight, 0, source, range(n), columns)
-        )
+        whole = len(columns) == k
+        self.weight = build.empty(n, len(columns), name, gathers=whole)
+        self.gather = gathering(build, k, name) if whole else None
+
+        def take(source: Share) -> None:
+            source = source if self.gather is None else self.gather.sort(source)
+            fill(self.weight, 0, source, range(n), columns)
+
+        build.declare(f"{name}.weight", (n, k), take)
         bias_vector = build.vector(f"{name}.bias", n) if bias else None
         self.bias = bias_vector if self.shard.rank == 0 else None  # it must enter the sum once
         self.stack, self.rows = build.stack(k, [(name, n, range(n), None)], columns)
@@ -135,7 +145,8 @@ class RowLinear:
 
     def part(self, x: Tensor) -> Tensor:
         """What this rank has of the sum."""
-        return ops.linear(x, self.weight, self.bias, added(x, self.stack, self.rows))
+        more = added(x, self.stack, self.rows)
+        return ops.linear(x if self.gather is None else self.gather(x), self.weight, self.bias, more)
 
 
 def split_heads(heads: int, kv_heads: int, shard: Shard) -> tuple[range, range]:

@@ -45,10 +45,10 @@ class Linears(Build):
     modules_of: set[str] = field(default_factory=set)
     widths: set[int] = field(default_factory=set)
 
-    def empty(self, n: int, k: int, *modules: str) -> Weight:
+    def empty(self, n: int, k: int, *modules: str, gathers: bool = False) -> Weight:
         self.modules_of.update(modules)
         self.widths.add(k)
-        return super().empty(n, k, *modules)
+        return super().empty(n, k, *modules, gathers=gathers)
 
 
 @dataclass(frozen=True)

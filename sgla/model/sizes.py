@@ -160,6 +160,8 @@ def _matrix_bytes(
         head = spec.vocab * spec.hidden * vocab / heads_over
     layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
     others = layers - _experts(spec) if kept is not None and kept.experts_alone else 0
+    if kept is not None and kept.scatters:  # at most: see ``Build.kind_of``
+        others = layers if ranks > 1 else _experts(spec)
     matrices = (layers - others) * linear + others * FORMATS[kinds.plain].bytes
     more = attention * linear * (1 / heads_over - 1 / ranks)
     return matrices / ranks + more + table + positions + head

@@ -90,6 +90,7 @@ class Mixed(Method):
         kinds = {part.storage for part in self._parts}
         self.devices = tuple(sorted({device for part in self._parts for device in part.devices}))
         self.notes = tuple(dict.fromkeys(note for part in self._parts for note in part.notes))
+        self.scatters = any(part.scatters for part in self._parts)
         if kinds & {"fp8", "fp8g128"}:
             self.name = "fp8"  # what this needs of a GPU
         self.storage = self.stored()
@@ -115,6 +116,9 @@ class Mixed(Method):
 
     def kept(self, module: str, device: str = "cpu") -> str:
         return self._of(module).kept(module, device)
+
+    def scattered(self, module: str) -> bool:
+        return self._of(module).scattered(module)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return self._of(module).tensors(module, n, k)

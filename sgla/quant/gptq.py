@@ -5,7 +5,7 @@ GPTQ ``X.g_idx``, the group of each input channel. ``checkpoint_format`` says ho
 order with zero points one less than they mean, or as they are (version 2); AWQ's ``gemm``, ``gemv`` and
 ``gemv_fast``; or Marlin's (arXiv 2408.11743). A GPU keeps them as they are (``quant/integers.py``), a CPU in
 groups of 32: symmetric ones as they are, others with the minimum of a group rounded to float16. Where the
-channels of a group do not lie together (``desc_act``) the weights become floating-point numbers.
+channels of a group do not lie together (``desc_act``) they are sorted, and layers gather their inputs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
 SCATTERED = (
-    "the channels of a group do not lie together in this checkpoint (act-order), so its weights become "
-    "floating-point numbers",
+    "the channels of a group do not lie together in this checkpoint (act-order): layers gather their inputs; "
+    "experts, and with --tp what is behind attention and MLPs, become floating-point numbers",
 )
 SCALES = ("F16", "BF16", "F32")
 GROUP = 32  # channels of k that have constants of their own in our storages
@@ -47,12 +47,12 @@ class Scheme(NamedTuple):
     @property
     def of_gpus(self) -> str:
         """The storage of GPUs; empty: floating-point numbers."""
-        return "" if self.reordered and self.group else of_groups(self.bits, self.group)
+        return of_groups(self.bits, self.group)
 
     @property
     def storage(self) -> str:
         """That of CPUs; empty: floating-point numbers."""
-        if (self.reordered and self.group) or self.group % GROUP:
+        if self.group % GROUP:
             return ""
         wide = 4 if self.bits <= 4 else 8
         return f"q{wide}_0" if self.symmetric else f"int{wide}"
@@ -68,7 +68,8 @@ class Grouped(Method):
         self._all = schemes = [self.scheme, *others]
         self.storage = self.stored("cpu")
         self.devices = devices(each.stored(device) for each in schemes for device in ("cpu", "cuda"))
-        self.notes = SCATTERED if any(each.reordered and each.group for each in schemes) else ()
+        self.scatters = any(each.reordered and each.group for each in schemes)
+        self.notes = SCATTERED if self.scatters else ()
 
     def of(self, module: str) -> Scheme:
         return self.scheme
@@ -79,6 +80,10 @@ class Grouped(Method):
 
     def kept(self, module: str, device: str = "cpu") -> str:
         return self.of(module).stored(device)
+
+    def scattered(self, module: str) -> bool:
+        scheme = self.of(module)
+        return scheme.reordered and scheme.group > 0
 
 
 class Gptq(Grouped):

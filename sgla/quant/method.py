@@ -48,6 +48,7 @@ class Method:
     devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     experts_alone: ClassVar[bool] = False  # it has no linear layers, but stacks of experts (``stack``)
+    scatters: bool = False  # there are ``scattered`` layers
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.ignored = Ignored([name for key in LISTS for name in _names(config, key)])
@@ -64,6 +65,11 @@ class Method:
     def kept(self, module: str, device: str = "cpu") -> str:
         """The same of this layer."""
         return self.storage
+
+    def scattered(self, module: str) -> bool:
+        """Whether the input channels with constants in common do not lie together: then they are sorted for
+        a layer that gathers what it multiplies (``layers/gather.py``)."""
+        return False
 
     def bytes(self, plain: str, device: str = "cpu") -> float:
         """Of one weight, as a device stores it; ``plain`` is that of the others."""

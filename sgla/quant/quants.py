@@ -72,6 +72,19 @@ class Grouped(ABC):
         scale, minimum = (t.repeat_interleave(-(-self.group // GROUP), 1)[:, :groups] for t in constants)
         return made.of(self.bits, q, scale, minimum).cut(columns)
 
+    def sorted(self) -> tuple[Tensor, Grouped]:
+        """The same with channels of a group together, and which channel each is, int64 ``[k]``. Raises
+        WeightError where groups are not alike."""
+        assert self.order is not None
+        channels = torch.argsort(self.order, stable=True)
+        if not torch.equal(self.order[channels], torch.arange(len(channels), device="cpu") // self.group):
+            raise WeightError(
+                f"g_idx has groups that are not of {self.group} channels; --quantization none computes such "
+                "weights in --dtype"
+            )
+        parts = self.packed, self.zeros, self.scales, self.shape, self.bits, self.group
+        return channels, Sorted(*parts, scattered=self, channels=channels)
+
     def _integers(self, made: type[Integers], rows: range) -> Weight:
         """As it is, if zeros are numbers that ``made`` has and the groups as many of its own."""
         if self.order is not None or self.bits > made.bits or self._cut(made.group):
@@ -97,6 +110,20 @@ class Grouped(ABC):
         words = range(first * width, last * width)
         found = packed.values(words) if dim == 0 else packed.values(columns=words)
         return numbers(found, self.bits, dim, order).narrow(dim, rows.start - first * each, len(rows))
+
+
+@dataclass(frozen=True)
+class Sorted(Grouped):
+    """``scattered`` with its ``channels`` in another order, int64 ``[k]``."""
+
+    scattered: Grouped | None = None
+    channels: Tensor | None = None
+
+    def quants(self, rows: range) -> Quants:
+        assert self.scattered is not None
+        assert self.channels is not None
+        q, zero, scale = self.scattered.quants(rows)
+        return Quants(q[:, self.channels.to(q.device)], zero, scale)
 
 
 class Gptq(Grouped):
