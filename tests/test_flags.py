@@ -540,6 +540,9 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
         ["-md", "a/b", "--speculative-tokens", "3"],
     ):
         assert flags_of(*given) == model
+    assert flags_of("-sc", '{"method": "qwen3_next_mtp"}') == {"speculative_algorithm": "mtp"}
+    assert flags_of("--speculative-accept-threshold-acc", "1.0") == {}
+    assert "token that is drawn" in refused("--speculative-accept-threshold-single", "0.5")
     for given in ("--spec-type", "draft"), ("--draft-min", "1"), ("--speculative-eagle-topk", "4"):
         assert given[0] in refused(*given)
 

@@ -59,11 +59,16 @@ ONE_HOST = (
     "or by --executor ray"
 )
 OFF = Switch("prefix_cache", False)
+ONLY_DRAWN = "a guess counts while it is the token that is drawn"
 GRAPHS = "a GPU's steps run from CUDA graphs in any case, with the same answers, and a CPU has none"
 HICACHE = "what a page holds lies together in the host's memory, and copies run beside steps"
 SLEEPS = "every server can give memory back: POST /sleep"
 
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # of llama.cpp
+# Names of vLLM's that say of which model the layers are.
+VLLM_MTP = dict.fromkeys(
+    ("qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_v2_mtp"), "mtp"
+)
 NGRAM = dict.fromkeys(LOOKUPS, "ngram") | {"none": None}
 
 ALIASES: dict[str, Alias | Switch | Always | Fields] = {
@@ -183,7 +188,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "batch-size": Alias("step_tokens"),
     "speculative-config": Fields(
         {
-            "method": Alias("speculative_algorithm"),
+            "method": Alias("speculative_algorithm", VLLM_MTP),
             "model": Alias("speculative_model"),
             "quantization": Alias("speculative_quantization"),
             "num_speculative_tokens": Alias("speculative_num_draft_tokens"),
@@ -206,6 +211,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "speculative-num-steps": Alias("speculative_num_draft_tokens"),
     "num-speculative-tokens": Alias("speculative_num_draft_tokens"),
     "speculative-eagle-topk": Always("guesses follow one another, and are no tree", ("1",)),
+    "speculative-accept-threshold-single": Always(ONLY_DRAWN, ("1", "1.0")),
+    "speculative-accept-threshold-acc": Always(ONLY_DRAWN, ("1", "1.0")),
     "model-draft": Alias("speculative_model"),
     "spec-type": Alias("speculative_algorithm", NGRAM),
     "draft": Alias("speculative_num_draft_tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -10,13 +11,16 @@ from msgspec.structs import replace
 from simulation import Simulation, of_any_kind, random_limits, random_submits
 
 SCENARIOS = 1_600  # four hundred in .ci/run, sixteen thousand in .ci/full
+GUESSING = 1_000  # two hundred and fifty, ten thousand
 
 
-def play(random: Random, stages: int = 1) -> Simulation:
+def play(random: Random, stages: int = 1, guesses: bool = False) -> Simulation:
     """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go
-    on."""
+    on. ``guesses``: rows may guess, of which any share is right."""
     forced, acceptance = random.choice((0, 0, 2, 9)), random.choice((0.0, 0.5, 0.9, 1.0))
     limits = random_limits(random, hidden=2)
+    if guesses:
+        acceptance, limits = random.random(), replace(limits, drafts=random.choice((1, 2, 3, 8)))
     if stages > 1:
         forced, depth = 0, random.randint(1, stages + 1)
         limits = replace(limits, stages=stages, depth=depth, drafts=0)
@@ -69,11 +73,27 @@ def verify_logprobs(simulation: Simulation) -> None:
             assert len(prompts) <= (submit.sampling.prompt_logprobs >= 0)
 
 
-@pytest.mark.parametrize(("stages", "scenarios"), [(1, SCENARIOS), (2, SCENARIOS // 8), (3, SCENARIOS // 8)])
-def test_text_is_the_same_as_alone(stages: int, scenarios: int) -> None:
-    for seed in range(examples(scenarios)):
+def test_guesses_change_no_text() -> None:
+    """Pages are conserved, and no grammar is left."""
+    guessed = right = 0
+    for simulation in scenarios(GUESSING, guesses=True):
+        stats = simulation.core.stats()
+        guessed, right = guessed + stats.draft_tokens, right + sum(stats.right_at)
+    assert guessed > 2 * examples(GUESSING)
+    assert 0.2 * guessed < right < 0.8 * guessed
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, SCENARIOS), (2, SCENARIOS // 8), (3, SCENARIOS // 8)])
+def test_text_is_the_same_as_alone(stages: int, count: int) -> None:
+    for _ in scenarios(count, stages):
+        pass
+
+
+def scenarios(count: int, stages: int = 1, guesses: bool = False) -> Iterator[Simulation]:
+    """That have been played, and looked at."""
+    for seed in range(examples(count)):
         try:
-            simulation = play(Random(seed), stages)
+            simulation = play(Random(seed), stages, guesses)
             for rid in simulation.submits:
                 last = simulation.deltas[rid][-1] if simulation.deltas[rid] else None
                 if last is not None and last.finish == "stop" and not last.tokens and last.vector is None:
@@ -83,3 +103,4 @@ def test_text_is_the_same_as_alone(stages: int, scenarios: int) -> None:
             verify_logprobs(simulation)
         except AssertionError as error:
             raise AssertionError(f"scenario {seed}: {error}") from error
+        yield simulation
