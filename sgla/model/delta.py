@@ -1,9 +1,10 @@
-"""Qwen3-Next and Qwen3.5: gated delta nets (arXiv 2412.06464), and in every fourth layer attention with a
-gate."""
+"""Gated delta nets (arXiv 2412.06464), as Qwen3-Next, Qwen3.5 and OLMo's hybrid have them. Qwen's have
+attention with a gate in every fourth layer."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer, StateLayer
 from sgla.layers.attention import LayerAttention
-from sgla.layers.build import Build, Piece, Share, blocks, fill, gather, run
+from sgla.layers.build import Build, Piece, Share, StackPart, blocks, fill, gather, run
 from sgla.layers.linear import RowLinear, split_heads
 from sgla.layers.norm import RMSNorm
 from sgla.model.delta_spec import DeltaSpec
@@ -21,13 +22,22 @@ from sgla.model.llama import Llama
 from sgla.quant.weight import SourceTensor
 
 
+Form = Literal["apart", "joined", "each"]
+_PARTS: dict[Form, tuple[str, ...]] = {
+    "joined": ("in_proj_qkvz", "in_proj_ba"),
+    "apart": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "each": ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+}
+
+
 class DeltaNet:
-    """``[T, d] -> [T, Hv * dv]`` of this rank's heads, which ``out`` brings back to the width. ``joined``: a
-    checkpoint has all rows of a key head together, as Qwen3-Next does, and else q, k and v apart from z, and
-    b from a. b and a, which are never quantized, are more rows of the others' matrix where that pays."""
+    """``[T, d] -> [T, Hv * dv]`` of this rank's heads, which ``out`` brings back to the width. ``form``: a
+    checkpoint has all rows of a key head together (``joined``), q, k and v apart from z, and b from a
+    (``apart``), or each of these by itself, by OLMo's names (``each``). b and a, which are never quantized,
+    are more rows of the others' matrix where that pays."""
 
     def __init__(
-        self, build: Build, name: str, hidden: int, layer: DeltaSpec, eps: float, joined: bool
+        self, build: Build, name: str, hidden: int, layer: DeltaSpec, eps: float, form: Form
     ) -> None:
         if layer.keys % build.shard.size:
             raise ConfigError(
@@ -39,23 +49,23 @@ class DeltaNet:
         self.layer, self.eps = layer, eps
         key, value = len(own) * layer.key_dim, len(own) * share * layer.value_dim
         self.widths, self.value, self.rates = [key, key, value], value, len(own) * share
-        parts = ("qkvz", "ba") if joined else ("qkv", "z", "b", "a")
-        names = [f"{name}.in_proj_{part}" for part in parts]
-        wide, large = 2 * key + 2 * value, names[: len(names) // 2]
+        names = [f"{name}.{part}" for part in _PARTS[form]]
+        wide, large = 2 * key + 2 * value, names[: -1 if form == "joined" else -2]
         one = build.joins(*names) and build.kind_of(*large) == build.plain
         self.inputs = build.empty(wide + (2 * self.rates if one else 0), hidden, *large)
         self.ba = None if one else build.empty_plain(2 * self.rates, hidden)
         self._rates = (self.inputs, wide) if self.ba is None else (self.ba, 0)
-        (self._declare_joined if joined else self._declare_apart)(build, name, hidden, own)
+        declare = {"joined": self._declare_joined, "apart": self._declare_apart, "each": self._declare_each}
+        declare[form](build, name, hidden, own)
         heads = range(own.start * share, own.stop * share)
         self.conv = torch.zeros(sum(self.widths), layer.taps)
-        channels = layer.channels(layer.keys)
-        build.declare(f"{name}.conv1d.weight", (channels, 1, layer.taps), partial(self._take_conv, own))
+        (self._declare_convs if form == "each" else self._declare_conv)(build, name, own)
         self.a_log = build.vector(f"{name}.A_log", layer.values, heads)
         self.dt_bias = build.vector(f"{name}.dt_bias", layer.values, heads)
-        self.norm = build.vector(f"{name}.norm.weight", layer.value_dim)
+        norm, out = ("o_norm", "o_proj") if form == "each" else ("norm", "out_proj")
+        self.norm = build.vector(f"{name}.{norm}.weight", layer.value_dim)
         columns = range(heads.start * layer.value_dim, heads.stop * layer.value_dim)
-        self.out = RowLinear(build, f"{name}.out_proj", hidden, layer.values * layer.value_dim, columns)
+        self.out = RowLinear(build, f"{name}.{out}", hidden, layer.values * layer.value_dim, columns)
 
     def _declare_joined(self, build: Build, name: str, hidden: int, own: range) -> None:
         layer, share = self.layer, self.layer.share
@@ -85,6 +95,23 @@ class DeltaNet:
             pieces = [run(own, layer.share, 0, at + i * self.rates)]
             gather(build, rates, f"{name}.in_proj_{part}", (layer.values, hidden), pieces)
 
+    def _declare_each(self, build: Build, name: str, hidden: int, own: range) -> None:
+        layer, (key, _, value) = self.layer, self.widths
+        dv, at = layer.share * layer.value_dim, 0
+        for part, width, size in (
+            ("q", layer.key_dim, key),
+            ("k", layer.key_dim, key),
+            ("v", dv, value),
+            ("g", dv, value),
+        ):
+            pieces = [run(own, width, 0, at)]
+            gather(build, self.inputs, f"{name}.{part}_proj", (layer.keys * width, hidden), pieces)
+            at += size
+        rates, at = self._rates
+        for i, part in enumerate("ba"):
+            pieces = [run(own, layer.share, 0, at + i * self.rates)]
+            gather(build, rates, f"{name}.{part}_proj", (layer.values, hidden), pieces)
+
     def _runs(self, own: range) -> list[Piece]:
         """This rank's q, k and v of all, in their order."""
         layer, key = self.layer, self.widths[0]
@@ -92,8 +119,25 @@ class DeltaNet:
         q, k = (run(own, layer.key_dim, i * keys, i * key) for i in (0, 1))
         return [q, k, run(own, dv, 2 * keys, 2 * key)]
 
-    def _take_conv(self, own: range, source: SourceTensor) -> None:
-        for rows, at in self._runs(own):
+    def _declare_conv(self, build: Build, name: str, own: range) -> None:
+        shape = self.layer.channels(self.layer.keys), 1, self.layer.taps
+        build.declare(f"{name}.conv1d.weight", shape, partial(self._take_conv, self._runs(own)))
+
+    def _declare_convs(self, build: Build, name: str, own: range) -> None:
+        """Of q, k and v apart, or stacked as transformers has them."""
+        layer, first = self.layer, 0
+        parts: list[StackPart] = []
+        for part, (rows, at) in zip("qkv", self._runs(own)):
+            width = layer.values * layer.value_dim if part == "v" else layer.keys * layer.key_dim
+            inside = range(rows.start - first, rows.stop - first)
+            conv = f"{name}.{part}_conv1d.weight"
+            build.declare(conv, (width, 1, layer.taps), partial(self._take_conv, [(inside, at)]))
+            parts.append(StackPart(conv, None, range(first, first + width)))
+            first += width
+        build.stacks[f"{name}.conv1d.weight"] = (first, 1, layer.taps), parts
+
+    def _take_conv(self, pieces: list[Piece], source: SourceTensor) -> None:
+        for rows, at in pieces:
             self.conv[at : at + len(rows)] = source.dense(rows)[:, 0]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
@@ -107,6 +151,7 @@ class DeltaNet:
         q, k = (y.unflatten(1, (-1, layer.key_dim)) for y in (q, k))
         v, z = (y.unflatten(1, (-1, layer.value_dim)) for y in (v, z))
         decay, beta = ops.decay_rates(a, b, self.a_log, self.dt_bias)
+        beta = beta * 2 if layer.signed else beta
         seen = ops.gated_delta(q, k, v, decay, beta, state, batch)
         return ops.gated_rms_norm(seen, z, self.norm, self.eps).flatten(1)
 
@@ -166,17 +211,17 @@ class Delta(Llama):
     """Qwen3.5 (also 3.6). The layers that guess further tokens are left out, and the vision tower."""
 
     ignored = ("mtp.", "model.visual.", "visual.")
-    joined = False
+    form: Form = "apart"
 
     def attention(self, build: Build, name: str, index: int) -> LayerAttention:
         layer = self.spec.attention[index]
         if isinstance(layer, DeltaSpec):
             name = name.replace(".self_attn", ".linear_attn")
-            return DeltaNet(build, name, self.spec.hidden, layer, self.spec.eps, self.joined)
+            return DeltaNet(build, name, self.spec.hidden, layer, self.spec.eps, self.form)
         return GatedAttention(self, build, name, index)
 
 
 class JoinedDelta(Delta):
     """Qwen3-Next."""
 
-    joined = True
+    form = "joined"

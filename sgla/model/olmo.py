@@ -13,7 +13,7 @@ from sgla.model.base import Decoder
 
 
 class Block:
-    def __init__(self, model: Olmo2, build: Build, name: str, index: int) -> None:
+    def __init__(self, model: Decoder, build: Build, name: str, index: int) -> None:
         self.attention = model.attention(build, f"{name}.self_attn", index)
         self.attention_norm = model.norm_of(build, f"{name}.post_attention_layernorm")
         self.mlp = model.mlp(build, f"{name}.mlp", index)

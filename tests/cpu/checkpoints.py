@@ -75,7 +75,18 @@ def save_checkpoint(
             elif name.endswith("layer_scalar"):
                 buffer.normal_(0.8, 0.15)
     model.save_pretrained(folder, max_shard_size=shard_size)
+    if model_type == "olmo_hybrid":
+        join_convolutions(folder / "model.safetensors")
     return model
+
+
+def join_convolutions(path: Path) -> None:
+    """Those of q, k and v, which transformers cuts in three equal parts, however wide they are."""
+    tensors, convs = load_file(path), {}
+    for name in sorted(name for name in tensors if name.endswith("q_conv1d.weight")):
+        parts = [tensors.pop(name.replace("q_conv1d", f"{part}_conv1d")) for part in "qkv"]
+        convs[name.replace("q_conv1d", "conv1d")] = torch.cat(parts)
+    save_file(tensors | convs, path, {"format": "pt"})
 
 
 def rounded(w: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:

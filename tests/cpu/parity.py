@@ -307,6 +307,10 @@ LAYOUTS: dict[str, Layouts] = {
         heads=DELTA_HEADS,
         other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 3},
     ),
+    "olmo_hybrid": Layouts(
+        KINDS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8},
+        other={"rope_parameters": FAST, "linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3},
+    ),
     "minimax": Layouts(
         {"num_local_experts": 5, "head_dim": 16, "block_size": 16}
         | {"full_attn_alpha_factor": 1.5, "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2},

@@ -80,6 +80,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}},
     ),
     "qwen3.5 moe": ("qwen3_5_moe_text", HEADS | EXPERTS | THIRD | {"intermediate_size": ...}),
+    "olmo hybrid": (
+        "olmo_hybrid",
+        THIRD | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8},
+    ),
+    "olmo hybrid, rotated": (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "linear_allow_neg_eigval": False}
+        | {"num_hidden_layers": 4, "linear_conv_kernel_dim": 3, "linear_value_head_dim": 12},
+    ),
     "kimi": ("kimi_linear", KIMI | {"num_hidden_layers": 5}),
     "kimi, dense, queries with a latent": (
         "kimi_linear",
@@ -374,7 +383,9 @@ async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[in
     assert (await over_two_ranks(source, requests())).tokens() == alone
 
 
-@pytest.mark.parametrize("name", ["lfm2 moe", "kimi", pytest.param("minimax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["lfm2 moe", "kimi", "olmo hybrid", pytest.param("minimax", marks=pytest.mark.slow)]
+)
 async def test_other_states_are_kept(name: str, tmp_path: Path) -> None:
     """Units without memory, beside latents, and without a convolution: in a batch, in chunks, behind a prefix
     and over two ranks, as alone."""

@@ -141,6 +141,36 @@ FAMILIES = {
         norm_offset=1.0,
         gguf=(Gguf("qwen35moe", AFTER_NORMS, deltas="apart", tensors=SHARED_GATE),),
     ),
+    "OlmoHybridForCausalLM": Family(
+        ("olmo_hybrid",),
+        {key: value for key, value in DECODER.items() if key not in ("head_dim", "rope_theta")}
+        | sizes(100352, 3840, 11008, 32, 30, 65536)
+        | {
+            "attention_bias": False,
+            "rope_theta": None,
+            "layer_types": None,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": None,
+            "linear_value_head_dim": None,
+            "linear_num_key_heads": None,
+            "linear_num_value_heads": None,
+            "linear_allow_neg_eigval": True,
+        },
+        CAUSAL,
+        model="sgla.model.olmo_hybrid:OlmoHybrid",
+        nulls=(
+            *KV_HEADS,
+            "rope_theta",
+            *(f"linear_{kind}_head_dim" for kind in ("key", "value")),
+            *(f"linear_num_{kind}_heads" for kind in ("key", "value")),
+        ),
+        attention="sgla.model.delta_spec:olmo",
+        renamed=(
+            (".attention_layer_norm.", ".input_layernorm."),
+            (".feedforward_layer_norm.", ".post_attention_layernorm."),
+        ),
+        qk_norm="width",
+    ),
     "MiniMaxForCausalLM": Family(
         ("minimax", "minimax_m1", "minimax_text_01"),
         DECODER
