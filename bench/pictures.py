@@ -138,7 +138,7 @@ def tower(args: argparse.Namespace) -> None:
         load = partial(load_tower, source, vision, torch.bfloat16, device)
         made, note = load(), "transformers' kernels"
         if device.type == "cuda" and not args.plain:
-            made, note = seeing.quick(made, load, vision, seeing.example_of(source, vision, seeing.SMALL))
+            made, note = seeing.quick(made, load, vision, seeing.example_of(source, vision, seeing.MIDDLE))
         shown = Image.open(io.BytesIO(picture(args.side, 0))).tobytes()
         begun = time.perf_counter()
         arrays = arrays_of(Picture.of(args.side, args.side, shown), vision.processors[0], settings, {})

@@ -34,7 +34,7 @@ constexpr int BLOCKS = BN / 32;            // of a thread's columns: eight of ea
 
 struct Params {
   TensorMap w, x;
-  const float* bias;         // [n] or null
+  const float* bias;         // [n], gated [2 n], or null
   bf16* out;                 // [m, out_stride]
   const int* positions;      // HEADS: [m], as out_loc
   const int* out_loc;
@@ -256,9 +256,11 @@ using Epilogue = Choice<HEADS>::Epilogue;
 __device__ __forceinline__ void add_bias(const Params& p, float (&acc)[BN / 2], const Sums& sums) {
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
-    if (sums.w * BN + j * 32 >= p.n) break;
+    const bool up = GATED && j >= BLOCKS / 2;
+    const int n = sums.w * COLS + (up ? j - BLOCKS / 2 : j) * 32;
+    if (n >= p.n) continue;
     float bias[8];
-    read8(bias, p.bias + sums.w * BN + j * 32 + threadIdx.x % 4 * 8);
+    read8(bias, p.bias + (up ? p.n : 0) + n + threadIdx.x % 4 * 8);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -306,8 +308,7 @@ struct Group {
     sums.w = tile.w, sums.row = tile.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     wgmma_wait<0>(acc);
     release(used);
-    if constexpr (!GATED)
-      if (p.bias) add_bias(p, acc, sums);
+    if (p.bias) add_bias(p, acc, sums);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll

@@ -26,8 +26,9 @@ from sgla.version import __version__
 from sgla.worker.peering import model_digest
 from sgla.worker.pictures import CACHED, ON_GPUS, Pictures
 
-# Sides in pixels of pictures that a start on a GPU looks at: to compare, and to see what memory it takes.
-SMALL, LARGE = 448, 2016
+# Sides in pixels of pictures that a start on a GPU looks at: to compare, with enough patches for all kernels,
+# and to see what memory it takes.
+MIDDLE, LARGE = 1008, 2016
 NEAR = 0.05  # of bfloat16
 ABREAST = 64 << 20  # bytes of pictures at a time, fewer than those of a LARGE one
 
@@ -87,7 +88,7 @@ def open_tower(
     plain = plain_of(dtype)
     load = partial(load_tower, source, vision, plain, device, config.random_seed or 0)
     if device.type == "cuda" and vision.kind == "image" and plain != torch.float32:
-        return quick(load(), load, vision, example_of(source, vision, SMALL))
+        return quick(load(), load, vision, example_of(source, vision, MIDDLE))
     return load(), ""
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sgla.kernels.cuda import prompt_gemm
+from sgla.kernels.device import this_device
 from sgla.kernels.triton import elementwise
 from sgla.kernels.triton.tower import rotate
 from sgla.loading.tower_attention import attend
@@ -51,15 +53,33 @@ def gated(part: Any) -> Any:
     weight = torch.cat([F.pad(x.weight, (0, 0, 0, lack)) for x in (gate, up)])
     bias = None if gate.bias is None else torch.cat([F.pad(x.bias, (0, lack)) for x in (gate, up)])
     last, behind = F.pad(down.weight, (0, lack)), down.bias
+    plain = None if bias is None else bias.float()
     del part.gate_proj, part.up_proj, part.down_proj
-    for name, values in (("both", weight), ("both_bias", bias), ("last", last), ("last_bias", behind)):
+    for name, values in (
+        ("both", weight),
+        ("both_bias", bias),
+        ("plain", plain),
+        ("last", last),
+        ("last_bias", behind),
+    ):
         part.register_buffer(name, values, persistent=False)
 
     def run(x: Tensor) -> Tensor:
-        both = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        return F.linear(elementwise.act_mul(both, "silu"), last, behind).view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        if one_kernel(rows, weight):
+            inner = prompt_gemm.linear(rows.contiguous(), weight, bias=plain, epilogue=prompt_gemm.SILU)
+        else:
+            inner = elementwise.act_mul(F.linear(rows, weight, bias), "silu")
+        return F.linear(inner, last, behind).view(*x.shape[:-1], -1)
 
     return run
+
+
+def one_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether our product does the activation, too, and keeps the GPU busy."""
+    (m, k), n = x.shape, weight.shape[0]
+    ours = this_device().wgmma and x.dtype == torch.bfloat16
+    return ours and prompt_gemm.refuses(m, n, k, gated=True) is None and prompt_gemm.fills(m, n)
 
 
 def is_attention(part: Any) -> bool:

@@ -33,6 +33,8 @@ def test_prompt_gemm(m: int, n: int, k: int) -> None:
     assert relative(prompt_gemm.linear(x, w, bias=bias), y + bias) < 5e-3
     for epilogue, kind in ((prompt_gemm.SILU, "silu"), (prompt_gemm.GELU, "gelu_tanh")):
         assert relative(prompt_gemm.linear(x, w, epilogue=epilogue), ops.act_mul(y, kind)) < 5e-3
+        shifted = prompt_gemm.linear(x, w, bias=bias, epilogue=epilogue)
+        assert relative(shifted, ops.act_mul(y + bias, kind)) < 5e-3
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (7, 2, 128), (14, 2, 64), (9, 3, 64)])

@@ -79,10 +79,9 @@ def _kernel(epilogue: int, dim: int) -> Kernel:
 def linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, epilogue: int = STORE) -> Tensor:
     """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, bias float32.
 
-    STORE; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``, and there is no bias.
+    STORE; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``.
     """
     gated = epilogue in (SILU, GELU)
-    assert not (gated and bias is not None)
     out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
     _launch(x, weight, epilogue, out, bias=bias)
     return out
