@@ -728,6 +728,7 @@ class Speech(msgspec.Struct, kw_only=True):
     transcript: Transcript
     frames: int
     hop: int
+    aligned: list[list[int]] = []  # layer and head of those that tell when a token was said; []: none does
 
 
 class Dictation(msgspec.Struct, kw_only=True, frozen=True):

@@ -3,6 +3,8 @@ when a request takes its slot, and stand in a table."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,10 +30,12 @@ def cross_attention(q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch
 
 class CrossAttention:
     """``[T, d] -> [T, H * hd]``, which ``out`` brings back to the width. Every head has keys and values of
-    its own, and keys have no bias. ``seat`` makes the tables before the first step."""
+    its own, and keys have no bias. ``seat`` makes the tables before the first step. ``watched``: by whom, in
+    steps that are no program."""
 
     keys: Tensor  # [slots, H, N, hd]
     values: Tensor
+    watched: Callable[[Tensor, Tensor, ForwardBatch, float], None] | None = None
 
     def __init__(self, build: Build, name: str, hidden: int, layer: AttentionSpec) -> None:
         self.layer, width = layer, layer.heads * layer.head_dim
@@ -52,4 +56,7 @@ class CrossAttention:
             table[slot] = made.unflatten(1, (len(self.heads), -1)).transpose(0, 1)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        return cross_attention(self.q(x), self.keys, self.values, batch, self.layer.scale)
+        q = self.q(x)
+        if self.watched is not None:
+            self.watched(q, self.keys, batch, self.layer.scale)
+        return cross_attention(q, self.keys, self.values, batch, self.layer.scale)

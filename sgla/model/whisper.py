@@ -4,6 +4,9 @@ the decoder's layers attends to its own tokens, then to the sound. The encoder i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -66,6 +69,11 @@ class Whisper(Decoder):
     def hear(self, slot: int, heard: Tensor) -> None:
         for block in self._crossing():
             block.cross.hear(slot, heard)
+
+    def watch(self, taken: Callable[[int, Tensor, Tensor, ForwardBatch, float], None] | None) -> None:
+        """Show queries and keys of each layer's attention to the sound, from now on; None: no more."""
+        for i, block in enumerate(self._crossing()):
+            block.cross.watched = None if taken is None else partial(taken, i)
 
     def _crossing(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]

@@ -50,7 +50,18 @@ def read_speech(source: ModelSource, settings: Mapping[str, Any]) -> Speech:
         transcript=transcript,
         frames=2 * Reader("Whisper", given).integer("max_source_positions", POSITIONS),
         hop=settings.get("hop_length", HOP),
+        aligned=_aligned(given),
     )
+
+
+def _aligned(given: Mapping[str, Any]) -> list[list[int]]:
+    """Raises ConfigError for heads that there are not."""
+    found = given.get("alignment_heads") or []
+    most = given.get("decoder_layers", 0), given.get("decoder_attention_heads", 0)
+    pairs = isinstance(found, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in found)
+    if not pairs or not all(type(n) is int and 0 <= n < end for pair in found for n, end in zip(pair, most)):
+        raise ConfigError(f"{FILE}: alignment_heads must be pairs of a layer and a head", param="model")
+    return found
 
 
 def _latest(given: Mapping[str, Any]) -> int:

@@ -50,6 +50,8 @@ class CpuRunner(CpuWeights):
                 self._pictures.admit(new)
             if self._listening is not None:
                 self._listening.admit(new, self.model)
+            if self._aligner is not None:
+                self._aligner.admit(new.slot)
             if self._canvases is not None:
                 self._canvases.admit(new)
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
@@ -186,6 +188,10 @@ class CpuRunner(CpuWeights):
                 continue
             rows.append(logits[torch.from_numpy(np.isin(tokens, wanted.tokens))])
             for row in wanted.pooled:
+                if self._aligner is not None:
+                    if (tokens == row.token).any():
+                        add_vectors(extras, [(row.row, self._aligner.places(row.slot))])
+                    continue
                 labels = torch.from_numpy(self.tables.labels[row.slot])
                 for index in np.flatnonzero(tokens == row.token):
                     values = label_logprobs(logits[index], labels).numpy()

@@ -19,7 +19,9 @@ from sgla.kernels.ops import Layer
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
+from sgla.model.whisper import Whisper
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
+from sgla.worker.aligning import AlignedForward, Aligner
 from sgla.worker.canvases import Canvases
 from sgla.worker.context import ContextForward
 from sgla.worker.experts import counted
@@ -37,7 +39,7 @@ class CpuModel(Runner):
     """Has its ``model``, and the ``_forward`` pass over ``_own``, the pages of its layers. ``tables``: of
     slots; ``_pooler``: of a model that answers with vectors; ``_kept``: its hidden states, if requests may
     want them; ``_pictures``: if it takes any; ``_listening``: if its layers attend to sounds; ``_canvases``:
-    if it writes blocks."""
+    if it writes blocks; ``_aligner``: if it tells when tokens were said."""
 
     place: Cpu
     config: Config
@@ -50,6 +52,7 @@ class CpuModel(Runner):
     _pictures: Pictures | None = None
     _listening: Listening | None = None
     _canvases: Canvases | None = None
+    _aligner: Aligner | None = None
     _forward: Forward
     _together: Together | None = None
     _divided: ContextForward | None = None
@@ -127,6 +130,9 @@ class CpuModel(Runner):
             return plain, note
         make = partial(self._make_plain, limits, threads, native, hook)
         plain, note = make()
+        if self._aligner is not None and isinstance(self.model, Whisper):
+            eager = eager_forward(self.model, self._own, self._kept, hook)
+            return AlignedForward(plain, eager, self._aligner, self._watch, threads), note
         if self._pictures is not None:
             eager = eager_forward(self.model, self._own, self._kept, hook)
             return PicturedForward(plain, eager, threads), note
@@ -138,6 +144,10 @@ class CpuModel(Runner):
         adapted, _ = make()
         adapters.rows.active = False
         return AdaptedForward(adapters, self.tables, plain, adapted), note
+
+    def _watch(self, aligner: Aligner | None) -> None:
+        assert isinstance(self.model, Whisper)
+        self.model.watch(None if aligner is None else aligner.take)
 
     def _make_plain(
         self, limits: ProgramLimits, threads: int, native: bool, hook: Callable[[Tensor], None] | None

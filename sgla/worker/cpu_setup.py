@@ -18,6 +18,8 @@ from sgla.sampling.draw import draw
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
+from sgla.sampling.warp import WIDTH
+from sgla.worker.aligning import Aligner
 from sgla.worker.canvases import Canvases, canvas_bytes
 from sgla.worker.cpu_kv import CpuKV, take_kv
 from sgla.worker.cpu_model import CpuModel
@@ -54,6 +56,8 @@ class CpuSetup(CpuModel):
             self._listening, seeing = open_listening(config, source, spec, dtype, *own)
         else:
             self._pictures, seeing = open_pictures(config, source, spec, self.place.torch, dtype)
+        if seeing.speech is not None and self.shard.count > 1:
+            seeing.speech.aligned = []  # each rank has some of the heads
         self.copies.identity = seeing.identity or {}
         canvases = canvas_bytes(spec, slots)
         kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken + canvases)
@@ -66,6 +70,9 @@ class CpuSetup(CpuModel):
         states = kv.paged < len(kv.groups)
         spare = self.shard.lockstep is not None  # a slot of nobody
         self.tables = SlotTables(slots + spare, context_len, config.page_size, kv.paged, states)
+        if seeing.speech is not None and seeing.speech.aligned:
+            width = source.config.get("median_filter_width", WIDTH)
+            self._aligner = Aligner(seeing.speech.aligned, width, self.tables.labels)
         kernels = self._make_steps(kv, dtype, step_tokens, processors)
         adapters = None if self.adapters is None else self.adapters.adapters
         ledger = {

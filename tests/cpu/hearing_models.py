@@ -246,6 +246,7 @@ def whisper(folder: Path, seed: int = 0) -> tuple[ModelSource, Any]:
         suppress_tokens=[5, 9, special("startofprev"), special("startoftranscript")],
         begin_suppress_tokens=[35, END],
         max_initial_timestamp_index=50,
+        alignment_heads=[[0, 1], [1, 0], [1, 3]],
         max_length=64,
         return_timestamps=False,
     )

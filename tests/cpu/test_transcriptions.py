@@ -25,6 +25,7 @@ from sgla.http.server import SERVER
 from sgla.media.prepare import processor_of
 from sgla.media.sound import RATE, Sound
 from sgla.text.tokenizer import Tokenizer
+from sgla.text.words_said import words_of
 from sgla.worker.features import threads
 
 SOUNDS = [sound(0.7, 1), sound(2.0, 2), sound(5.3, 3)]
@@ -151,6 +152,39 @@ async def test_forms_of_answers(serving: Serving) -> None:
     assert srt.count(" --> ") == vtt.count(" --> ") == len(verbose.segments)
 
 
+@pytest.mark.parametrize("heard", SOUNDS, ids=["short", "a window", "long"])
+async def test_times_of_words_equal_transformers(serving: Serving, heard: Sound) -> None:
+    speech = serving.system.ingress.facts.speech
+    assert speech is not None
+    extractor = processor_of("WhisperFeatureExtractor", json.dumps(EXTRACTOR))
+    mask = extractor(
+        np.frombuffer(heard.samples, np.float32),
+        sampling_rate=RATE,
+        padding="longest" if heard.seconds > 2 else "max_length",
+        truncation=False,
+        return_attention_mask=True,
+        return_tensors="pt",
+    ).attention_mask
+    segments = serving.expected(
+        heard, True, task="transcribe", return_token_timestamps=True, attention_mask=mask
+    )
+    tokens = [token for segment in segments for token in segment["tokens"].tolist()]
+    times = [time for segment in segments for time in segment["token_timestamps"].tolist()]
+    expected = words_of(tokens, times, speech.transcript, serving.tokenizer.decode, "en")
+    found = await serving.client.audio.transcriptions.create(
+        model="",
+        file=("a.wav", wav(heard)),
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    assert found.segments is None
+    assert [word.word for word in found.words] == [word.text for word in expected]
+    within = [word.start for word in expected if word.start < heard.seconds]  # it writes of silence, too
+    assert [word.start for word in found.words][: len(within)] == pytest.approx(within, abs=0.011)
+    assert all(word.start <= word.end for word in found.words)
+    assert len(within) > 1
+
+
 async def test_sampled_by_seed_alone_and_together(serving: Serving) -> None:
     audio = serving.client.audio.transcriptions
 
@@ -169,7 +203,7 @@ async def test_sampled_by_seed_alone_and_together(serving: Serving) -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "language": {"language": "klingon"},
     "response_format": {"response_format": "midi"},
-    "timestamp_granularities": {"timestamp_granularities": ["word"], "response_format": "verbose_json"},
+    "timestamp_granularities": {"timestamp_granularities": ["line"], "response_format": "verbose_json"},
     "include": {"include": ["logprobs"]},
     "chunking_strategy": {"chunking_strategy": {"type": "server_vad"}},
     "known_speaker_names": {"known_speaker_names": ["Ada"]},

@@ -29,6 +29,7 @@ from sgla.media.sound import Sound
 from sgla.messages import Dictation, Speech
 from sgla.text.languages import CODES, NAMES
 from sgla.text.transcript import clock_time
+from sgla.text.words_said import Word
 
 PIECE = 64 << 10  # bytes of a file that are read at once
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
@@ -113,7 +114,7 @@ async def heard(request: web.Request, task: str) -> web.StreamResponse:
         async for _ in made.write():
             pass
         if isinstance(made, Transcription) and asked is not None:
-            return answer(made, sound, form, asked)
+            return answer(made, sound, form, asked, fields.timestamp_granularities or ["segment"])
         return plain_answer(made, sound, form)
 
 
@@ -222,12 +223,20 @@ def asked_of(server: Server, speech: Speech, fields: TranslationForm, task: str)
         before = server.ingress.tokenizer.encode(f" {said}", add_special_tokens=False)
     facts = server.ingress.facts
     assert facts is not None
+    worded = "word" in (fields.timestamp_granularities or [])
+    if worded and not speech.aligned:
+        raise UnsupportedField(
+            "timestamp_granularities: this model's files do not say which heads tell when a word was said "
+            "(alignment_heads), or several ranks share them out; leave word out",
+            param="timestamp_granularities",
+        )
     return Asked(
         task=task,
         language=language_of(fields.language, speech),
         before=check_prompt(before, speech, facts.context_len),
         timed=form not in ("json", "text"),
         rated=form == "verbose_json",
+        worded=worded,
         temperature=fields.temperature or 0.0,
         seed=fields.seed,
     )
@@ -245,10 +254,8 @@ def check_fields(fields: TranslationForm, form: str) -> None:
         )
     name = "timestamp_granularities"
     for granularity in fields.timestamp_granularities or []:
-        if granularity == "word":
-            raise UnsupportedField(f"{name}: timestamps are of segments, not of words", param=name)
-        if granularity != "segment":
-            raise InvalidField(f"{name} must be segment", param=name)
+        if granularity not in ("segment", "word"):
+            raise InvalidField(f"{name} must be segment or word", param=name)
         if form != "verbose_json":
             raise InvalidField(f"{name} needs response_format verbose_json", param=name)
     if fields.stream and form not in ("json", "text"):
@@ -288,7 +295,9 @@ def duration(sound: Sound) -> dict[str, Any]:
     return {"type": "duration", "seconds": math.ceil(sound.seconds)}
 
 
-def answer(made: Transcription, sound: Sound, form: Format, asked: Asked) -> web.Response:
+def answer(
+    made: Transcription, sound: Sound, form: Format, asked: Asked, granularities: list[str]
+) -> web.Response:
     if form in ("json", "text"):
         return plain_answer(made, sound, form)
     if form in ("srt", "vtt"):
@@ -301,10 +310,15 @@ def answer(made: Transcription, sound: Sound, form: Format, asked: Asked) -> web
             "language": NAMES.get(made.language or "en", made.language),
             "duration": sound.seconds,
             "text": text,
-            "segments": shown,
+            **({"segments": shown} if "segment" in granularities else {}),
+            **({"words": list(map(word_object, made.said))} if asked.worded else {}),
             "usage": usage,
         }
     )
+
+
+def word_object(word: Word) -> dict[str, Any]:
+    return {"word": word.text, "start": round(word.start, 2), "end": round(word.end, 2)}
 
 
 def segment_object(number: int, rated: Rated, made: Transcription, asked: Asked) -> dict[str, Any]:

@@ -18,20 +18,23 @@ from sgla.http.answer.collect import Choice, Collector
 from sgla.http.request.schema import RequestFields
 from sgla.http.request.work import make_work
 from sgla.http.server import Server, Work, raise_aborted
-from sgla.media.sound import Sound
+from sgla.media.sound import RATE, Sound
 from sgla.messages import Event, SamplingParams, Speech, Window
 from sgla.text.transcript import Segment, Windows, pairs
+from sgla.text.words_said import Word, words_of
 
 
 class Asked(msgspec.Struct, kw_only=True):
     """``task``: transcribe or translate; ``language``: its code, None: it is to be found out; ``before``: ids
-    of what was said before; ``timed``: with timestamps; ``rated``: with how sure the model is."""
+    of what was said before; ``timed``: with timestamps; ``rated``: with how sure the model is;
+    ``worded``: with times of words."""
 
     task: str
     language: str | None
     before: list[int]
     timed: bool
     rated: bool
+    worded: bool
     temperature: float
     seed: int | None
 
@@ -68,7 +71,7 @@ class Transcription:
         assert facts is not None
         assert facts.speech is not None
         self.speech = speech = facts.speech
-        self.language, self.segments = asked.language, list[Rated]()
+        self.language, self.segments, self.said = asked.language, list[Rated](), list[Word]()
         self.prompt_tokens = self.completion_tokens = self.frames = 0
         self._request, self._server, self._fields = request, server, fields
         self._sound, self._asked = sound, asked
@@ -116,7 +119,10 @@ class Transcription:
                         told = text
             finally:
                 self._server.close(work)
+            tokens = sink.choices[0].tokens
             segments = self._take(sink, silence)
+            if self._asked.worded:
+                await self._align(window, prompt, tokens, segments)
             text = self.words([token for segment in segments for token in segment.tokens])
             if text.startswith(told) and text != told:
                 yield text[len(told) :]
@@ -182,11 +188,37 @@ class Transcription:
         (entry,) = choice.logprobs or []
         return float(min(1.0, math.exp(dict(entry.asked)[silent])))
 
-    async def _work(self, window: Window, prompt: list[int], sampling: SamplingParams) -> Work:
+    async def _align(
+        self, window: Window, prompt: list[int], tokens: Sequence[int], segments: Sequence[Segment]
+    ) -> None:
+        """Find out when the words of a window were said: the model reads its text again."""
+        count = sum(len(segment.tokens) for segment in segments)
+        text = list(tokens[:-1]) if tokens and tokens[-1] == self.speech.transcript.end else list(tokens)
+        if not count or not text:
+            return
+        frames = min(window.end, len(self._sound.samples) // 4 // self.speech.hop) - window.first
+        asked = [len(prompt), max(frames, 2)]
+        work = await self._work(window, [*prompt, *text], SamplingParams(), pool=asked)
+        sink = Listener(work)
+        self._server.open(work, sink)
+        try:
+            await sink.done
+        finally:
+            self._server.close(work)
+        vector = whole(sink).vector
+        assert vector is not None
+        second = 2 * self.speech.hop / RATE
+        begins = [window.first // 2 * second + place * second for place in memoryview(vector).cast("f")]
+        decode = self._server.ingress.tokenizer.decode
+        self.said += words_of(text[:count], begins, self.speech.transcript, decode, self.language)
+
+    async def _work(self, window: Window, prompt: list[int], sampling: SamplingParams, **more: Any) -> Work:
         """The one before is kept until its own sound is prepared, which is the same."""
         given: dict[str, Any] = {"token_ids": prompt, "pictures": [self._sound], "window": window}
-        work = await make_work(self._request, self._fields, [given], sampling, clip=True)
+        work = await make_work(self._request, self._fields, [given], sampling, clip=True, **more)
         for job in work.jobs:
+            if more:  # all tokens are looked at, so none may be read from the cache
+                job.namespace = f"{job.namespace}\0{job.rid}"
             job.deadline = self._deadline
         self._kept = [*self._kept[-1:], work]
         return work
