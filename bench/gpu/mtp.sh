@@ -36,4 +36,7 @@ part guesses 90 $common --algorithm mtp --accept 0.8 --all --guesses 4,3,2,1 --r
 $python -c 'import json; print(json.dumps([*range(0, 248320, 8)] + [*range(1, 1729)]))' >"$out/map.json"
 part narrowed 60 $common --algorithm mtp --accept 0.8 --all --guesses 4,3,2 --rows 1 --tokens 256 --repeat 2 \
     --extra '{"speculative_token_map": "'"$out/map.json"'"}'
+# As many guesses as pay by the clock.
+part adaptive 45 $common --algorithm mtp --accept 0.8 --guesses 4 --rows 1,16 --tokens 256 --repeat 2 \
+    --extra '{"speculative_token_map": "'"$out/map.json"'"}'
 part none 60 $common --algorithm off --rows 1,16 --tokens 256 --repeat 2

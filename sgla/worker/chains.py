@@ -58,7 +58,7 @@ class Chains:
         self._padding = state.padding
         self._pace = Pace(self._padding + 1, adaptive, RARE)
         self._unread = np.zeros(self._padding + 1, np.int32)  # tokens of slots before their pending one
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[tuple[Flight, int]] = deque()
         self._admitted = np.zeros(self._padding + 1, np.int64)  # the steps in which requests took slots
         self.pairs = [pair for size, before in zip(ROWS, (0, *ROWS)) for pair in self._counts(size, before)]
         room = max(READS[-1], *(size * self._width(count) for size, count in self.pairs))
@@ -120,20 +120,25 @@ class Chains:
     def _admit(self, plan: StepPlan) -> None:
         """The plan has new rows."""
 
-    def remember(self, flight: Flight) -> None:
-        """Its rows guess."""
-        self._flights.append(flight)
+    def remember(self, flight: Flight, tokens: int) -> None:
+        """A step whose rows may guess, or one of so many ``tokens`` of decode rows alone; else 0."""
+        self._flights.append((flight, tokens))
 
     def _learn(self, step: int) -> None:
         """How much was right in the steps that are over for sure when ``step`` is launched: so all ranks have
-        learned the same by then."""
-        while self._flights and self._flights[0].step <= step - LATE:
-            flight = self._flights.popleft()
-            assert flight.verify is not None
+        learned the same by then. What they took, a rank alone learns."""
+        while self._flights and self._flights[0][0].step <= step - LATE:
+            flight, tokens = self._flights.popleft()
             flight.end.synchronize()
-            slots, guessed, right = flight.verify.brought()
-            still = self._admitted[slots] <= flight.step
-            self._pace.learn(slots[still], guessed[still], right[still])
+            rows, guesses = tokens, 0
+            if flight.verify is not None:
+                slots, guessed, right = flight.verify.brought()
+                still = self._admitted[slots] <= flight.step
+                self._pace.learn(slots[still], guessed[still], right[still])
+                rows, guesses = len(slots), flight.verify.most
+            if tokens and not flight.waited and self.steps.shard.size == 1:
+                seconds = flight.begin.elapsed_time(flight.end) / 1e3
+                self._pace.took(rows, guesses, tokens, seconds)
 
     def follow(self, plan: StepPlan) -> None:
         """Before the target's step: read the prompts that it reads, and guess for the rows that may."""

@@ -98,7 +98,8 @@ class CudaRunner(GpuExperts):
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
         graph = not counted and self._decodes(plan) if size is None else size > 0
-        if graph and not self._reads_pictures(slots, starts):
+        graph = graph and not self._reads_pictures(slots, starts)
+        if graph:
             self._await(late)
             states = state_columns(plan, slots, starts, self.steps.tables.host)
             out, landed, pending = self.graphs.run(slots, starts, states, verify, size or 0)
@@ -108,8 +109,8 @@ class CudaRunner(GpuExperts):
             out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
             flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
             flight.extras = extras
-        if self.chains is not None and verify is not None:
-            self.chains.remember(flight)
+        if self.chains is not None and (graph or verify is not None):
+            self.chains.remember(flight, rows if graph else 0)
         return flight
 
     def _late(self, plan: StepPlan) -> list[Crossing]:

@@ -47,6 +47,7 @@ class Flight:
     end: torch.cuda.Event
     due: float = 0.0  # when it will end is not known
     held: bool = False
+    waited: bool = False  # it was held
     tokens: Tensor | None = None
     unmet: list[tuple[int, str]] = field(default_factory=list)
     on_host: tuple[Any, Any] | None = None
@@ -94,6 +95,7 @@ class Flights:
         constraints = self._constraints
         flight.on_host = pending and pending.on_host
         flight.held = pending is not None and constraints is not None and constraints.any(pending.on_host[0])
+        flight.waited = flight.held
         if not flight.held:
             self._sample(flight, None)
         return flight

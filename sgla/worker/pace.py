@@ -17,6 +17,7 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 FIRST = 0.7  # share of right guesses that a request begins with
 WEIGHT = 0.1  # of the latest guess, and of the latest step
+FORGOTTEN = 0.005  # with each step, of what other steps have taken
 SUREST = 0.98
 LARGEST = 2 * VERIFIED  # tokens
 TIMED = 4  # steps before which all that may be guessed is
@@ -44,16 +45,22 @@ class Line:
 
 class Curve:
     """Seconds as they were measured for the numbers ``xs``, which rise, and between these as what is between
-    them."""
+    them. What comes later counts for more: a mixture's tokens want other experts than those that it was
+    measured with, and long texts take longer. What has not come for long is forgotten."""
 
     def __init__(self, xs: Sequence[int], seconds: Sequence[float]) -> None:
-        self._xs, self._seconds = xs, seconds
+        self._xs, self._seconds = np.array(xs), np.array(seconds)
+        self._ratios = np.ones(len(xs))  # to what was measured
 
     def add(self, x: int, y: float) -> None:
-        """It stays as it is."""
+        """``x`` ran as the next of ``xs``."""
+        i = min(int(np.searchsorted(self._xs, x)), len(self._xs) - 1)
+        kept = self._ratios[i]
+        self._ratios += FORGOTTEN * (1 - self._ratios)
+        self._ratios[i] = kept + WEIGHT * (y / max(self._seconds[i], 1e-9) - kept)
 
     def at(self, x: NDArray[Any]) -> NDArray[Any]:
-        return np.interp(x, self._xs, self._seconds)
+        return np.interp(x, self._xs, self._seconds * self._ratios)
 
 
 class Best(NamedTuple):
@@ -89,6 +96,12 @@ class Pace:
         if tokens <= LARGEST:
             self._target.add(tokens, seconds)
             self._timed += 1
+
+    def took(self, rows: int, guesses: int, tokens: int, seconds: float) -> None:
+        """A step with so many ``guesses`` of each of ``rows``, and its target's ``tokens`` in all."""
+        own = float(self._guess.at(np.array([rows]))[0]) * max(guesses - 1, 0)
+        own += float(self._read.at(np.array([rows]))[0]) * (guesses > 0)
+        self._target.add(tokens, max(seconds - own, 0.0))
 
     @contextmanager
     def guessing(self, rows: int) -> Iterator[None]:

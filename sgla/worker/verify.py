@@ -68,6 +68,7 @@ class Verify:
         self.plan, self._state = plan, state
         slots, flags = column(plan.slots), np.frombuffer(plan.flags, np.uint8)
         most = column(plan.drafts) if plan.drafts else np.full(len(slots), -1, np.int32)
+        self.most = max(int(most.max()), 0)  # guesses of a row
         spans = np.maximum(most, 0) + 1
         self._rows = np.repeat(np.arange(len(slots)), spans)  # of the step
         sampled = np.flatnonzero(flags & SAMPLE)

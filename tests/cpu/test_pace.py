@@ -80,11 +80,26 @@ def test_a_line_follows_what_comes() -> None:
     assert line.at(np.array([10, 20])) == pytest.approx([6.0, 11.0], rel=1e-3)
 
 
+def test_measured_times_give_way_to_those_of_steps() -> None:
+    """A step of four tokens takes twice as long as it was measured, one of two tokens does not."""
+    pace = Pace(8, adaptive=True, rare=1000)
+    nothing = Curve([1, 8], [0.0, 0.0])
+    pace.know(Curve([1, 2, 4], [1.0, 1.1, 1.2]), nothing, nothing)
+    assert pace.most(SLOTS[:1], 3, 1) == 3
+    for _ in range(40):
+        pace.took(1, 3, 4, 2.4)
+        pace.took(1, 1, 2, 1.1)
+    assert pace._target.at(np.array([1, 2, 4])) == pytest.approx([1.0, 1.1, 2.4], rel=0.05)
+    assert pace.most(SLOTS[:1], 3, 1) == 1
+    for _ in range(1000):
+        pace.took(1, 1, 2, 1.1)
+    assert pace.most(SLOTS[:1], 3, 1) == 3  # it may be worth another try
+
+
 @pytest.mark.parametrize(("guess", "expected"), [(0.01, 8), (0.3, 2), (50.0, 0)])
 def test_costs_that_are_known_at_the_start(guess: float, expected: int) -> None:
     """Before any step: the share of right guesses is the one that requests begin with."""
     pace = Pace(8, adaptive=True, rare=1000)
     target = Curve([1, 2, 16], [1.0, 1.01, 1.02])
     pace.know(target, Curve([1, 8], [guess, guess]), Curve([1, 8], [guess, guess]))
-    pace.step(4, 99.0)
     assert pace.most(SLOTS[:1], 8, 1) == expected
