@@ -203,6 +203,20 @@ class EngineSettings(ModelSettings, kw_only=True):
             "that most tokens want, see /rebalance_experts"
         ),
     ] = 0
+    rebalance_interval: Annotated[
+        float,
+        Doc(
+            description="seconds between two looks at how evenly --ep ranks have work, behind which experts "
+            "move where that is worth it; 0: never by themselves"
+        ),
+    ] = 0.0
+    rebalance_below: Annotated[
+        float,
+        Doc(
+            description="what ranks do on average, against the one that does most, below which experts move "
+            "(--rebalance-interval)"
+        ),
+    ] = 0.9
     cp: Annotated[
         int,
         Doc(

@@ -751,6 +751,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "cp": (1, 64),
     "ep": (1, MOST_RANKS),
     "redundant_experts": (0, 65536),
+    "rebalance_interval": (0, math.inf),
+    "rebalance_below": (0, 1),
     "nnodes": (1, MOST_RANKS),
     "node_rank": (0, MOST_RANKS - 1),
     "dist_timeout": (1, math.inf),

@@ -6,17 +6,16 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
-from sgla.actors import placing
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.blocks import check_blocks
 from sgla.actors.cost import job_bytes
+from sgla.actors.experts import MovesExperts
 from sgla.actors.lanes import Lanes
-from sgla.actors.resting import RESTS, Resting
+from sgla.actors.resting import RESTS
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
@@ -77,7 +76,7 @@ class _Open:
         self.adapter = adapter
 
 
-class Ingress(Resting):
+class Ingress(MovesExperts):
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
     Nobody else refuses for want of room. The capacity, slots and ``max_queued_requests`` together, bounds the
@@ -390,32 +389,6 @@ class Ingress(Resting):
         assert self._pause is not None
         self.paused = paused
         self._pause(paused)
-
-    async def place_experts(self) -> list[dict[str, Any]]:
-        """Experts go to ranks by how often they were chosen since counting began; see ``placing.place``.
-        Requests wait meanwhile, and go on."""
-        self.require_ready()
-        placing.check(self.config)
-        place = self._between_steps(partial(placing.place, self.config, self.control))
-        made: list[dict[str, Any]] = await self._whole(place)
-        return made
-
-    async def count_experts(self, verb: str) -> Any:
-        """The ranks' answers to ``experts_start``, ``experts_stop`` or ``experts_dump``. All begin and end to
-        count with the same step."""
-        told = partial(self.control, Control(verb=verb))
-        return await (told() if verb == "experts_dump" else self._whole(self._between_steps(told)))
-
-    async def _between_steps(self, do: Callable[[], Awaitable[Any]]) -> Any:
-        pause, stats = self._pause, self._stats
-        assert pause is not None
-        assert stats is not None
-        pause(True)
-        try:
-            await placing.still(lambda: stats().in_flight)
-            return await do()
-        finally:
-            pause(self.paused)
 
     async def control(self, command: Control) -> Any:
         """Send an out-of-step command to the workers and return rank 0's answer."""

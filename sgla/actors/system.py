@@ -16,6 +16,7 @@ from sgla.actors.detokenize import Detokenize
 from sgla.actors.encoding import Encoding
 from sgla.actors.ingress import Ingress
 from sgla.actors.pictures import PictureRoom
+from sgla.actors.placing import Balancer
 from sgla.actors.prefilling import Prefilling
 from sgla.actors.schedule import Schedule
 from sgla.actors.setup import (
@@ -80,6 +81,7 @@ class System:
         self._publisher: Publisher | None = None
         self._pictures: PictureRoom | None = None
         self._waking: asyncio.Task[None] | None = None  # what prepares pictures
+        self._balancing: asyncio.Task[None] | None = None
         self._inquest: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[dict[str, Any]]] = set()  # to commands
 
@@ -122,6 +124,9 @@ class System:
             self.prefilling = Prefilling(config, facts, self.ingress)
         if self._pictures is not None:
             self._waking = loop.create_task(self._pictures.wake())
+        if config.rebalance_interval:
+            balancer = self.metrics.balancer = Balancer(config, self.ingress)
+            self._balancing = loop.create_task(balancer.run())
         tune_interpreter()
         return facts
 
@@ -304,8 +309,9 @@ class System:
             self._schedule.close()
         if self._tokenize is not None:
             self._tokenize.close()
-        if self._waking is not None:
-            self._waking.cancel()
+        for task in (self._waking, self._balancing):
+            if task is not None:
+                task.cancel()
         if self._pictures is not None:
             await self._pictures.close()
         if self._encoding is not None:

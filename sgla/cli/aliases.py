@@ -118,6 +118,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     ),
     "ep-size": Alias("ep"),
     "ep-num-redundant-experts": Alias("redundant_experts"),
+    "enable-eplb": Switch("rebalance_interval", 60.0, weak=True),
+    "eplb-min-rebalancing-utilization-threshold": Alias("rebalance_below"),
     "num-redundant-experts": Alias("redundant_experts"),
     "enable-dp-attention": Switch("dp_attention", True),
     "prefill-context-parallel-size": Alias("cp"),

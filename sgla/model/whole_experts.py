@@ -29,6 +29,12 @@ def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | N
     """Raise ConfigError for an ``--ep`` that cannot be. ``spec``: None if the model is not known."""
     if config.redundant_experts:
         _check_redundant(config, spec)
+    if config.rebalance_interval and (config.ep == 1 or config.cp > 1):
+        why = "without --ep, whose ranks have whole experts" if config.ep == 1 else "with --cp"
+        raise ConfigError(
+            f"--rebalance-interval {config.rebalance_interval:g} cannot be honoured {why}",
+            param="rebalance_interval",
+        )
     if config.ep == 1:
         return
     if config.ep != config.tp:

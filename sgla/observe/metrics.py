@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from sgla.messages import Facts, Opened
     from sgla.observe.requests import RequestDump
     from sgla.observe.tracing import Tracing
+
+
+class Balancing(Protocol):
+    """Of ``actors.placing.Balancer``."""
+
+    balance: float | None
+    moves: int
+
 
 PREFIX = "sgla:"
 # Begin of the names of what the models of a server have together.
@@ -101,6 +109,7 @@ class Metrics(Collector):
         self.token_time = Histogram(SHORT)
         self.compilation = Histogram(LATENCY)
         self.compiler: Compiler | None = None  # once it runs
+        self.balancer: Balancing | None = None  # of experts, if asked for
         self.tracing: Tracing | None = None  # if asked for
         self.dump: RequestDump | None = None  # if asked for
         self.unstored: Callable[[], int] | None = None  # how many writes of what clients store have failed
@@ -116,11 +125,9 @@ class Metrics(Collector):
         self.requests: Counter[str] = Counter()  # by finish reason
         self.http_requests: Counter[tuple[str, str]] = Counter()  # by method and route
         self.http_responses: Counter[tuple[str, str, int]] = Counter()  # by method, route and status
-        self.http_active = 0
-        self.slow_readers = 0
+        self.http_active = self.slow_readers = self.tool_calls = 0
         self.batch_lines: Counter[str] = Counter()  # by what came of them
         self.tool_outputs: Counter[str] = Counter()  # by what they are
-        self.tool_calls = 0
         self._stats = Stats()
         self._facts: Facts | None = None
         self._startup: dict[str, float] = {}
@@ -230,6 +237,7 @@ class Metrics(Collector):
         yield from self._scheduler(self._stats)
         if self.compiler is not None:
             yield from self._grammars(self.compiler)
+        yield from _experts(self, self.balancer)
 
     def _requests(self) -> Iterator[Metric]:
         reasons = {(reason,): self.requests[reason] for reason in FINISHES}
@@ -431,3 +439,12 @@ class Metrics(Collector):
         for labels, number in rows.items():
             family.add_metric([self.model_name, *labels], number)
         return family
+
+
+def _experts(metrics: Metrics, balancer: Balancing | None) -> Iterator[Metric]:
+    if balancer is None:
+        return
+    if balancer.balance is not None:
+        what = "What ranks had to do with experts on average, against the one that had most"
+        yield metrics._gauge("expert_balance", what, balancer.balance)
+    yield metrics._counter("expert_moves", "Times that experts have gone to other ranks", balancer.moves)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from tiny import make_core, run, run_executor, tiny_config, tiny_source
 
 from sgla.actors import placing
 from sgla.config import Config
-from sgla.errors import ConfigError, NotReady, UnsupportedField
+from sgla.errors import ConfigError, NotReady, SglaError, UnsupportedField
 from sgla.kernels.placement import Part, Placement, balance, balanced
 from sgla.ledger import mesh
 from sgla.messages import Control
 from sgla.observe.machine import Machine
+from sgla.observe.metrics import Metrics
 from sgla.resolve import resolve
 
 
@@ -77,11 +80,11 @@ async def test_ranks_equal_one_before_and_behind_a_move(
     try:
         facts = await executor.start(lambda progress: None)
         with pytest.raises(UnsupportedField, match="nothing was counted"):
-            await placing.place(config, executor.control)
+            await move(config, executor)
         core = parted(facts) if config.dp_attention else make_core(facts)
         await executor.control(Control(verb="experts_start"))
         assert (await run_executor(executor, facts, wanted, core)).tokens() == expected.tokens()
-        moved = await placing.place(config, executor.control)
+        moved = await move(config, executor)
         experts = source.config.get("num_experts") or source.config["num_local_experts"]
         assert [layer["layer"] for layer in moved] == list(range(source.config["num_hidden_layers"]))
         assert all(sum(map(len, layer["ranks"])) == experts + spare for layer in moved)
@@ -92,6 +95,58 @@ async def test_ranks_equal_one_before_and_behind_a_move(
         assert all(map(any, told["experts"].values())), "they are counted as before"
     finally:
         await executor.close()
+
+
+async def move(config: Config, executor: Any) -> list[dict[str, Any]]:
+    told = await executor.control(Control(verb="experts_dump"))
+    return await placing.place(config, executor.control, *placing.counts_of(told))
+
+
+class Ranks:
+    """Two, whose experts were chosen ``counts`` times since the last look."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.homes: Any = [[0, 1], [2, 3]]
+        self.asked: list[tuple[str, int]] = []
+        self.trouble: SglaError | None = NotReady("it sleeps", retry_after=1)
+
+    async def count_experts(self, verb: str, every: int = 0) -> Any:
+        self.asked.append((verb, every))
+        trouble, self.trouble = self.trouble, None
+        if trouble is not None:
+            raise trouble
+        halves = [[n // 2 for n in self.counts], [n - n // 2 for n in self.counts]]
+        return {"ranks": [{"experts": {0: half}, "homes": {0: self.homes}} for half in halves]}
+
+    async def move_experts(self, counts: Any, before: Any) -> Any:
+        self.homes = placing.better(Config(tp=2, ep=2), counts, before)[0]
+
+
+async def test_experts_move_by_themselves_where_that_is_worth_it() -> None:
+    ranks = Ranks()
+    balancer = placing.Balancer(Config(tp=2, ep=2, rebalance_interval=0.001, rebalance_below=0.8), ranks)
+    task = asyncio.ensure_future(balancer.run())
+    while len(ranks.asked) < 4:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    start = ("experts_start", placing.EVERY)
+    assert ranks.asked[:4] == [start, start, ("experts_dump", 0), ("experts_dump", 0)]
+    assert balancer.balance is None, "nothing was counted"
+    for counts, balanced_by, moves in (
+        ([10, 11, 10, 9], 40 / 42, 0),
+        ([30, 30, 10, 10], 80 / 120, 1),
+        ([30, 30, 10, 10], 1.0, 1),
+        ([90, 1, 1, 1], 93 / 182, 1),  # nothing would be better
+    ):
+        ranks.counts = counts
+        await balancer.look()
+        assert (balancer.balance, balancer.moves) == (pytest.approx(balanced_by), moves)
+    metrics = Metrics("m")
+    metrics.balancer = balancer
+    text = metrics.text().decode()
+    assert re.search(r"^sgla:expert_balance\{.*\} 0\.51", text, re.MULTILINE)
+    assert re.search(r"^sgla:expert_moves_total\{.*\} 1\.0", text, re.MULTILINE)
 
 
 def test_copies_are_counted_before_anything_loads() -> None:
@@ -116,6 +171,12 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str)
     assert caught.value.param == "redundant_experts"
     with pytest.raises(UnsupportedField):
         placing.check(Config(device="cpu"))
+
+
+def test_without_whole_experts_none_move_by_themselves() -> None:
+    machine = Machine(cores=2, physical_cores=2, memory_available=1 << 34)
+    with pytest.raises(ConfigError, match="--rebalance-interval 5 cannot be honoured without --ep"):
+        resolve(Config(device="cpu", rebalance_interval=5), machine, tiny_source(**MIXTURE).config)
 
 
 async def test_steps_in_flight_end_before_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:

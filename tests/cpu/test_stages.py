@@ -237,7 +237,7 @@ def test_the_embedding_makes_the_first_stage_shorter() -> None:
         (
             {"speculative_algorithm": "ngram"},
             {},
-            "--speculative-algorithm ngram cannot be honoured by several",
+            "--speculative-algorithm ngram cannot be honoured with --pp",
         ),
         ({"role": "prefill", "kv_transfer_secret": "x"}, {}, "--role cannot be honoured with --pp 2"),
         ({"cpu_offload_gb": 1.0}, {}, "--cpu-offload-gb cannot be honoured with --pp 2"),

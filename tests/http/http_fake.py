@@ -257,7 +257,7 @@ class FakeIngress:
     async def place_experts(self) -> list[dict[str, Any]]:
         return [{"layer": 0, "ranks": [[0], [1]], "balance_before": 0.5, "balance": 1.0}]
 
-    async def count_experts(self, verb: str) -> Any:
+    async def count_experts(self, verb: str, every: int = 0) -> Any:
         return await self.control(Control(verb=verb))
 
     async def control(self, command: Control) -> Any:
