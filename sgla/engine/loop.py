@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import difflib
 import itertools
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -33,6 +36,7 @@ Message = Event | Rejected | Exception  # what a stream brings
 # milliseconds; then, beside steps that run, so few that no result waits long.
 FIRST_PART, PART = 1 << 17, 1 << 15
 SHUT_DOWN = "the engine is shut down"
+LEAVING = 10.0  # seconds that the end of the interpreter waits for an engine that nobody has shut down
 USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
 
 
@@ -56,7 +60,9 @@ class EngineLoop:
         self._loop = new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sgla-engine", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
         self._system: System | None = None
+        _OPEN.add(self)
         bar = LoadBar() if on_progress is None and shown(None) else None
         try:
             self._call(self._start(on_progress or bar))
@@ -79,9 +85,26 @@ class EngineLoop:
         if self._system is not None:
             system, self._system = self._system, None
             self._call(stop(system))
+        self._end_loop(None)
+
+    def _end_loop(self, seconds: float | None) -> None:
+        """``seconds``: how long to wait for its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            self._loop.close()
+            _OPEN.discard(self)
+
+    def _leave(self) -> None:
+        """The interpreter ends: whatever a timer of the loop calls then is no longer there, which is a
+        segmentation fault. In a forked process the thread does not exist."""
+        if self._process != os.getpid():
+            return
+        system, self._system = self._system, None
+        if system is not None:
+            with contextlib.suppress(Exception):
+                self._put(stop(system)).result(LEAVING)
+        self._end_loop(LEAVING)
 
     def __enter__(self) -> Self:
         return self
@@ -207,6 +230,15 @@ class EngineLoop:
     def _cancel(self, rid: str) -> None:
         if self._system is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._system.ingress.cancel, rid, "client")
+
+
+_OPEN: set[EngineLoop] = set()
+
+
+@atexit.register
+def _leave() -> None:
+    for engine in list(_OPEN):
+        engine._leave()
 
 
 class _CallSink:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -259,3 +261,27 @@ def test_an_engine_takes_other_weights_beside_paused_requests(tiny_model: Path, 
         assert engine.update_weights_from_disk(str(tiny_model))
         assert engine.check_weights("compare") == [told]
         assert engine.get_weights_by_name("model.norm.weight", 2) == named["model.norm.weight"][:2].tolist()
+
+
+LEFT_OPEN = """
+import atexit, sys, threading
+
+@atexit.register
+def last():
+    print(sorted(thread.name for thread in threading.enumerate()))
+
+if __name__ == "__main__":
+    from sgla import Engine
+    engines = [Engine(sys.argv[1], executor=sys.argv[2], device="cpu") for _ in range(2)]
+"""
+
+
+@pytest.mark.parametrize("executor", ["fake", "inline"])
+def test_engines_that_nobody_shuts_down_end_before_the_interpreter(
+    tiny_model: Path, tmp_path: Path, executor: str
+) -> None:
+    """A timer of a loop that goes on would call an interpreter that is no longer there."""
+    (tmp_path / "script.py").write_text(LEFT_OPEN)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tiny_model), executor]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "['MainThread']"), done.stderr[-2000:]

@@ -128,7 +128,7 @@ class Team:
 
     def __init__(self, lib: Library, threads: int) -> None:
         self.handle: int = lib.dll.sgla_team(threads)
-        weakref.finalize(self, lib.dll.sgla_team_free, self.handle)
+        weakref.finalize(self, lib.dll.sgla_team_free, self.handle).atexit = False  # a thread may run
 
 
 _FOUND: list[Built | BuildError] = []
