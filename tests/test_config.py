@@ -99,6 +99,7 @@ def test_deterministic_refuses_what_it_cannot_have() -> None:
     ("name", "value"),
     [
         ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", "int4"),
         ("attention_backend", "triton"),
         ("decode_attention_backend", "native"),
         ("prefill_attention_backend", "flashinfer"),

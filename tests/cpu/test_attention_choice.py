@@ -73,7 +73,8 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = SHAPE._replace(windows=frozenset({0, 512}))
     assert names(shape=windows) == ("native", "triton", TRITON)
     assert names(shape=SHAPE._replace(kv_dtype="fp8")) == ("native", "native and triton", TRITON)
-    assert names(shape=SHAPE._replace(kv_dtype="int8")) == ("native", "native and triton", TRITON)
+    for kind in ("int8", "int4"):
+        assert names(shape=SHAPE._replace(kv_dtype=kind)) == ("native", "native and triton", TRITON)
     monkeypatch.setattr(device, "_this", [AMPERE])
     assert names() == ("triton", "flashinfer", TRITON)
     assert names(shape=windows) == ("triton", "triton", TRITON)
