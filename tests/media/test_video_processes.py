@@ -16,8 +16,12 @@ from sgla.errors import BadRequest, InvalidField
 from sgla.media.film import filmed
 from sgla.media.pool import Pool
 from sgla.media.video import Video, Watchable
+from sgla.messages import Prepared
+from sgla.model.vision.gemma4 import GEMMA4
+from sgla.model.vision.glm4v import GLM4V
+from sgla.model.vision.idefics3 import SMOLVLM
 from sgla.model.vision.qwen2_vl import QWEN2_5_VL
-from sgla.model.vision.spec import Settings
+from sgla.model.vision.spec import Settings, Vision
 
 FILES = Settings({"min_pixels": 56 * 56, "max_pixels": 1 << 20}, {}, {"min_pixels": 56 * 56, "fps": 4.0})
 WATCH, LIMITS = "sgla.media.watch:video", Watchable(1 << 20, 1 << 20, 60.0, 1000)
@@ -60,6 +64,30 @@ async def test_a_file_becomes_what_a_tower_reads() -> None:
         assert len(await room.prepare([shown], "a")) == 1
     finally:
         await pool.close()
+        await room.close()
+
+
+@pytest.mark.parametrize("vision", [SMOLVLM, GEMMA4, GLM4V])
+async def test_frames_are_chosen_by_files_and_requests(vision: Vision) -> None:
+    """Of 10 s: so many frames as the model's files say, or else a request."""
+    assert vision.film is not None
+    files = Settings({}, {}, {"fps": 2.0} if vision is not GEMMA4 else {"num_frames": 5})
+    room = PictureRoom(vision, {}, files, processes=1)
+    shown = Video.of(clip(frames=20, rate=2), "mp4", 20, 2.0, 48, 64)
+
+    def seconds(made: Prepared) -> list[int]:
+        return next(array.values for array in made.arrays if array.name == "seconds")
+
+    try:
+        (usual,) = await room.prepare([shown], "a")
+        (few,) = await room.prepare([shown], "a", {"num_frames": 4})
+        (slow,) = await room.prepare([shown], "a", {"fps": 0.2})
+        assert len(seconds(usual)) == {SMOLVLM: 20, GEMMA4: 5, GLM4V: 10}[vision]
+        assert len(seconds(few)) == (2 if vision is GLM4V else 4)
+        assert len(seconds(slow)) == (1 if vision is GLM4V else 2)
+        assert seconds(usual) == sorted(seconds(usual))
+        assert len(vision.film.spelled({}, files, few).counts) == len(seconds(few))
+    finally:
         await room.close()
 
 
