@@ -25,6 +25,8 @@ OF_EXPERTS = (
     "fp8g128",
     "mxfp4",
     "nvfp4",
+    "nf4",
+    "fp4",
     *(f"int{bits}{of}{group}" for bits in (4, 8) for of in "gm" for group in (32, 64, 128)),
 )  # storages of experts that GPUs have kernels for
 # Settings for what models that make text do with logits, and for pages of KV.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.errors import WeightError
+from sgla.quant.coded import GROUP, Coded
 from sgla.quant.quants import Grouped, Quants
 from sgla.quant.weight import StoredTensor, Weight, storage
 
@@ -28,15 +29,32 @@ class Table:
 
     def dense(self, rows: range | None = None) -> Tensor:
         rows, k = rows or range(self.shape[0]), self.shape[1]
-        first, last = rows.start * k, rows.stop * k
-        pairs = self.packed.values(range(first // 2, -(-last // 2))).flatten()
-        codes = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[first % 2 :][: last - first]
-        blocks = torch.arange(first, last, device=codes.device) // self.block
+        codes = self._codes(rows)
+        blocks = torch.arange(rows.start * k, rows.stop * k, device=codes.device) // self.block
         table, largest = self.table.to(codes.device), self.largest.to(codes.device)
         return (table[codes.long()] * largest[blocks]).view(len(rows), k)
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
-        return storage(kind).read(self, rows, columns)
+        """As it is, in a storage with the same table."""
+        made, k = storage(kind), self.shape[1]
+        if not issubclass(made, Coded):
+            return made.read(self, rows, columns)
+        table = made.values(self.table.device)
+        if k % GROUP or self.block % GROUP or not torch.allclose(self.table, table, atol=1e-3):
+            raise WeightError(
+                f"{kind} weights are kept with their table, in blocks of a multiple of {GROUP} in rows; "
+                f"these have {k} channels in blocks of {self.block}, or another table: --quantization none "
+                "computes them in --dtype"
+            )
+        codes, starts = self._codes(rows), torch.arange(rows.start * k, rows.stop * k, GROUP)
+        scale = self.largest[(starts // self.block).to(self.largest.device)].to(codes.device)
+        return made.of(codes.view(len(rows), k), scale.view(len(rows), -1)).cut(columns)
+
+    def _codes(self, rows: range) -> Tensor:
+        """uint8, one behind the other."""
+        first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
+        pairs = self.packed.values(range(first // 2, -(-last // 2))).flatten()
+        return torch.stack([pairs >> 4, pairs & 15], -1).flatten()[first % 2 :][: last - first]
 
 
 def table_of(module: str, stored: dict[str, StoredTensor], n: int, k: int) -> Table:

@@ -65,6 +65,8 @@ register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
 register(Format("fp8", "sgla.quant.channels:E4M3", 1.0, ("cuda",)))
 register(Format("fp8g128", "sgla.quant.channels:E4M3Groups", 1.03125, ("cuda",)))
 register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125, ("cuda",)))
+register(Format("nf4", "sgla.quant.coded:NF4", 0.5625, ("cuda",)))
+register(Format("fp4", "sgla.quant.coded:FP4", 0.5625, ("cuda",)))
 register(Format("nvfp4", "sgla.quant.e2m1:NVFP4", 0.5625, ("cuda",)))
 for _bits in (4, 8):
     for _of in "gm":

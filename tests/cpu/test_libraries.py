@@ -18,6 +18,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
 from sgla.loading.load import load_model
 from sgla.observe.machine import detect
+from sgla.quant import coded
 from sgla.quant.method import Method
 from sgla.quant.methods import method_of
 from sgla.resolve import resolve
@@ -42,8 +43,8 @@ def torchao(kind: str, **data: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "nf4": (NF4, ""),
-    "nf4, nested": (NF4 | {"bnb_4bit_use_double_quant": True}, ""),
+    "nf4": (NF4, "nf4"),  # on GPUs
+    "nf4, nested": (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4"),
     "bitsandbytes int8": (INT8, "q8_0"),
     "hqq": (hqq(), "int4"),
     "hqq, 2 bits": (hqq(nbits=2, group_size=32), "int4"),
@@ -58,6 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 ON_GPUS = {
+    "nf4": "nf4",
+    "nf4, nested": "nf4",
     "bitsandbytes int8": "int8g128",
     "hqq": "int4m64",
     "hqq, 2 bits": "int4m32",
@@ -94,7 +97,7 @@ def quantize(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
 
 def nf4(w: Tensor, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
     """bitsandbytes, functional.py: QuantState.as_dict."""
-    (n, k), table = w.shape, torch.linspace(-1, 1, 16)
+    (n, k), table = w.shape, torch.tensor(coded.NF4.table)
     codes, largest = torch.randint(0, 16, (n * k,)), torch.rand(n * k // 64) * 0.3 + 0.1
     said: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [n, k]}
     parts = {"absmax": largest, "quant_map": table}
@@ -165,12 +168,12 @@ def test_every_layout_means_its_matrix(name: str) -> None:
 def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) -> None:
     packed, plain = pair(tmp_path, CASES[name][0], lambda _, w: quantize(w, name), **SHAPE)
     resolved = resolve(Config(device="cpu"), detect(), packed.config)
-    assert resolved.config.quantization == ("checkpoint" if CASES[name][1] else None)
-    assert CASES[name][1] or any("floating-point" in note for note in resolved.notes)
+    assert resolved.config.quantization == (None if "nf4" in name else "checkpoint")
+    assert "nf4" not in name or any("floating-point" in note for note in resolved.notes)
     expected, wide = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (plain, packed))
     torch.testing.assert_close(wide, expected)
     model = load_model(packed, quantization=resolved.config.quantization)
-    assert {b.mlp.down.weight.kind for b in model.blocks} == {CASES[name][1] or "f32"}
+    assert {b.mlp.down.weight.kind for b in model.blocks} == {"f32" if "nf4" in name else CASES[name][1]}
     torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected, rtol=0, atol=0.2)
 
 

@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs
 """Products of experts and layers whose weights are packed, in MXFP4 or NVFP4 (``quant/e2m1.py``), in integers
-(``quant/integers.py``), or in e4m3 with scales of groups (``quant/channels.py``), and become bfloat16 in
-registers, where all of these are exact but for scales. Weights are the left side of the tensor cores'
-instruction, which may come from registers, so they never go through shared memory again.
+(``quant/integers.py``), in e4m3 with scales of groups (``quant/channels.py``), or as places in a table
+(``quant/coded.py``), and become bfloat16 in registers, where all of these are exact but for scales. Weights
+are the left side of the tensor cores' instruction, which may come from registers, so they never go through
+shared memory again.
 
 Pairs, blocks and places are those of ``moe.py``.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import triton
@@ -28,8 +29,8 @@ FEW = 16  # pairs up to which each is a block of its own, and nothing is sorted
 SILU, GELU, CLAMPED = range(3)
 LIFT = tl.constexpr(2.0**64)  # what sums are too small by: see ``quant/e2m1.py``
 # What BITS says of weights that are no integers.
-MXFP4, NVFP4, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-OTHERS = {"mxfp4": 0, "nvfp4": 1, "fp8g128": 2}
+MXFP4, NVFP4, E4M3, CODED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+OTHERS = {"mxfp4": 0, "nvfp4": 1, "fp8g128": 2, "nf4": 3, "fp4": 3}
 FACTOR = tl.constexpr(2.0**62)  # of NVFP4's scales, so that numbers times these are as small
 # Sign and lower bits of two codes, where bfloat16 has them, as int32.
 SIGNS, LOWER = tl.constexpr(0x80008000 - (1 << 32)), tl.constexpr(0x01C001C0)
@@ -201,8 +202,8 @@ def _join(
 
 @triton.jit
 def _times(
-    numbers, constants, a, acc, inside, left, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    BF16: tl.constexpr, WHOLE: tl.constexpr,
+    numbers, constants, factors, a, acc, inside, left, N: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, BF16: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """acc ``[N, M]`` and what a block of the weights, at these places, makes of ``a`` ``[M, 128]``.
     ``left``: channels from this block on."""
@@ -217,6 +218,13 @@ def _times(
         here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
         w = tl.load(numbers, here, other=0.0).to(a.dtype)
         acc += tl.dot(w, tl.trans(a), input_precision="ieee") * tl.load(constants, inside, other=0.0)[:, None]
+    elif BITS == CODED:
+        scales = tl.load(constants[:, None] + tl.arange(0, 2)[None, :], inside[:, None], other=0.0)
+        words = tl.load(numbers, inside[:, None], other=0)
+        codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 64]), [N, 128])
+        w = (tl.load(factors + tl.reshape(codes, [N, 128])) * scales).to(a.dtype)
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     else:
         of_groups = tl.load(constants[:, None] + tl.arange(0, 128 // GROUP)[None, :], inside[:, None])
         words = tl.load(numbers, inside[:, None])
@@ -274,16 +282,17 @@ def _experts(
     column = first + r % BN
     inside = column < n
     row = expert.to(tl.int64) * (2 * n if GATED else n) + r // BN * n + column
-    words: tl.constexpr = 4 * BITS if BITS > 2 else 128 if BITS == E4M3 else 16  # of a block
-    per: tl.constexpr = 128 // GROUP if BITS > 2 else 8 if BITS == NVFP4 else 1  # constants
+    words: tl.constexpr = 4 * BITS if BITS > 3 else 128 if BITS == E4M3 else 16  # of a block
+    per: tl.constexpr = 8 if BITS == NVFP4 else 2 if BITS == CODED else 128 // GROUP  # constants
     w += row[:, None] * (k if BITS == E4M3 else blocks * words) + tl.arange(0, words)[None, :]
     constants += row * (blocks * per)
     acc = tl.zeros([rows, BM], tl.float32)
     for at in range(begin, tl.minimum(begin + share, blocks)):
         here = live[:, None] & (at * 128 + c < k)[None, :]
         a = tl.load(source + at * 128, mask=here, other=0.0)
-        places = w + at * words, constants + at * per
-        acc = _times(places[0], places[1], a, acc, inside, k - at * 128, rows, BITS, GROUP, BF16, WHOLE)
+        numbers, own = w + at * words, constants + at * per
+        left = k - at * 128
+        acc = _times(numbers, own, factors, a, acc, inside, left, rows, BITS, GROUP, BF16, WHOLE)
     if BITS == MXFP4:
         acc *= LIFT
     if BITS == NVFP4:
@@ -364,11 +373,14 @@ def _parts(w: Packed) -> _Parts:
     words, constants, *more = w.tensors
     bits, group = KINDS.get(w.kind, (OTHERS.get(w.kind, 0), 128))
     factors = more[0] if more else constants
+    if bits == 3:
+        coded: Any = w
+        factors = coded.values(words.device)
     if w.kind == "fp8g128":
         return _Parts(words, constants, factors, bits, group, constants.shape[1])
-    if w.kind == "mxfp4" or bits > 2:
+    if w.kind == "mxfp4" or bits > 3:
         constants = constants.view(torch.int32)
-    return _Parts(words, constants, factors, bits, group, words.shape[1] // (4 * bits if bits > 2 else 16))
+    return _Parts(words, constants, factors, bits, group, words.shape[1] // (4 * bits if bits > 3 else 16))
 
 
 class Cut(NamedTuple):
