@@ -21,7 +21,6 @@ from sgla.model.delta_spec import DeltaSpec
 from sgla.model.llama import Llama
 from sgla.quant.weight import SourceTensor
 
-
 Form = Literal["apart", "joined", "each"]
 _PARTS: dict[Form, tuple[str, ...]] = {
     "joined": ("in_proj_qkvz", "in_proj_ba"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
@@ -17,11 +17,14 @@ from sgla.model.ropes import ROPE
 @dataclass(frozen=True)
 class KimiDeltaSpec(StateSpec):
     """``count`` heads of ``dim`` values of q, k and v, which go through convolutions over ``taps`` tokens.
-    Each channel of a head's key has a decay of its own."""
+    Each channel of a head's key has a decay of its own, whose logarithm is not below ``least``, if that is
+    not 0. ``whole``: gates have full rank."""
 
     count: int = 0
     dim: int = 0
     taps: int = 0
+    least: float = 0.0
+    whole: bool = False
 
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
         count = own(self.count)
@@ -32,6 +35,8 @@ class KimiDeltaSpec(StateSpec):
 
     def weights(self, hidden: int) -> int:
         width = self.count * self.dim
+        if self.whole:
+            return 6 * hidden * width + hidden * self.count + 3 * width * self.taps
         narrow = 2 * self.dim * (hidden + width) + hidden * self.count
         return 4 * hidden * width + narrow + 3 * width * self.taps
 
@@ -52,6 +57,42 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     still = Reader(c.architecture, {**c.values, ROPE: {"rope_type": "default", "rope_theta": 1e4}})
     full = replace(latent_spec.read(still, 1, positions)[0], rope=None)
     return tuple(linear if kind else full for kind in _linear(c, own, layers))
+
+
+@dataclass(frozen=True)
+class GatedLatentSpec(latent_spec.LatentSpec):
+    """A gate for each head."""
+
+    def weights(self, hidden: int) -> int:
+        return super().weights(hidden) + hidden * self.heads
+
+
+def bailing(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """See ``Family.attention``. Files of transformers have the names of sizes that Kimi Linear has, beside
+    ``head_dim``, which is another one then."""
+    names = {
+        "linear_head_dim": "head_dim",
+        "linear_num_heads": "num_attention_heads",
+        "linear_conv_kernel_dim": "short_conv_kernel_size",
+    }
+    sizes = [c.integer(own if c.given(own) else other, HEADS) for own, other in names.items()]
+    bound = -Reader(c.architecture, {"kda_lower_bound": -c.values["kda_lower_bound"]}).number(
+        "kda_lower_bound"
+    )
+    linear = KimiDeltaSpec(
+        dim=sizes[0],
+        count=sizes[1],
+        taps=sizes[2],
+        least=bound if c.flag("kda_safe_gate") else 0.0,
+        whole=True,
+    )
+    plain = Reader(c.architecture, {**c.values, "num_key_value_heads": None})
+    latent = latent_spec.read(plain, 1, positions)[0]
+    full = GatedLatentSpec(**{field.name: getattr(latent, field.name) for field in fields(latent)})
+    if c.values["layer_types"] is None:
+        period = c.integer("layer_group_size", LAYERS)
+        return tuple(linear if (i + 1) % period else full for i in range(layers))
+    return tuple(linear if kind else full for kind in _linear(c, {}, layers))
 
 
 def _linear(c: Reader, own: dict[str, object], layers: int) -> list[bool]:

@@ -307,6 +307,13 @@ LAYOUTS: dict[str, Layouts] = {
         heads=DELTA_HEADS,
         other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 3},
     ),
+    "bailing_hybrid": Layouts(
+        LATENT
+        | {"q_lora_rank": None, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 4}
+        | {"topk_group": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "layer_group_size": 2},
+        heads=MORE_LATENT,
+        other={"kda_safe_gate": False, "short_conv_kernel_size": 3, "q_lora_rank": 24},
+    ),
     "olmo_hybrid": Layouts(
         KINDS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8},
         other={"rope_parameters": FAST, "linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3},

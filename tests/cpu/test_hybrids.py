@@ -61,6 +61,21 @@ KIMI = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+BAILING = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kda_lower_bound": -0.5,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", HEADS | EXPERTS | {"num_hidden_layers": 4}),
     "qwen3-next, one head for each, mixed": (
@@ -88,6 +103,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo_hybrid",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "linear_allow_neg_eigval": False}
         | {"num_hidden_layers": 4, "linear_conv_kernel_dim": 3, "linear_value_head_dim": 12},
+    ),
+    "bailing": ("bailing_hybrid", BAILING | {"num_hidden_layers": 4, "layer_group_size": 2}),
+    "bailing, no bound, queries with a latent": (
+        "bailing_hybrid",
+        BAILING
+        | THIRD
+        | {"q_lora_rank": 24, "kda_safe_gate": False, "short_conv_kernel_size": 3}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"], "norm_topk_prob": False},
     ),
     "kimi": ("kimi_linear", KIMI | {"num_hidden_layers": 5}),
     "kimi, dense, queries with a latent": (
@@ -384,7 +407,7 @@ async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[in
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm2 moe", "kimi", "olmo hybrid", pytest.param("minimax", marks=pytest.mark.slow)]
+    "name", ["lfm2 moe", "kimi", "olmo hybrid", "bailing", pytest.param("minimax", marks=pytest.mark.slow)]
 )
 async def test_other_states_are_kept(name: str, tmp_path: Path) -> None:
     """Units without memory, beside latents, and without a convolution: in a batch, in chunks, behind a prefix

@@ -69,6 +69,14 @@ _KIMI = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
+_BAILING = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 _MINIMAX = {
     f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
     for theirs, ours in (
@@ -252,6 +260,56 @@ FAMILIES = {
             (".w2.", ".down_proj."),
             (".w3.", ".up_proj."),
         ),
+    ),
+    "BailingHybridForCausalLM": Family(
+        ("bailing_hybrid",),
+        {key: value for key, value in DECODER.items() if key != "head_dim"}
+        | sizes(157184, 2560, 6144, 42, 32, 262144, 32)
+        | {
+            "rope_theta": 6e6,
+            "attention_bias": False,
+            "head_dim": 128,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_head_dim": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "moe_intermediate_size": 768,
+            "n_shared_experts": 1,
+            "num_local_experts": 512,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 2,
+            "mlp_layer_types": None,
+            "layer_types": None,
+            "layer_group_size": 6,
+            "short_conv_kernel_size": 4,
+            "kda_safe_gate": True,
+            "kda_lower_bound": -5.0,
+            "linear_head_dim": None,
+            "linear_num_heads": None,
+            "linear_conv_kernel_dim": None,
+            **dict.fromkeys(_BAILING),
+        },
+        {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"}
+        | {"rope_interleave": True},
+        model="sgla.model.bailing:Bailing",
+        nulls=(*KV_HEADS, *(_BAILING.keys() - {"num_experts", "num_shared_experts"})),
+        names=_BAILING,
+        attention="sgla.model.kimi_spec:bailing",
+        mixture="sgla.model.mixture_spec:kimi",
+        renamed=(
+            ("model.word_embeddings.", "model.embed_tokens."),
+            (".attention.", ".self_attn."),
+            (".self_attn.dense.", ".self_attn.o_proj."),
+            (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            (".forget_gate.", "."),
+        ),
+        interleaved=True,
     ),
     "Lfm2ForCausalLM": Family(
         ("lfm2",),
