@@ -54,6 +54,10 @@ class Word(NamedTuple):
 
 
 OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
+ALL_TO_ALL = (
+    "tokens go to all ranks that share experts out, and sums come back through each other's memory or NCCL; "
+    "DeepEP, which is built from github.com/deepseek-ai/DeepEP, is not used yet"
+)
 ONE_HOST = (
     "a model is split by --tp and --pp, over several hosts by --nnodes, --node-rank and --dist-init-addr, "
     "or by --executor ray"
@@ -118,6 +122,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     ),
     "ep-size": Alias("ep"),
     "ep-num-redundant-experts": Alias("redundant_experts"),
+    "moe-a2a-backend": Always(ALL_TO_ALL, ("none",)),
     "enable-eplb": Switch("rebalance_interval", 60.0, weak=True),
     "eplb-min-rebalancing-utilization-threshold": Alias("rebalance_below"),
     "num-redundant-experts": Alias("redundant_experts"),
@@ -486,8 +491,16 @@ REFUSED: list[tuple[str, str]] = [
         "a GPU's steps run from CUDA graphs, made for --max-running-requests; leave it out",
     ),
     (
-        "moe-* all2all-backend *deepep* *eplb* ep-* *expert* *-moe-* *megamoe* *two-batch-overlap tbo-* "
-        "*single-batch-overlap enable-dbo dbo-* kt-* *waterfill fuseep-* ubatch-size dwdp-* enable-ep-*",
+        "*two-batch-overlap tbo-* *single-batch-overlap enable-dbo dbo-* ubatch-size",
+        "a step is one batch: two halves would read all weights twice, which takes longer than the sums that "
+        "they would hide; leave it out",
+    ),
+    (
+        "speculative-moe-a2a-backend all2all-backend *deepep*",
+        f"{ALL_TO_ALL}; leave it out",
+    ),
+    (
+        "moe-* *eplb* ep-* *expert* *-moe-* *megamoe* kt-* *waterfill fuseep-* dwdp-* enable-ep-*",
         "a mixture's experts are split by --tp, or shared out by --ep, and their kernels are chosen for the "
         "device; leave it out",
     ),
