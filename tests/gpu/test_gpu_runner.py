@@ -265,9 +265,9 @@ def test_short_rows_in_a_graph_equal_those_of_prompts(runner: Any, monkeypatch: 
     prompts = {slot: prompt(slot, 300 + 16 * slot) for slot in range(6)}
 
     def found() -> tuple[list[int], list[torch.Tensor]]:
-        new = [new_row(slot, tokens) for slot, tokens in prompts.items()]
-        begun = [(s, 0, len(t) if s < 3 else len(t) - 16 + s, SAMPLE * (s < 3)) for s, t in prompts.items()]
-        runner.execute(plan(0, begun, new))
+        for s, t in prompts.items():
+            begun = (s, 0, len(t), SAMPLE) if s < 3 else (s, 0, len(t) - 16 + s, 0)
+            runner.execute(plan(0, [begun], [new_row(s, t)]))
         ends = [(s, *((len(t), 1) if s < 3 else (len(t) - 16 + s, 16 - s))) for s, t in prompts.items()]
         rows = [(*end, SAMPLE) for end in ends]
         tokens = [np.frombuffer(runner.execute(plan(1, rows)).tokens, np.int32)]
