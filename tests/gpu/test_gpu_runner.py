@@ -264,7 +264,7 @@ def test_short_rows_in_a_graph_equal_those_of_prompts(runner: Any, monkeypatch: 
     cache, and what is sampled then."""
     prompts = {slot: prompt(slot, 300 + 16 * slot) for slot in range(6)}
 
-    def found() -> tuple[list[int], list[torch.Tensor]]:
+    def found() -> tuple[Any, list[torch.Tensor]]:
         for s, t in prompts.items():
             begun = (s, 0, len(t), SAMPLE) if s < 3 else (s, 0, len(t) - 16 + s, 0)
             runner.execute(plan(0, [begun], [new_row(s, t)]))
@@ -275,14 +275,15 @@ def test_short_rows_in_a_graph_equal_those_of_prompts(runner: Any, monkeypatch: 
         tokens.append(np.frombuffer(runner.execute(plan(2, after)).tokens, np.int32))
         pages = torch.tensor([1 + s * PAGES + len(t) // runner.facts.page_size for s, t in prompts.items()])
         kept = [x[pages.cuda()].float() for layer in runner.steps.kv for x in (layer.k, layer.v)]
-        return np.concatenate(tokens).tolist(), kept
+        return np.stack(tokens), kept
 
     graphs = found()
     monkeypatch.setattr("sgla.worker.prompt_graphs.SHORT", 0)
     prompts_alone = found()
-    assert sum(a == b for a, b in zip(graphs[0], prompts_alone[0])) >= 10
+    same = (graphs[0] == prompts_alone[0]).all(0)
+    assert sum(same) >= 5
     for one, other in zip(graphs[1], prompts_alone[1]):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(one[same], other[same], rtol=0.05, atol=0.05)
 
 
 def test_rules_and_logprobs(runner: Any) -> None:
