@@ -32,4 +32,5 @@ part() {
 part hostile 90 bench/hostile_media.py --rounds 10
 part canvases 90 -m pytest -q -p no:cacheprovider -n 0 tests/gpu/test_gpu_canvases.py
 part vectors 60 -m pytest -q -p no:cacheprovider -n 0 tests/gpu/test_gpu_pictured_vectors.py
+part sounds 60 -m pytest -q -p no:cacheprovider -n 0 tests/gpu/test_gpu_sounds.py
 part pictures 240 -m pytest -q -p no:cacheprovider -n 0 tests/gpu/test_gpu_pictures.py

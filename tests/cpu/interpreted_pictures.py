@@ -1,4 +1,4 @@
-"""Models that take pictures on runners of a GPU (``interpreted_gpu.py``), beside those of the CPU.
+"""Models that take pictures or sounds on runners of a GPU (``interpreted_gpu.py``), beside those of the CPU.
 
 ``python interpreted_pictures.py CASE ...``: prints for each case what both answer, as JSON.
 """
@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import interpreted_gpu  # first: it turns Triton's interpreter on
+from hearing_models import Heard
 from msgspec.structs import replace
+from test_hearing import MAKERS as HEARING
+from test_hearing import SOUNDS
 from test_vision import MAKERS, SHOWN
 from tiny import make_core, run, tiny_config
-from vision_models import Model
 
 from sgla.messages import Submit
 from sgla.worker import gpu_model, gpu_setup
@@ -36,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-vl": TORCH,
     "qwen3.5": TORCH,
     "qwen2.5-vl, graphs": GRAPHS,
+    **dict.fromkeys(HEARING, TORCH),
 }
 
 
@@ -59,18 +62,19 @@ class Capture:
     unrun = __call__
 
 
-def requests(model: Model) -> list[Submit]:
+def requests(model: Any) -> list[Submit]:
     """With no picture, two, and one that a request before has, and one of them again."""
+    place, shown = ("<sound>", SOUNDS) if isinstance(model, Heard) else ("<image>", SHOWN)
     made = [
         model.submit("none", "No picture.", [], 3),
-        model.submit("two", "<image>Look:<image>", SHOWN[:2], 3),
-        model.submit("one", "Look: <image> and tell.", SHOWN[:1], 3),
+        model.submit("two", f"{place}Look:{place}", shown[:2], 3),
+        model.submit("one", f"Look: {place} and tell.", shown[:1], 3),
     ]
     made.append(replace(made[1], rid="again", arrival=made[1].arrival + 5))
     return [replace(one, sampling=replace(one.sampling, logprobs=1)) for one in made]
 
 
-def answers(make: Callable[..., Any], model: Model, **settings: Any) -> dict[str, Any]:
+def answers(make: Callable[..., Any], model: Any, **settings: Any) -> dict[str, Any]:
     size = 72 if model.speller.vision.prefix else 40  # a prefix is in one step
     runner = make(tiny_config(step_tokens=size, **settings), model.source, 0, 1, "", lambda progress: None)
     assert runner.facts.media, runner.facts.notes
@@ -84,7 +88,8 @@ def answers(make: Callable[..., Any], model: Model, **settings: Any) -> dict[str
 def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as name:
-        models = {case: MAKERS[case.partition(",")[0]](Path(name, case)) for case in sys.argv[1:]}
+        makers = MAKERS | HEARING
+        models = {case: makers[case.partition(",")[0]](Path(name, case)) for case in sys.argv[1:]}
         for case, model in models.items():
             found[case] = {"cpu": answers(cpu_runner, model)}
         interpreted_gpu.become_gpu()

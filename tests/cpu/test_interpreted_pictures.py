@@ -1,4 +1,5 @@
-"""Pictures on a runner of a GPU, as far as that shows without a GPU: graphs replay what they were made of."""
+"""Pictures and sounds on a runner of a GPU, as far as that shows without a GPU: graphs replay what they were
+made of."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 from forked import run_script
 
-SLOW = "paligemma", "gemma3, torch", "qwen3-vl", "qwen3.5", "llava"
+SLOW = "qwen3-asr", "paligemma", "gemma3, torch", "qwen3-vl", "qwen3.5", "llava"
 
 
-@pytest.mark.parametrize(
-    "case", ["gemma3", "qwen2.5-vl, graphs", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+FAST = "gemma3", "qwen2.5-vl, graphs", "qwen2-audio"
+
+
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_gpu_answers_as_a_cpu(case: str) -> None:
     both = json.loads(run_script("interpreted_pictures.py", case)[-1])[case]
     cpu, gpu = both["cpu"], both["gpu"]

@@ -105,7 +105,7 @@ def vision_of(config: Config, source: ModelSource) -> tuple[Vision | None, str]:
         f"they are sampled at {rate} Hz": vision.kind == "audio" and rate != RATE,
         "--enable-lora": config.enable_lora,
         f"--speculative-algorithm {config.speculative_algorithm}": bool(config.speculative_algorithm),
-        f"--device {config.device}": vision.kind == "audio" and config.device != "cpu",
+        f"--device {config.device}": vision.crossed and config.device != "cpu",
         "--enable-torch-compile": config.enable_torch_compile,
         "--nnodes": vision.crossed and config.nnodes > 1,
         "--pp": config.pp > 1,
