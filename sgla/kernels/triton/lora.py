@@ -19,8 +19,8 @@ from sgla.kernels.lora import Rows, Stack, Tiles
 from sgla.kernels.triton.common import _begin, _pdl
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
-SPLITS, SPLIT = 8, 1024  # parts at most, and inputs about, that decode rows are shrunk by at the same time
-SHRUNK, EXPANDED = 128, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
+SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
+SHRUNK, EXPANDED = 512, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
 SORTED = 16  # rows that a program finds the places of
 
 
@@ -51,11 +51,12 @@ def _sort(
 def _shrink(
     x, a, order, runs, experts, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares,
     squares_count, eps, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, EXPERTS: tl.constexpr, SQUARES: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BK: tl.constexpr, MORE: tl.constexpr, EXPERTS: tl.constexpr, SQUARES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
-    a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``."""
+    a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``. Tiles of no row end
+    at once, but for the first one: whoever waits for this kernel relies on what was before it."""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -63,28 +64,38 @@ def _shrink(
             tl.extra.cuda.gdc_wait()
     first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
     place = tl.load(runs + 3 * tile + 2).to(tl.int64)
-    m, r = tl.arange(0, BM), tl.arange(0, RP)
+    if count == 0:
+        if PDL:
+            if tile == 0:
+                tl.extra.cuda.gdc_wait()
+        return
+    m, r, i = tl.arange(0, BM), tl.arange(0, RP), tl.arange(0, BK)
     own = m < count
     rows = tl.load(order + first + m, mask=own, other=0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if count == 0:
-        return
     which = part
     if EXPERTS:
         which += tl.load(experts + first) * PARTS
     source = a + (place - 1) * s_place + which.to(tl.int64) * k + r.to(tl.int64)[:, None] * s_rank
-    total = tl.zeros((RP, BM), tl.float32)
-    for start in range(split * span, tl.minimum(split * span + span, k), BK):
-        j = start + tl.arange(0, BK)
-        w = tl.load(source + j[None, :], mask=(r < R)[:, None] & (j < k)[None, :], other=0.0)
-        v = tl.load(x + rows[None, :] * s_x + j[:, None], mask=(j < k)[:, None] & own[None, :], other=0.0)
-        total = tl.dot(w.to(v.dtype), v, total, input_precision=PRECISION)
+    begin, end = split * span, tl.minimum(split * span + span, k)
+    j = begin + i
+    w = tl.load(source + j[None, :], mask=(r < R)[:, None] & (j < k)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    scale = tl.full((BM,), 1.0, tl.float32)
     if SQUARES:
         p = tl.arange(0, SQUARES)
         live = (p < squares_count)[:, None] & own[None, :]
         sums = tl.load(squares + p[:, None] * s_squares + rows[None, :], mask=live, other=0.0)
-        total *= tl.rsqrt(tl.sum(sums, 0) / k + eps)[None, :]
+        scale = tl.rsqrt(tl.sum(sums, 0) / k + eps)
+    v = tl.load(x + rows[None, :] * s_x + j[:, None], mask=(j < k)[:, None] & own[None, :], other=0.0)
+    total = tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
+    if MORE:
+        for start in range(begin + BK, end, BK):
+            j = start + i
+            w = tl.load(source + j[None, :], mask=(r < R)[:, None] & (j < k)[None, :], other=0.0)
+            v = tl.load(x + rows[None, :] * s_x + j[:, None], mask=(j < k)[:, None] & own[None, :], other=0.0)
+            total = tl.dot(w.to(v.dtype), v, total, input_precision=PRECISION)
+    total *= scale[None, :]
     at = inner + split * s_inner + (rows[None, :] * PARTS + part) * R + r[:, None]
     tl.store(at, total, mask=(r < R)[:, None] & own[None, :])
 
@@ -103,6 +114,11 @@ def _expand(
             tl.extra.cuda.gdc_wait()
     first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
     place = tl.load(runs + 3 * tile + 2).to(tl.int64)
+    if count == 0:
+        if PDL:
+            if tile == 0:
+                tl.extra.cuda.gdc_wait()
+        return
     m, r = tl.arange(0, BM), tl.arange(0, RP)
     own = m < count
     rows = tl.load(order + first + m, mask=own, other=0).to(tl.int64)
@@ -115,16 +131,13 @@ def _expand(
         start, stop = tl.where(here, begin + (block - passed) * BN, start), tl.where(here, end, stop)
         begin, passed = end, passed + blocks
     i = tl.multiple_of(start, ALIGNED) + tl.arange(0, BN)
-    live = i < tl.multiple_of(tl.where(count > 0, stop, 0), ALIGNED)
+    live = i < tl.multiple_of(stop, ALIGNED)
     source = b + (place - 1) * s_place + i[:, None] + r.to(tl.int64)[None, :] * s_rank
     if EXPERTS:
-        expert = tl.load(experts + first, mask=count > 0, other=0).to(tl.int64)
-        source += tl.multiple_of(expert * begin, ALIGNED)
+        source += tl.multiple_of(tl.load(experts + first).to(tl.int64) * begin, ALIGNED)
     w = tl.load(source, mask=live[:, None] & (r < R)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if count == 0:
-        return
     u = tl.zeros((RP, BM), tl.float32)
     at = inner + (rows[None, :] * PARTS + part) * R + r[:, None]
     for _ in tl.static_range(SPLITS):
@@ -185,7 +198,7 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int) -> Ten
     order, runs, size, experts = tiles
     (tokens, k), rank = x.shape, stack.a.shape[2]
     padded, exact = max(16, triton.next_power_of_2(rank)), stack.a.dtype == torch.float32
-    width = max(32, min(SHRUNK, 4096 // padded))
+    width = max(32, min(SHRUNK if size == FEW else 128, 8192 // padded))
     splits = min(SPLITS, triton.cdiv(k, SPLIT)) if size == FEW else 1
     span = triton.cdiv(triton.cdiv(k, splits), width) * width
     splits = triton.cdiv(k, span)
@@ -193,10 +206,9 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int) -> Ten
     _shrink[len(runs), parts, splits](
         x, stack.a, order, runs, experts, squares, inner, k, span, x.stride(0), stack.a.stride(0),
         stack.a.stride(2), inner.stride(0), 0 if squares is None else squares.stride(0),
-        0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
+        0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width, MORE=span > width,
         EXPERTS=experts is not None, SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
-        PRECISION="ieee" if exact else "tf32", num_warps=max(1, min(4, padded // 16)) if size == FEW else 4,
-        num_stages=2 if exact else 4, **_pdl(),
+        PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=2 if exact or size == FEW else 3, **_pdl(),
     )  # fmt: skip
     return inner
 
