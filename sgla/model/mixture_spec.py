@@ -137,6 +137,14 @@ def deepseek_v3(c: Reader, layers: int) -> MoESpec:
     return replace(_deepseek(c, experts, routing, _behind(c, layers)), correction=True)
 
 
+def bailing(c: Reader, layers: int) -> MoESpec:
+    """Ling 2: DeepSeek-V3's, and the width of the shared expert may be said."""
+    found, key = deepseek_v3(c, layers), "moe_shared_expert_intermediate_size"
+    if not c.given(key):
+        return found
+    return replace(found, shared=c.integer(key, INNER) * c.integer("n_shared_experts", EXPERTS))
+
+
 def mistral4(c: Reader, layers: int) -> MoESpec:
     """Mistral 4: a softmax, and groups by their best two."""
     experts = c.integer("n_routed_experts", EXPERTS)

@@ -55,6 +55,10 @@ def save_checkpoint(
         import deepseek
 
         deepseek.register()
+    if model_type == "bailing_moe":
+        import bailing
+
+        bailing.register()
     torch.manual_seed(seed)
     sizes = {key: value for key, value in (SMALL | changes).items() if value is not ...}
     config = AutoConfig.for_model(model_type, **sizes)

@@ -314,6 +314,12 @@ LAYOUTS: dict[str, Layouts] = {
         heads=MORE_LATENT,
         other={"kda_safe_gate": False, "short_conv_kernel_size": 3, "q_lora_rank": 24},
     ),
+    "bailing_moe": Layouts(
+        ROUTED
+        | {"n_group": 4, "topk_group": 2, "head_dim": 8, "first_k_dense_replace": 1}
+        | {"rope_parameters": FAST | {"partial_rotary_factor": 0.5}},
+        other={"use_qk_norm": False, "attention_bias": True, "norm_topk_prob": False},
+    ),
     "olmo_hybrid": Layouts(
         KINDS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8},
         other={"rope_parameters": FAST, "linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3},
@@ -497,7 +503,8 @@ nats; at most {most:g} is allowed. `tests/cpu/test_parity.py` compares some of t
 
 {first}
 
-Transformers has no `DeepseekForCausalLM` (DeepSeek-MoE); its reference is `tests/cpu/deepseek.py`.
+Transformers has no `DeepseekForCausalLM` (DeepSeek-MoE) and no `BailingMoeV2ForCausalLM`; their references
+are `tests/cpu/deepseek.py`, and its class for GLM-4.5 (`tests/cpu/bailing.py`).
 Encoders, and decoders that answer with vectors, are compared in `tests/cpu/test_pooling.py`.
 
 ## Through transformers' module: {generic}

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import bailing
 import deepseek
 import numpy as np
 import pytest
@@ -50,6 +51,7 @@ from sgla.worker.start_cpu import cpu_runner
 
 EQUAL = RUN | HONOURED
 deepseek.register()
+bailing.register()
 PROMPT = [3 + 7 * i % 83 for i in range(40)]
 
 

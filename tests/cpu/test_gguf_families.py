@@ -188,6 +188,8 @@ def converted(
         if arch == Arch.QWEN3NEXT and "in_proj_qkvz" in name:
             found |= by_part(name, tensor, config)
             continue
+        if arch == Arch.BAILINGMOE2:
+            name = name.replace(".expert_bias", ".expert_bias.bias")
         if name.endswith("sinks"):
             name += ".weight"
         if arch == Arch.FALCON_H1:
@@ -665,6 +667,19 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
             "expert_feed_forward_length": 96,
             "expert_shared_feed_forward_length": 96,
             "expert_shared_count": 1,
+        },
+    ),
+    "ling 2": (
+        Arch.BAILINGMOE2,
+        "bailing_moe",
+        GROUPS
+        | {"head_dim": 8, "first_k_dense_replace": 1}
+        | {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+        SIGMOID
+        | {
+            "expert_weights_norm": True,
+            "expert_shared_feed_forward_length": 32,
+            "rope__dimension_count": 4,
         },
     ),
     "exaone moe": (

@@ -112,6 +112,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         LATENT | ROUTED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
+    "ling 2": ("bailing_moe", GROUPS | {"head_dim": 8, "first_k_dense_replace": 1}),
     "glm-4.5": ("glm4_moe", ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
     "glm-4.5-air": ("glm4_moe", GROUPS | {"head_dim": 8, "first_k_dense_replace": 2}),
     "glm-4.7-flash": ("glm4_moe_lite", LATENT | ROUTED | {"q_lora_rank": 24}),

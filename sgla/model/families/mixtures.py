@@ -60,6 +60,12 @@ _MIMO_PREDICTOR = PredictorNames(
 )
 _GRANITE_EXPERTS = GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2}
 
+_BAILING = {
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "use_qkv_bias": "attention_bias",
+}
+
 FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         ("qwen3_moe",),
@@ -324,6 +330,53 @@ FAMILIES = {
         qk_norm="head",
         out_bias=False,
         gguf=(Gguf("glm4moe", AFTER_NORMS, tensors=BALANCED, gating=(0, SIGMOID)),),
+    ),
+    "BailingMoeV2ForCausalLM": Family(
+        ("bailing_moe", "bailing_moe_v2"),
+        DECODER
+        | sizes(262144, 4096, 8192, 19, 64, 131072, 4)
+        | ROUTED
+        | {
+            "head_dim": 64,
+            "rope_theta": 8e6,
+            "partial_rotary_factor": 1.0,
+            "attention_bias": False,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 1024,
+            "num_experts_per_tok": 6,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            "moe_shared_expert_intermediate_size": None,
+            "max_window_layers": None,  # of windows that there are not
+            **dict.fromkeys(_BAILING),
+        },
+        {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"}
+        | {
+            "moe_router_enable_expert_bias": True,
+            "router_dtype": "fp32",
+            "score_function": "sigmoid",
+            "use_bias": False,
+            "use_rmsnorm": True,
+        },
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.llama:Predicting",
+        of_checkpoints=True,
+        nulls=(*ROTATED, "use_qkv_bias", "moe_shared_expert_intermediate_size", "max_window_layers"),
+        names=_BAILING,
+        mixture="sgla.model.mixture_spec:bailing",
+        renamed=(
+            ("model.word_embeddings.", "model.embed_tokens."),
+            (".attention.", ".self_attn."),
+            (".query_key_value.", ".qkv_proj."),
+            (".self_attn.dense.", ".self_attn.o_proj."),
+            *HUNYUAN_NORMS,
+            (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        ),
+        qk_norm="head",
+        out_bias=False,
+        gguf=(Gguf("bailingmoe2", tensors=BALANCED, gating=(SIGMOID,)),),
     ),
     "Dots1ForCausalLM": Family(
         ("dots1",),
