@@ -8,7 +8,7 @@
 // latency. The order of the sum is that of the ranks, so all ranks hold the same bits.
 //
 // Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
-// NORM (add the sum into the residual and give its RMSNorm), SENT (one shot: the kernel before has sent this
+// NORM (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum), SENT (one shot: the kernel before has sent this
 // rank's rows, to the inboxes of this call, when it made them).
 #include "common.cuh"
 
@@ -122,6 +122,8 @@ __device__ __forceinline__ float block_sum(float v) {
 struct Ahead {
 #if NORM
   float4 weight[VECS][2];
+#endif
+#if NORM == 1
   uint4 residual[VECS];
 #endif
   __device__ __forceinline__ void load_weight(const Params& p) {
@@ -137,7 +139,7 @@ struct Ahead {
 #endif
   }
   __device__ __forceinline__ void load_residual(const Params& p, int row) {
-#if NORM
+#if NORM == 1
 #pragma unroll
     for (int k = 0; k < VECS; k++) {
       const int i = threadIdx.x + k * THREADS;
@@ -156,9 +158,13 @@ __device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS
   for (int k = 0; k < VECS; k++) {
     const int i = threadIdx.x + k * THREADS;
     if (i < p.width) {
+#if NORM == 1
       add(v[k], ahead.residual[k]);
+#endif
       const uint4 h = round8(v[k]);
+#if NORM == 1
       p.residual[base + i] = h;
+#endif
 #pragma unroll
       for (int j = 0; j < 8; j++) v[k][j] = 0.f;
       add(v[k], h);

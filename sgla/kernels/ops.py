@@ -141,10 +141,10 @@ class TimeSteps(NamedTuple):
 
 
 class AddedNorm(NamedTuple):
-    """What ``add_rms_norm`` does with an x:
-    h = residual + x, whose RMSNorm with ``weight`` float32[d] is wanted."""
+    """What ``add_rms_norm`` does with an x: h = residual + x, whose RMSNorm with ``weight`` float32[d] is
+    wanted; or, without ``residual``, ``rms_norm``."""
 
-    residual: Tensor
+    residual: Tensor | None
     weight: Tensor
     eps: float
 

@@ -347,7 +347,7 @@ def test_an_addend_comes_before_what_is_fused_behind(
             return ops.logits(hidden, w, None, addend)
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None
+        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
     )
     layer = Layer()
     for layer.what in ("gated", "normed"):
@@ -538,7 +538,9 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
             x = ops.linear(x, w) + h
             return x if old is None else torch.cat([x, old], 1)
 
-    batch: Any = SimpleNamespace(ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None)
+    batch: Any = SimpleNamespace(
+        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+    )
     expected = Layer().forward(batch, [], None).float()
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     found = forward.hidden(batch).float()
@@ -546,6 +548,54 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
     assert ("few rows + added" in program.work.taken) is (reads == "nothing")
+
+
+class Doubling:
+    """Two ranks that have the same, as ``ops.Ranks``."""
+
+    def __init__(self, norms: bool) -> None:
+        self._norms = norms
+
+    def all_reduce(self, x: Tensor) -> None:
+        x.mul_(2)
+
+    def norms(self, x: Tensor) -> bool:
+        return self._norms
+
+    def all_reduce_norm(self, x: Tensor, norm: ops.AddedNorm) -> Tensor:
+        h = 2 * x
+        if norm.residual is not None:
+            h = norm.residual.add_(h)
+        return ops.rms_norm.body(h, norm.weight, norm.eps)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("norms", [True, False])
+def test_norms_behind_a_sum_over_ranks_are_its_own(norms: bool) -> None:
+    """One that an add comes before, and one that comes before an add."""
+    torch.manual_seed(0)
+    table, w = pack(torch.randn(9, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
+    first, second, ranks = torch.rand(128), torch.rand(128), Doubling(norms)
+
+    class Layer:
+        unrecorded, shard = "", Shard()
+        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            h = ops.embedding(batch.ids, table)
+            x = ops.rms_norm(ops.all_reduce(ops.linear(h, w), ranks), first, 1e-5)
+            x, h = ops.add_rms_norm(x, h, second, 1e-5)
+            return ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, first, 1e-5)[0]
+
+    batch: Any = SimpleNamespace(
+        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+    )
+    expected = Layer().forward(batch, [], None).float()
+    forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    found = forward.hidden(batch).float()
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    [program] = forward._programs.values()
+    assert program.work.taken["norm behind the ranks' sum"] == 2 * norms
 
 
 @needs_interpreter
@@ -576,7 +626,7 @@ def test_the_product_behind_a_gate_takes_both(
 
     for rows in (1, 2, 3):
         batch: Any = SimpleNamespace(
-            ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None
+            ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
         )
         expected = Layer().forward(batch, [], None).float()
         forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]

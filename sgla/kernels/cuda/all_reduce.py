@@ -43,9 +43,9 @@ class _MaxParams(ctypes.Structure):
 
 
 @cache
-def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: bool, sent: bool) -> Kernel:
+def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: int, sent: bool) -> Kernel:
     defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "SENT": int(sent)}
-    return Kernel("all_reduce.cu", "all_reduce", defines | {"TWO_SHOT": int(two_shot), "NORM": int(norm)})
+    return Kernel("all_reduce.cu", "all_reduce", defines | {"TWO_SHOT": int(two_shot), "NORM": norm})
 
 
 @cache
@@ -105,8 +105,8 @@ class AllReduce:
     def sum(
         self, x: Tensor, norm: AddedNorm | None = None, two_shot: bool | None = None, sent: bool = False
     ) -> Tensor:
-        """The sum over the ranks of x bf16 ``[T, d]``, in place;
-        with ``norm`` x becomes the norm of the new residual. ``sent``: x is on its way (``sending``)."""
+        """The sum over the ranks of x bf16 ``[T, d]``, in place; with ``norm`` x becomes the norm of the new
+        residual, or of the sum. ``sent``: x is on its way (``sending``)."""
         assert x.is_contiguous()
         rows, d = x.shape
         width = d // 8
@@ -116,16 +116,17 @@ class AllReduce:
             two_shot = x.nbytes > one_shot_bytes(self._ranks, self._message)
         assert self.fits(x, two_shot)
         assert not (sent and two_shot)
-        residual, weight, eps = (
-            (norm.residual.data_ptr(), norm.weight.data_ptr(), norm.eps) if norm else (0, 0, 0.0)
-        )
+        weight, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
+        residual, kind = 0, 2 if norm else 0
+        if norm is not None and norm.residual is not None:
+            residual, kind = norm.residual.data_ptr(), 1
         params = _Params(
             x.data_ptr(), x.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(),
             self._half // 16, self._rank, rows, width, eps,
         )  # fmt: skip
         # Blocks wait for their peers' counterparts, so all of them must be on the GPU at once.
         blocks = min(rows, self._processors * max(1, 1024 // threads))
-        kernel = _kernel(self._ranks, threads, vectors, two_shot, norm is not None, sent)
+        kernel = _kernel(self._ranks, threads, vectors, two_shot, kind, sent)
         kernel.launch(blocks, threads, params)
         return x
 

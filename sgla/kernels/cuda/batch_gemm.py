@@ -235,6 +235,7 @@ def linear_add(
 ) -> Unscaled:
     """Adds ``x @ weight.T + bias`` to ``norm.residual`` in place;
     the norm of the sum, which another ``linear`` completes."""
+    assert norm.residual is not None
     m, n = norm.residual.shape
     squares = torch.empty(-(-n // config.tile), _row_stride(m), device="cuda")
     result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)

@@ -39,9 +39,7 @@ def query(work: Work, heads: Node, attention: Node) -> list[Node]:
 
 
 def reduced_refuses(work: Work, total: Node, add: Node) -> str | None:
-    x = torch.empty(
-        work.rows(add), len(add.given["weight"]), dtype=work.record.dtypes[add.results[0]], device="meta"
-    )
+    x = torch.empty(work.rows(add), len(add.given["weight"]), dtype=_made(work, add), device="meta")
     if not total.given["ranks"].norms(x):
         return "the ranks exchange fewer bytes at once"
     return None if work.free(add.given["residual"]) else "the residual stream is read again"
@@ -54,6 +52,24 @@ def reduced(work: Work, total: Node, add: Node) -> list[Node]:
 
 def _reduced(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Ranks) -> tuple[Tensor, Tensor]:
     return ranks.all_reduce_norm(x, AddedNorm(residual, weight, eps)), residual
+
+
+def summed_refuses(work: Work, total: Node, norm: Node) -> str | None:
+    like = torch.empty(work.rows(norm), len(norm.given["weight"]), dtype=_made(work, norm), device="meta")
+    return None if total.given["ranks"].norms(like) else "the ranks exchange fewer bytes at once"
+
+
+def summed(work: Work, total: Node, norm: Node) -> list[Node]:
+    given = norm.given | {"x": total.given["x"], "ranks": total.given["ranks"]}
+    return [Node("summed norm", _summed, given, norm.results, norm.rows)]
+
+
+def _summed(x: Tensor, weight: Tensor, eps: float, ranks: Ranks) -> Tensor:
+    return ranks.all_reduce_norm(x, AddedNorm(None, weight, eps))
+
+
+def _made(work: Work, node: Node) -> torch.dtype:
+    return work.record.dtypes[node.results[0]]
 
 
 def _always(work: Work, *chain: Node) -> None:
@@ -98,6 +114,9 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
         Rule("shared added", (ops.gated_add, ops.add_rms_norm), experts.shared_refuses, experts.shared_add),
         Rule("norm and e4m3", (ops.add_rms_norm,), e4m3.add_refuses, e4m3.add),
+    ),
+    ops.rms_norm: (
+        Rule("norm behind the ranks' sum", (ops.all_reduce, ops.rms_norm), summed_refuses, summed),
     ),
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
