@@ -47,6 +47,15 @@ def _sort(
     tl.store(runs + 3 * at + 2, own, mask=i < count)
 
 
+@triton.jit
+def _wait_at(here, PDL: tl.constexpr):
+    """Who waits for a kernel relies on what was before it, so one program waits for that at least."""
+    if PDL:
+        waits = here
+        if waits:
+            tl.extra.cuda.gdc_wait()
+
+
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _shrink(
     x, a, order, runs, experts, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares,
@@ -55,8 +64,7 @@ def _shrink(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
-    a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``. Tiles of no row end
-    at once, but for the first one: whoever waits for this kernel relies on what was before it."""
+    a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``."""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -65,9 +73,7 @@ def _shrink(
     first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
     place = tl.load(runs + 3 * tile + 2).to(tl.int64)
     if count == 0:
-        if PDL:
-            if tile == 0:
-                tl.extra.cuda.gdc_wait()
+        _wait_at(tile == 0, PDL)
         return
     m, r, i = tl.arange(0, BM), tl.arange(0, RP), tl.arange(0, BK)
     own = m < count
@@ -115,9 +121,7 @@ def _expand(
     first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
     place = tl.load(runs + 3 * tile + 2).to(tl.int64)
     if count == 0:
-        if PDL:
-            if tile == 0:
-                tl.extra.cuda.gdc_wait()
+        _wait_at(tile == 0, PDL)
         return
     m, r = tl.arange(0, BM), tl.arange(0, RP)
     own = m < count
@@ -206,9 +210,10 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int) -> Ten
     _shrink[len(runs), parts, splits](
         x, stack.a, order, runs, experts, squares, inner, k, span, x.stride(0), stack.a.stride(0),
         stack.a.stride(2), inner.stride(0), 0 if squares is None else squares.stride(0),
-        0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width, MORE=span > width,
-        EXPERTS=experts is not None, SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
-        PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=2 if exact or size == FEW else 3, **_pdl(),
+        0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
+        MORE=span > width, EXPERTS=experts is not None,
+        SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
+        PRECISION="ieee" if exact else "tf32", num_stages=2 if exact or size == FEW else 3, **_pdl(),
     )  # fmt: skip
     return inner
 
