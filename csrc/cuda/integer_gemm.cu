@@ -49,9 +49,6 @@
 #ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
 #define RESIDENT 2
 #endif
-#ifndef LATE  // 1: the next kernel begins when this one has asked for its last weights, not when it has its x
-#define LATE 0
-#endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
 #endif
@@ -91,9 +88,6 @@ __device__ __forceinline__ u32 lds32(u32 addr) {
   u32 r;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(addr) : "memory");
   return r;
-}
-__device__ __forceinline__ void prefetch(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
 }
 // Data that other warps read too; `bytes` = 0 writes zeros instead.
 __device__ __forceinline__ void cp_async_constants(u32 dst, const void* src, int bytes) {
@@ -189,7 +183,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     }
   };
   settle();
-  bool waited = false;  // earlier, the next kernel could miss what the one before this is to write
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
@@ -217,22 +210,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
       for (int j = 0; j < LOADS; ++j) own[j] += WK * UNIT * PER;
       if (in_unit >= count) {
         in_unit = wk;
-        if (++in_tile < last)
-          settle();
-        else if (LATE && waited)
-          pdl_launch();
+        if (++in_tile < last) settle();
       }
     }
     cp_async_commit();
   };
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) load(s);
-  if (NORM)  // the norm's weights are no longer in the L2 cache from the step before
-    for (int c = threadIdx.x * 32; c < count * (UNIT * BLOCK); c += THREADS * 32)
-      if (begin * (UNIT * BLOCK) + c < p.k) prefetch(p.norm + begin * (UNIT * BLOCK) + c);
   pdl_wait();
-  waited = true;
-  if (!LATE || in_tile >= last) pdl_launch();
+  pdl_launch();
 
   // x, times the norm's weight, and the sums of its groups; zeros behind its end.
   int row = 0, chunk = warp;

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -14,10 +14,9 @@ KINDS = {f"int{bits}{of}{group}": (bits, group) for bits in (4, 8) for of in "gm
 
 
 class Integers(Protocol):
-    """``[n, k]`` of a ``kind`` in ``KINDS``. ``tensors``: words and constants, int32 ``[n, blocks * 4 bits]``
-    and ``[n, blocks * BLOCK / group]``. ``whole``: zeros are whole numbers."""
+    """``[n, k]``. ``tensors``: words and constants, int32 ``[n, blocks * 4 bits]`` and ``[n, blocks * BLOCK /
+    group]``. ``whole``: zeros are whole numbers."""
 
-    kind: ClassVar[str]
     n: int
     k: int
     bits: int

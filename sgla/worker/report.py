@@ -22,7 +22,6 @@ from sgla.dist import Shard
 from sgla.errors import SglaError
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
-from sgla.kernels.cuda import integer_gemm
 from sgla.kernels.device import describe, this_device, use
 from sgla.kernels.gpu import tuning
 from sgla.kernels.gpu.record import Node
@@ -150,11 +149,10 @@ def _is_product(node: Node) -> bool:
 
 
 def _source(rows: int, node: Node) -> str:
-    weight = node.given["weight"]
-    if isinstance(weight, Weight):
-        n, k, storage, rows = weight.n, weight.k, weight.kind, integer_gemm.padded(rows)
-    else:
-        (n, k), storage = weight.shape, "bf16" if node.given.get("scale") is None else "fp8"
+    if isinstance(node.given["weight"], Weight):
+        return "as estimated"
+    n, k = node.given["weight"].shape
+    storage = "bf16" if node.given.get("scale") is None else "fp8"
     gated = node.given.get("epilogue") in GATES.values()
     found = tuning.measured(rows, tuning.Product(n, k, gated, storage))
     table = tuning.file_of(this_device().name)

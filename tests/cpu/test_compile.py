@@ -183,7 +183,6 @@ def test_every_file_of_cuda_compiles() -> None:
             for int8, int4 in ((0, 0), (1, 0), (1, 1))
         ],
         "skinny_gemm.cu": [{"EPILOGUE": 4}, {"E4M3": 1, "GROUPED": 1, "STAGED": 2, "NORM": 1}],
-        "fixed_gemm.cu": [{"NORM": 1}, {"BITS": 8, "GROUP": 32, "NT": 4, "EPILOGUE": 2}],
         "experts.cu": [{"GELU": 1}],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}, {"HEADS": 32}],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -46,13 +45,8 @@ def few_rows(w: Any, m: int) -> Iterator[tuple[float, float]]:
     yield relative(integer_gemm.linear(x, w, epilogue=integer_gemm.FLOAT32, **given), normed), 5e-3
 
 
-@pytest.mark.parametrize(("fixed", "late"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_rows_equal_the_oracle(
-    kind: str, fixed: bool, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = {"fixed": fixed, "late": late}
-    monkeypatch.setattr(integer_gemm, "default_config", partial(integer_gemm.default_config, **given))
+def test_few_rows_equal_the_oracle(kind: str) -> None:
     weights = [weight(n, k, kind) for n, k in ((6144, 4096), (4096, 12288), (200, 1000), (4096, 4096))]
     cases = [(w, m) for w in weights for m in (1, 2, 3, 8, 13, 16)]
     with rehearsing():

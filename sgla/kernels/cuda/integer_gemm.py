@@ -1,5 +1,5 @@
-"""Launcher of ``integer_gemm.cu`` and ``fixed_gemm.cu``: linear layers for few rows with weights of 4 or 8
-bits, fused with what stands before and after them."""
+"""Launcher of ``integer_gemm.cu``: linear layers for few rows with weights of 4 or 8 bits, fused with what
+stands before and after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
 MAX_ROWS = 16  # of x
 WARPS = 8  # of a block
 ALIGNED = 8  # channels that x is read by
-STAGES, MORE_STAGES = 5, 8  # at most; the second where they bridge two kernels
+STAGES = 5  # at most
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
 P = ctypes.c_void_p
 
@@ -31,16 +31,11 @@ class _Params(ctypes.Structure):
     )
 
 
-class _FixedParams(ctypes.Structure):
-    _fields_ = tuple(field for field in _Params._fields_ if field[0] != "x_row")
-
-
 class Config(NamedTuple):
     """How the work is cut. ``tiles`` of 16 weight rows are a warp's, 1 or 2, whose k ``warps`` of a block
     share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 2 or 4. ``per_sm``
     blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
-    fetch weights there: from when this one has its x on, or, if ``late``, has asked for its last weights.
-    ``fixed``: x becomes integers, too (``fixed_gemm.cu``)."""
+    fetch weights there."""
 
     tiles: int
     warps: int
@@ -48,8 +43,6 @@ class Config(NamedTuple):
     unit: int = 2
     per_sm: int = 2
     resident: int = 2
-    fixed: bool = False
-    late: bool = False
 
 
 class Shape(NamedTuple):
@@ -106,21 +99,16 @@ def padded(m: int) -> int:
 
 def plan(shape: Shape, config: Config) -> Plan | None:
     """None: it does not fit."""
-    groups = -(-shape.rows // (4 if config.fixed else 8))  # of rows of x
-    per, units = BLOCK // shape.group, -(-shape.blocks // config.unit)
+    groups, per, units = -(-shape.rows // 8), BLOCK // shape.group, -(-shape.blocks // config.unit)
     if config.slices > units or shape.columns(config) > shape.n:
         return None
     here = -(-units // config.slices) * config.unit  # blocks of k
-    # Bytes; the last ones are there so that rows lie in different banks.
-    x_row = here * BLOCK * 2 + (0 if config.fixed else 16)
+    x_row = here * BLOCK * 2 + 16  # bytes; the last ones are there so that rows lie in different banks
     alone = config.warps == config.slices == 1
     sums = 0 if alone else 8 * config.warps * shape.rows * (shape.weight_rows(config) + 4)
     x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
     stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
-    stages = min(
-        MORE_STAGES if config.fixed or config.late else STAGES,
-        (SHARED // config.resident - 2048 - x) // stage,
-    )
+    stages = min(STAGES, (SHARED // config.resident - 2048 - x) // stage)
     if stages < 2:
         return None
     own, loaded = shape.blocks * per, config.unit * per  # words of constants
@@ -137,7 +125,6 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "RESIDENT": config.resident,
-        "LATE": int(config.late),
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,
     }
@@ -150,7 +137,7 @@ MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8,
 
 
 @lru_cache(1 << 14)
-def default_config(shape: Shape, fixed: bool = False, late: bool = False) -> Config | None:
+def default_config(shape: Shape) -> Config | None:
     """The first that fits, of those that were fastest with the layers of Qwen3-8B on an H200
     (``bench/gpu_integers.py``); None: so many rows do not, and half of them would."""
     wide = shape.k > WIDE
@@ -164,8 +151,7 @@ def default_config(shape: Shape, fixed: bool = False, late: bool = False) -> Con
         best = (Config(1, 1, 8), Config(1, 2, 8)) if wide else (Config(1, 1, 4), Config(1, 2, 4))
         best = (Config(2, 2, 2, 2, 1, 1), *best) if many and not wide else best
     large = tuple(config._replace(per_sm=1, resident=1) for config in best)
-    tried = (config._replace(fixed=fixed, late=late) for config in (*best, *large, *MOST))
-    return next((config for config in tried if plan(shape, config) is not None), None)
+    return next((config for config in (*best, *large, *MOST) if plan(shape, config) is not None), None)
 
 
 def linear(
@@ -193,9 +179,11 @@ def linear(
             linear(x[part], weight, norm=norm, eps=eps, bias=bias, epilogue=epilogue, out=out[part])
         return out
     kernel, made = _kernel(shape, config)
-    given = *(None if t is None else t.data_ptr() for t in (x, *weight.tensors, norm, bias, out)), m, n, k
-    given += x.stride(0), out.stride(0), shape.blocks
-    params = _FixedParams(*given, eps) if config.fixed else _Params(*given, made.x_row, eps)
+    tensors = x, *weight.tensors, norm, bias, out
+    params = _Params(
+        *(None if t is None else t.data_ptr() for t in tensors),
+        m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row, eps,
+    )  # fmt: skip
     kernel.launch(made.grid, 32 * WARPS, params)
     return out
 
@@ -204,10 +192,9 @@ def linear(
 def _kernel(shape: Shape, config: Config) -> tuple[Kernel, Plan]:
     made = plan(shape, config)
     assert made is not None, f"{config} does not fit {shape}"
-    name = "fixed_gemm" if config.fixed else "integer_gemm"
-    return _compiled(name, tuple(made.defines.items()), made.shared, config.slices), made
+    return _compiled(tuple(made.defines.items()), made.shared, config.slices), made
 
 
 @cache
-def _compiled(name: str, defines: tuple[tuple[str, int], ...], shared: int, slices: int) -> Kernel:
-    return Kernel(f"{name}.cu", name, dict(defines), shared, slices)
+def _compiled(defines: tuple[tuple[str, int], ...], shared: int, slices: int) -> Kernel:
+    return Kernel("integer_gemm.cu", "integer_gemm", dict(defines), shared, slices)

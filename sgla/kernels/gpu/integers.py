@@ -10,10 +10,8 @@ from torch import Tensor
 
 from sgla.kernels.cuda import integer_gemm
 from sgla.kernels.device import this_device
-from sgla.kernels.gpu.few import GATES
 from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import OTHER, Work
-from sgla.kernels.gpu.tuning import Product, measured
 from sgla.kernels.integers import Integers, are_integers
 from sgla.kernels.triton import integers
 
@@ -47,12 +45,7 @@ def few(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _few, made, linear.results, linear.rows)]
 
 
-def _few(x: Tensor, weight: Integers, epilogue: int, **given: Any) -> Tensor:
-    product = Product(weight.n, weight.k, epilogue in GATES.values(), weight.kind)
-    found = measured(integer_gemm.padded(x.shape[0]), product)
-    config = found.config if found is not None else None
-    assert config is None or isinstance(config, integer_gemm.Config)
-    given |= {"epilogue": epilogue, "config": config}
+def _few(x: Tensor, weight: Integers, **given: Any) -> Tensor:
     return integer_gemm.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
 
 

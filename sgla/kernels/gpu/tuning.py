@@ -15,16 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.device import this_device
 
 FOLDER = Path(__file__).with_name("tuned")
-Kernel = Literal["few rows", "few integers", "tiles", "prompt tiles", "library"]
-CONFIGS: dict[Kernel, Any] = {
-    "few rows": skinny_gemm.Config,
-    "few integers": integer_gemm.Config,
-    "tiles": batch_gemm.Config,
-}
+Kernel = Literal["few rows", "tiles", "prompt tiles", "library"]
+CONFIGS: dict[Kernel, Any] = {"few rows": skinny_gemm.Config, "tiles": batch_gemm.Config}
 
 
 class Product(NamedTuple):
@@ -41,7 +37,7 @@ class Algorithm(NamedTuple):
     """A kernel and how it cuts the work. ``config`` None: it decides that by itself."""
 
     kernel: Kernel
-    config: skinny_gemm.Config | integer_gemm.Config | batch_gemm.Config | None = None
+    config: skinny_gemm.Config | batch_gemm.Config | None = None
 
 
 LIBRARY, PROMPT = Algorithm("library"), Algorithm("prompt tiles")
