@@ -33,49 +33,22 @@
 #ifndef DEPTH  // places of a warp's ring
 #define DEPTH 12
 #endif
-// Of the layers' weights: 16 (bf16), 8 (e4m3 with a scale for a row) or 4 (``quant/integers.py``).
-#ifndef BITS
-#define BITS 16
-#endif
-#ifndef GROUPED  // of 4 bits: channels with one scale and zero: 32, 64 or 128
-#define GROUPED 128
-#endif
-#ifndef PIECE  // weights of a row in a place of the ring; 16 bits: 1024
-#define PIECE 1024
-#endif
-#ifndef INNER_PIECE  // of a row of down
-#define INNER_PIECE PIECE
-#endif
-#ifndef SIDE_BY_SIDE  // most rows that a warp sums at a time
-#define SIDE_BY_SIDE 8
-#endif
-#ifndef FLYING  // pieces of a warp that are on their way at a time
-#define FLYING 2
-#endif
 #include "one_row.cuh"
-#include "packed_row.cuh"
 
-__host__ __device__ constexpr int bytes_of(int piece) { return piece / 8 * BITS; }
-// Of the constants of a piece, which lie behind it.
-__host__ __device__ constexpr int constants_of(int piece) { return BITS == 4 ? piece / GROUPED * 4 : 0; }
-constexpr int LARGEST = PIECE > INNER_PIECE ? PIECE : INNER_PIECE;
-constexpr int FILLED = bytes_of(LARGEST) + constants_of(LARGEST);
-constexpr int HEAD_PIECE = 1024, HEAD_BYTES = HEAD_PIECE * 2;  // of the output layer, which is bf16
-constexpr int PLACE_BYTES = FILLED > HEAD_BYTES ? FILLED : HEAD_BYTES;
+constexpr int PIECE = 1024, PIECE_BYTES = PIECE * 2;  // of a weight row: a place of the ring
 constexpr int OWN = HIDDEN / ALL_WARPS;  // places of the residual stream that a warp owns
 constexpr int WIDE = ATTENDED > INTER ? ATTENDED : INTER;
-constexpr int OF_BLOCK = 128 + X_PAD / 2;  // places in shared memory that 128 channels take
+
+constexpr int FLYING = 2;                // pieces of a warp that are on their way at a time
 
 static_assert(OWN <= 8 && HIDDEN % ALL_WARPS == 0 && QKV % ALL_WARPS == 0 && INTER % ALL_WARPS == 0 &&
-              HIDDEN % PIECE == 0 && ATTENDED % PIECE == 0 && INTER % INNER_PIECE == 0);
-static_assert(PIECE % 1024 == 0 && INNER_PIECE % 1024 == 0 && (BITS < 16 || LARGEST == 1024));
+              ATTENDED % PIECE == 0);
 
 struct Layer {
   // Qkv [QKV, HIDDEN], o [HIDDEN, ATTENDED], gate and up [2 INTER, HIDDEN], down [HIDDEN, INTER].
-  const char* matrix[4];
+  const bf16* matrix[4];
   const float *input_norm, *mlp_norm;    // [HIDDEN]
   const float *q_norm, *k_norm;          // [HD]
-  const char* constants[4];              // e4m3: float32 [n]; integers: [n, k / GROUPED]
   bf16 *k, *v;                           // pages
 };
 
@@ -89,11 +62,10 @@ constexpr int END = Exchange::INNER + INTER;  // in `words`: the residual stream
 template <int M>
 struct Matrix {
   static constexpr int ROWS = M == 0 ? QKV / ALL_WARPS : M == 2 ? 2 * INTER / ALL_WARPS : OWN;
-  static constexpr int OF_ROW = M == 3 ? INNER_PIECE : PIECE;  // weights of a piece
-  static constexpr int PIECES = (M == 1 ? ATTENDED : M == 3 ? INTER : HIDDEN) / OF_ROW;
+  static constexpr int PIECES = M == 1 ? ATTENDED / PIECE : M == 3 ? INTER / PIECE : HIDDEN / PIECE;
   __device__ static constexpr int pass() {
     int most = 1;
-    for (int n = 1; n <= SIDE_BY_SIDE; ++n)
+    for (int n = 1; n <= 8; ++n)
       if (ROWS % n == 0 && (M != 2 || n % 2 == 0)) most = n;
     return most;
   }
@@ -118,14 +90,12 @@ struct Matrix {
     return u32(M) << 29 | u32(row * PIECES + k);
   }
 };
-constexpr int LAYER_PIECES = Matrix<3>::FIRST + OWN * (INTER / INNER_PIECE);
-constexpr int HEAD_PIECES = HIDDEN / HEAD_PIECE;
+constexpr int LAYER_PIECES = Matrix<3>::FIRST + OWN * (INTER / PIECE), HEAD_PIECES = HIDDEN / PIECE;
 static_assert(DEPTH >= 8 && DEPTH <= LAYER_PIECES && Matrix<1>::PASS == OWN && Matrix<3>::PASS == OWN);
-static_assert(DEPTH >= FLYING && (BITS != 8 || Matrix<2>::ROWS <= 32));
 
 // Shared memory behind the rings.
 struct Shared {
-  bf16 narrow[HIDDEN / 128 * OF_BLOCK], wide[WIDE / 128 * OF_BLOCK];  // inputs of matrices
+  bf16 narrow[HIDDEN], wide[WIDE];  // inputs of matrices
   float square[THREADS];            // the threads' shares of the sum of squares
   float part[WARPS][GROUP][HD];     // unnormalised outputs of the warps' tiles
   float part_ml[WARPS][8][2];       // their maxima and sums
@@ -148,7 +118,7 @@ struct Self {
     me = blockIdx.x * WARPS + warp;
     head_first = int((long long)(p.vocab / 4) * me / ALL_WARPS) * 4;
     head_rows = int((long long)(p.vocab / 4) * (me + 1) / ALL_WARPS) * 4 - head_first;
-    ring = smem_addr(&s) - (WARPS - warp) * (DEPTH * PLACE_BYTES);
+    ring = smem_addr(&s) - (WARPS - warp) * (DEPTH * PIECE_BYTES);
     full = smem_addr(s.full[warp]);
   }
 };
@@ -191,70 +161,56 @@ __device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
       landing = 0;
       parity ^= 1;
     }
-    const u32 full = self.full + self.place * 8, to = self.ring + self.place * PLACE_BYTES;
+    const bf16* from = p.head;
     if (layer < p.count) {
-      const u32 entry = s.table[self.warp][i], m = entry >> 29;
-      const long long piece = entry & 0x1fffffff;
-      const int size = m == 3 ? INNER_PIECE : PIECE, bytes = bytes_of(size), more = constants_of(size);
-      barrier_expect(full, bytes + more);
-      copy_bytes(to, s.layers[layer].matrix[m] + piece * bytes, bytes, full);
-      if (BITS == 4) copy_bytes(to + bytes, s.layers[layer].constants[m] + piece * more, more, full);
+      const u32 entry = s.table[self.warp][i];
+      from = s.layers[layer].matrix[entry >> 29] + (long long)(entry & 0x1fffffff) * PIECE;
       if (++i == LAYER_PIECES) {
         i = 0;
         ++layer;
       }
     } else {
       const int row = i / (4 * HEAD_PIECES) * 4 + i % 4;
-      const long long piece = (long long)(self.head_first + row) * HEAD_PIECES + i / 4 % HEAD_PIECES;
-      barrier_expect(full, HEAD_BYTES);
-      copy_bytes(to, p.head + piece * HEAD_PIECE, HEAD_BYTES, full);
+      from += ((long long)(self.head_first + row) * HEAD_PIECES + i / 4 % HEAD_PIECES) * PIECE;
       ++i;
     }
+    const u32 full = self.full + self.place * 8;
+    barrier_expect(full, PIECE_BYTES);
+    copy_bytes(self.ring + self.place * PIECE_BYTES, from, PIECE_BYTES, full);
     if (++self.place == DEPTH) self.place = 0;
     ++n;
   }
 }
 
-// Waits for the ring's next pieces.
-__device__ __forceinline__ void await(const Self& self, int count) {
+// The ring's next pieces into registers: COUNT / ROWS of each of ROWS rows.
+template <int ROWS, bool GATED, int COUNT>
+__device__ __forceinline__ void take(Shared& s, Self& self, u32 (&a)[COUNT][4][4]) {
   const int mine = self.place + self.lane;  // a lane waits for one of the places
-  if (self.lane < count)
+  if (self.lane < COUNT)
     piece_wait(self.full + (mine >= DEPTH ? mine - DEPTH : mine) * 8, self.round ^ (mine >= DEPTH));
   __syncwarp();
-}
-// Where the i-th of them is.
-__device__ __forceinline__ u32 piece_at(const Self& self, int i) {
-  const int place = self.place + i;
-  return self.ring + (place >= DEPTH ? place - DEPTH : place) * PLACE_BYTES;
-}
-// Goes on behind them: they have been read.
-__device__ __forceinline__ void leave(Shared& s, Self& self, int count) {
+#pragma unroll
+  for (int first = 0; first < COUNT; first += ROWS)
+    Dots<ROWS, GATED>::load(a, first, self.lane, [&](int i) {
+      const int place = self.place + i;
+      return self.ring + (place >= DEPTH ? place - DEPTH : place) * PIECE_BYTES;
+    });
   __syncwarp();
-  self.taken += count;
+  self.taken += COUNT;
   if (self.lane == 0)
     asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(smem_addr(&s.taken[self.warp])), "r"(self.taken)
                  : "memory");
-  self.place += count;
+  self.place += COUNT;
   if (self.place >= DEPTH) {
     self.place -= DEPTH;
     self.round ^= 1;
   }
 }
 
-// The ring's next pieces of bf16 into registers: COUNT / ROWS of each of ROWS rows.
-template <int ROWS, bool GATED, int COUNT>
-__device__ __forceinline__ void take(Shared& s, Self& self, u32 (&a)[COUNT][4][4]) {
-  await(self, COUNT);
-#pragma unroll
-  for (int first = 0; first < COUNT; first += ROWS)
-    Dots<ROWS, GATED>::load(a, first, self.lane, [&](int i) { return piece_at(self, i); });
-  leave(s, self, COUNT);
-}
-
-// A matrix of a layer in bf16 times what `get(x)` puts to x in shared memory, where weights are fetched
-// before. `then(y, row)`: y[i] is that of the warp's row `row` + 4 i + lane / 8.
+// A matrix of a layer times what `get(x)` puts to x in shared memory, where weights are fetched before.
+// `then(y, row)`: y[i] is that of the warp's row `row` + 4 i + lane / 8.
 template <int M, class Get, class Then>
-__device__ __forceinline__ void times_plain(const Params& p, Shared& s, Self& self, Get&& get, Then&& then) {
+__device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, Get&& get, Then&& then) {
   using T = Matrix<M>;
   constexpr bool NORM = M % 2 == 0;
   using Sum = Dots<T::PASS, M == 2>;
@@ -271,7 +227,7 @@ __device__ __forceinline__ void times_plain(const Params& p, Shared& s, Self& se
     for (int k = 0; k < T::PIECES; k += T::DEEP) {
       if (row + k > 0) take<T::PASS, M == 2>(s, self, a);
 #pragma unroll
-      for (int i = 0; i < T::DEEP; ++i) sums.add(a, i * T::PASS, x + (k + i) * HEAD_BYTES + self.lane * 16);
+      for (int i = 0; i < T::DEEP; ++i) sums.add(a, i * T::PASS, x + (k + i) * PIECE_BYTES + self.lane * 16);
     }
     if (NORM && row == 0) f = norm_factor(s.square, p.eps, self.lane);
     float y[T::RESULTS];
@@ -282,65 +238,11 @@ __device__ __forceinline__ void times_plain(const Params& p, Shared& s, Self& se
   }
 }
 
-// The same in fewer bits.
-template <int M, class Get, class Then>
-__device__ __forceinline__ void times_packed(const Params& p, Shared& s, Self& self, const Layer& layer,
-                                             Get&& get, Then&& then) {
-  using T = Matrix<M>;
-  constexpr bool NORM = M % 2 == 0;
-  constexpr int CHUNKS = T::OF_ROW / CHUNK, BYTES = bytes_of(T::OF_ROW);
-  float scale = 1.f;  // of e4m3: that of the warp's row `lane`
-  if (BITS == 8 && self.lane < T::ROWS) {
-    constexpr int HALF = M == 2 ? T::ROWS / 2 : T::ROWS;
-    const int up = self.lane >= HALF, row = self.me * HALF + self.lane - up * HALF + up * INTER;
-    scale = __ldg(reinterpret_cast<const float*>(layer.constants[M]) + row) * 1.099511627776e12f;  // 2^40
-  }
-  const u32 x = smem_addr(NORM ? s.narrow : s.wide);
-  get(x);
-  meet();
-  float f = 1.f;
-#pragma unroll 1
-  for (int row = 0; row < T::ROWS; row += T::PASS) {
-    PackedDots<T::PASS, M == 2> sums;
-#pragma unroll 1
-    for (int k = 0; k < T::PIECES; ++k) {
-      await(self, T::PASS);
-#pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        auto at = [&](int i) { return piece_at(self, i) + c * 512; };
-        auto constants = [&](int i) { return piece_at(self, i) + BYTES + c * (CHUNK / GROUPED * 4); };
-        sums.add(x + (k * CHUNKS + c) * (CHUNK / 64 * OF_BLOCK), self.lane, at, constants);
-      }
-      leave(s, self, T::PASS);
-    }
-    if (NORM && row == 0) f = norm_factor(s.square, p.eps, self.lane);
-    float y[T::RESULTS];
-    sums.total(self.lane, y);
-#pragma unroll
-    for (int i = 0; i < T::RESULTS; ++i) {
-      y[i] *= f;
-      if (BITS == 8) {
-        const int of = 4 * i + self.lane / 8;  // of a pass, gate and up in turn
-        const int own = M == 2 ? (row + of) / 2 + of % 2 * (T::ROWS / 2) : row + of;
-        y[i] *= __shfl_sync(~0u, scale, own % 32);
-      }
-    }
-    then(y, row);
-  }
-}
-
-template <int M, class Get, class Then>
-__device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, const Layer& layer, Get&& get,
-                                      Then&& then) {
-  if constexpr (BITS == 16) times_plain<M>(p, s, self, get, then);
-  else times_packed<M>(p, s, self, layer, get, then);
-}
-
 // --- the step
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  Shared& s = *reinterpret_cast<Shared*>(smem + WARPS * DEPTH * PLACE_BYTES);
+  Shared& s = *reinterpret_cast<Shared*>(smem + WARPS * DEPTH * PIECE_BYTES);
   Self self;
   int block;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(self.tid));  // volatile: or it is asked for again and again
@@ -396,9 +298,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
       asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.v + spots.first + self.lane * 64));
     }
     auto get_first = [&](u32 x) {
-      receive<HIDDEN, true, Put>(p.words + END, before, x, layer.input_norm, s.square, self.tid);
+      receive<HIDDEN, true>(p.words + END, before, x, layer.input_norm, s.square, self.tid);
     };
-    times<0>(p, s, self, layer, get_first, [&](const float(&y)[Matrix<0>::RESULTS], int row) {
+    times<0>(p, s, self, get_first, [&](const float(&y)[Matrix<0>::RESULTS], int row) {
 #pragma unroll
       for (int i = 0; i < Matrix<0>::RESULTS; ++i)
         if (tells && 4 * i + self.lane / 8 < Matrix<0>::PASS)
@@ -421,15 +323,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
       for (int i = 0; i < (OWN + 3) / 4; ++i) h[i] += y[i];
     };
     auto get_attended = [&](u32 x) {
-      if (at.few) receive_parts<Put>(p, at, tag, x, self.warp, self.lane);
-      else receive<ATTENDED, false, Put>(p.words + Exchange::ATTENDED_AT, tag, x, nullptr, nullptr, self.tid);
+      if (at.few) receive_parts(p, at, tag, x, self.warp, self.lane);
+      else receive<ATTENDED, false>(p.words + Exchange::ATTENDED_AT, tag, x, nullptr, nullptr, self.tid);
     };
-    times<1>(p, s, self, layer, get_attended, add);
+    times<1>(p, s, self, get_attended, add);
     tell_h(Exchange::MIDDLE);
     auto get_middle = [&](u32 x) {
-      receive<HIDDEN, true, Put>(p.words + Exchange::MIDDLE, tag, x, layer.mlp_norm, s.square, self.tid);
+      receive<HIDDEN, true>(p.words + Exchange::MIDDLE, tag, x, layer.mlp_norm, s.square, self.tid);
     };
-    times<2>(p, s, self, layer, get_middle, [&](const float(&y)[Matrix<2>::RESULTS], int row) {
+    times<2>(p, s, self, get_middle, [&](const float(&y)[Matrix<2>::RESULTS], int row) {
 #pragma unroll
       for (int i = 0; i < Matrix<2>::RESULTS; ++i) {
         const float z = gate<false>(y[i], __shfl_down_sync(~0u, y[i], 8));
@@ -439,9 +341,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
       }
     });
     auto get_inner = [&](u32 x) {
-      receive<INTER, false, Put>(p.words + Exchange::INNER, tag, x, nullptr, nullptr, self.tid);
+      receive<INTER, false>(p.words + Exchange::INNER, tag, x, nullptr, nullptr, self.tid);
     };
-    times<3>(p, s, self, layer, get_inner, add);
+    times<3>(p, s, self, get_inner, add);
     tell_h(END);
   }
 
@@ -457,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
 #pragma unroll
     for (int k = 0; k < HEAD_PIECES; ++k) {
       take<4, false>(s, self, a);
-      sums.add(a, 0, x + k * HEAD_BYTES + self.lane * 16);
+      sums.add(a, 0, x + k * PIECE_BYTES + self.lane * 16);
     }
     float y[1];
     sums.total(self.lane, y);

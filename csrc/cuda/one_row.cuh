@@ -12,9 +12,7 @@
 #pragma once
 #include "common.cuh"
 
-#ifndef PATIENCE
 #define PATIENCE (1u << 22)  // looks at a word before the kernel fails, some seconds
-#endif
 
 constexpr int BLOCKS = 128, WARPS = 8, THREADS = WARPS * 32;
 constexpr int ALL_WARPS = BLOCKS * WARPS;
@@ -22,9 +20,7 @@ constexpr int HD = 128, TILE = 16;
 constexpr int GROUP = HEADS / KV_HEADS, SPLITS = BLOCKS / KV_HEADS;
 constexpr int ATTENDED = HEADS * HD, QKV = ATTENDED + 2 * KV_HEADS * HD;
 constexpr int SLICE = GROUP * HD / SPLITS;  // outputs that a block merges
-#ifndef FEW  // blocks of a head whose results everyone merges for himself
-#define FEW 5
-#endif
+constexpr int FEW = 5;  // blocks of a head whose results everyone merges for himself
 constexpr float NEG = -1e30f;
 
 static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP <= 8 && SLICE / 4 * SPLITS <= THREADS &&
@@ -270,16 +266,9 @@ struct Sums {
   }
 };
 
-// Puts four channels of a vector at `to`, from c on, into shared memory as bf16.
-struct Plain {
-  __device__ __forceinline__ static void put(u32 to, int c, float x0, float x1, float x2, float x3) {
-    sts64(to + c * 2, pack2(x0, x1), pack2(x2, x3));
-  }
-};
-
-// Waits for a vector of N words; into shared memory by Put. NORM: times the norm's weight, with the sum of
+// Waits for a vector of N words; into shared memory as bf16. NORM: times the norm's weight, with the sum of
 // squares beside.
-template <int N, bool NORM, class Put = Plain>
+template <int N, bool NORM>
 __device__ __forceinline__ void receive(const u32* words, u32 tag, u32 to, const float* weight, float* square,
                                         int tid) {
   constexpr int EACH = N / 4 / THREADS, SIDE = EACH % 4 == 0 ? 4 : EACH % 3 == 0 ? 3 : EACH % 2 == 0 ? 2 : 1;
@@ -311,7 +300,7 @@ __device__ __forceinline__ void receive(const u32* words, u32 tag, u32 to, const
         sum += a * a + b * b + c * c + d * d;
         a *= scale[i].x; b *= scale[i].y; c *= scale[i].z; d *= scale[i].w;
       }
-      Put::put(to, ((base + i) * THREADS + tid) * 4, a, b, c, d);
+      sts64(to + ((base + i) * THREADS + tid) * 8, pack2(a, b), pack2(c, d));
     }
   }
   if (NORM) square[tid] = sum;
@@ -567,11 +556,11 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
 }
 
 // Waits for the partial results of a few blocks for N heads, `head` and every WARPS-th behind it, and merges
-// them into shared memory at `to`, heads side by side from channel `first` on. Only sums are looked at until
-// all are there: many words would keep others waiting.
-template <int N, class Put, class Params>
+// them into shared memory as bf16, heads side by side at `to`. Only sums are looked at until all are there:
+// many words would keep others waiting.
+template <int N, class Params>
 __device__ __forceinline__ void receive_merged(const Params& p, const Place& at, u32 tag, int head, u32 to,
-                                               int first, int lane) {
+                                               int lane) {
   const u32 *from[N], *from_ml[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
@@ -628,23 +617,23 @@ __device__ __forceinline__ void receive_merged(const Params& p, const Place& at,
         x.w += f * value(got[j][i].w);
       }
     const float r = __fdividef(1.f, l);
-    Put::put(to, first + j * WARPS * HD + lane * 4, x.x * r, x.y * r, x.z * r, x.w * r);
+    sts64(to + j * WARPS * HD * 2 + lane * 8, pack2(x.x * r, x.y * r), pack2(x.z * r, x.w * r));
   }
 }
 template <class Params>
 __device__ __forceinline__ void receive_head(const Params& p, const Place& at, u32 tag, int head, u32 to,
                                              int lane) {
-  receive_merged<1, Plain>(p, at, tag, head, to, 0, lane);
+  receive_merged<1>(p, at, tag, head, to, lane);
 }
 
 // All heads: a warp some of them.
-template <class Put = Plain, class Params>
+template <class Params>
 __device__ __forceinline__ void receive_parts(const Params& p, const Place& at, u32 tag, u32 to, int warp,
                                               int lane) {
   constexpr int TOGETHER = HEADS / WARPS % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int head = warp; head < HEADS; head += WARPS * TOGETHER)
-    receive_merged<TOGETHER, Put>(p, at, tag, head, to, head * HD, lane);
+    receive_merged<TOGETHER>(p, at, tag, head, to + head * HD * 2, lane);
 }
 
 // This block's slice of its KV head's outputs, merged over the blocks.

@@ -433,30 +433,6 @@ def test_a_whole_step_is_found_in_what_was_recorded(
         assert layer.q_norm is block.attention.q_norm
 
 
-@pytest.mark.parametrize("kind", ["int4g64", "fp8", "int8g64", "mixed"])
-def test_a_whole_step_takes_packed_weights_that_are_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, made = small_model("Qwen3ForCausalLM"), Mock()
-    monkeypatch.setattr(whole_step, "DecodeStep", made)
-    monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
-    model: Any = driver.model
-    for block in model.blocks:
-        for layer in (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down):
-            wanted = kind if kind != "mixed" else "fp8" if layer is block.mlp.down else "int4g64"
-            layer.weight = pack(layer.weight.dequant(), wanted)
-    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
-    work = forward.rewritten("step", False, ONE_ROW)
-    assert work is not None
-    if kind in ("int8g64", "mixed"):
-        [said] = [reason for rule, reason in work.refused if rule == "whole step"]
-        assert said == f"weights are {kind if kind != 'mixed' else 'fp8 and int4g64'}"
-        return
-    shape, layers, *_ = made.call_args.args
-    assert shape.kind == kind
-    for block, layer in zip(model.blocks, layers, strict=True):
-        assert (layer.down, layer.down_scale) == block.mlp.down.weight.tensors
-        assert layer.gate_up_scale is block.mlp.gate_up.weight.tensors[1]
-
-
 SIGMOIDS = {
     "model_type": "glm4_moe",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},

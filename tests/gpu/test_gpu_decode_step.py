@@ -15,7 +15,6 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.gpu import rules
 from sgla.kernels.ops import KVLayer
-from sgla.quant.weight import storage
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
@@ -30,11 +29,6 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     (a, b), (c, s) = x.chunk(2, -1), angles.chunk(2)
     return torch.cat([a * c - b * s, b * c + a * s], -1)
-
-
-def float_of(matrix: Tensor, scale: Tensor | None, k: int, kind: str) -> Tensor:
-    tensors = (matrix,) if scale is None else (matrix, scale)
-    return storage(kind).decode(k, *tensors).float()
 
 
 def weight(n: int, k: int) -> Tensor:
@@ -73,25 +67,16 @@ class Decoder:
     def layer(self) -> Any:
         from sgla.kernels.cuda.decode_step import LayerWeights
 
-        shape, hidden, kind = self.shape, self.shape.hidden, getattr(self.shape, "kind", "bf16")
+        shape, hidden = self.shape, self.shape.hidden
         heads = (norm(128), norm(128)) if shape.qk_norm else (None, None)
-        sizes = (shape.qkv, hidden), (hidden, shape.heads * 128), (2 * shape.inner, hidden)
-        packed = [storage(kind).pack(weight(n, k)) for n, k in (*sizes, (hidden, shape.inner))]
-        first, *more = ([w.tensors[i] for w in packed] for i in range(len(packed[0].tensors)))
-        return LayerWeights(*first, norm(hidden), norm(hidden), *heads, *(t for each in more for t in each))
-
-    def matrices(self, w: Any) -> tuple[Tensor, Tensor]:
-        """Those before and behind attention, in float32."""
-        kind = getattr(self.shape, "kind", "bf16")
-        return (
-            float_of(w.qkv, getattr(w, "qkv_scale", None), self.shape.hidden, kind),
-            float_of(w.out, getattr(w, "out_scale", None), self.shape.heads * 128, kind),
-        )
+        return LayerWeights(
+            weight(shape.qkv, hidden), weight(hidden, shape.heads * 128), weight(2 * shape.inner, hidden),
+            weight(hidden, shape.inner), norm(hidden), norm(hidden), *heads,
+        )  # fmt: skip
 
     def mlp(self, w: Any, x: Tensor) -> Tensor:
-        shape = self.shape
-        gate, up = (float_of(w.gate_up, w.gate_up_scale, shape.hidden, shape.kind) @ x).chunk(2)
-        return float_of(w.down, w.down_scale, shape.inner, shape.kind) @ (F.silu(gate) * up)
+        gate, up = (w.gate_up.float() @ x).chunk(2)
+        return w.down.float() @ (F.silu(gate) * up)
 
     def run(self, token: int, length: int) -> Tensor:
         ids, slots, kv_len = (
@@ -106,8 +91,7 @@ class Decoder:
         shape, written = self.shape, []
         h, angles = self.embedding[token].float(), self.cos_sin[length - 1 - self.behind]
         for w, kv in zip(self.layers, self.kv):
-            qkv, out = self.matrices(w)
-            heads = (qkv @ rms_norm(h, w.input_norm)).view(-1, 128)
+            heads = (w.qkv.float() @ rms_norm(h, w.input_norm)).view(-1, 128)
             q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
             if w.q_norm is not None and w.k_norm is not None:
                 q, k = rms_norm(q, w.q_norm), rms_norm(k, w.k_norm)
@@ -117,7 +101,7 @@ class Decoder:
             past_k, past_v = (x[pages].flatten(0, 1)[: length - 1].float() for x in (kv.k, kv.v))
             keys, values = torch.cat([past_k, k[None]]), torch.cat([past_v, v[None]])
             scores = torch.einsum("hgd,nhd->hgn", q.view(shape.kv_heads, -1, 128), keys) * self.scale
-            h = h + out @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
+            h = h + w.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
             h = h + self.mlp(w, rms_norm(h, w.mlp_norm))
         return self.head.float() @ rms_norm(h, self.norm), torch.stack(written)
 
@@ -144,17 +128,6 @@ def test_step_equals_torch(hidden: int, heads: int, kv_heads: int, inner: int, q
     torch.manual_seed(0)
     decoder = Decoder(DenseShape(hidden, heads, kv_heads, inner, qk_norm, 16), 4200)
     for token, length in enumerate(LENGTHS):
-        compare(decoder, token, length)
-
-
-@pytest.mark.parametrize("kind", ["int4g32", "int4g64", "int4g128", "fp8"])
-@pytest.mark.parametrize(("hidden", "heads", "inner"), [(1024, 16, 3072), (4096, 32, 6144)])
-def test_packed_weights_equal_torch(hidden: int, heads: int, inner: int, kind: str) -> None:
-    from sgla.kernels.cuda.decode_step import DenseShape
-
-    torch.manual_seed(0)
-    decoder = Decoder(DenseShape(hidden, heads, 8, inner, True, 16, kind), 700)
-    for token, length in enumerate((1, 640)):
         compare(decoder, token, length)
 
 

@@ -13,17 +13,12 @@ from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel
 from sgla.kernels.device import this_device
-from sgla.kernels.integers import KINDS as INTEGERS
 from sgla.kernels.ops import KVLayer
 
-BLOCKS, WARPS = 128, 8
-HEAD_PIECE = 1024  # weights of a row of the output layer that a warp reads at a time
+BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads at a time
 HEAD_DIM = 128
 MAX_LAYERS, LEAST_DEPTH = 64, 8
-# Of a layer's weights in bfloat16; beyond that reading them takes longer than all else.
-MOST_BYTES = 64 << 20
-KINDS = {"bf16": (16, 0), "fp8": (8, 0)}  # bits, and channels with one scale and zero
-KINDS |= {kind: (bits, group) for kind, (bits, group) in INTEGERS.items() if kind[:5] == "int4g"}
+MOST_BYTES = 64 << 20  # of a layer's weights; beyond that reading them takes longer than all else
 P = ctypes.c_void_p
 
 
@@ -56,39 +51,6 @@ class DenseShape(NamedTuple):
     inner: int
     qk_norm: bool
     page_size: int
-    kind: str = "bf16"  # of the layers' weights, one of ``KINDS``
-
-    @property
-    def bits(self) -> int:
-        return KINDS[self.kind][0]
-
-    def _piece(self, *widths: int) -> int:
-        """Weights of a row that a warp reads at a time: 2 KiB, or as much as rows so wide can be cut into."""
-        most = (1 << 14) // self.bits
-        return next(n for n in (4096, 2048, 1024) if n <= most and not any(k % n for k in widths))
-
-    @property
-    def piece(self) -> int:
-        return self._piece(self.hidden, self.heads * HEAD_DIM)
-
-    @property
-    def inner_piece(self) -> int:
-        """Of down."""
-        return self._piece(self.inner)
-
-    @property
-    def pieces(self) -> int:
-        """Of a layer, for a warp."""
-        down = self.hidden * self.inner
-        rest = self.layer_weights - down
-        return (rest // self.piece + down // self.inner_piece) // (BLOCKS * WARPS)
-
-    @property
-    def place(self) -> int:
-        """Bytes of a place of a ring: a piece with its constants, or one of the output layer."""
-        bits, group = KINDS[self.kind]
-        most = max(self.piece, self.inner_piece)
-        return max(most * bits // 8 + (4 * most // group if group else 0), 2 * HEAD_PIECE)
 
     @property
     def group(self) -> int:
@@ -115,40 +77,36 @@ class DenseShape(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory beside the rings and their barriers."""
-        channels = self.hidden + max(self.heads * HEAD_DIM, self.inner)
-        padding = channels // 8 if self.bits == 4 else 0
-        inputs = 2 * channels + padding + 4 * 33 * WARPS
+        inputs = 2 * (self.hidden + max(self.heads * HEAD_DIM, self.inner)) + 4 * 33 * WARPS
         attention = WARPS * (self.group * HEAD_DIM * 4 + 64) + 2 * HEAD_DIM * (self.group + 2)
-        return inputs + attention + MAX_LAYERS * ctypes.sizeof(_Layer) + 4 * WARPS * self.pieces
+        return (
+            inputs
+            + attention
+            + MAX_LAYERS * ctypes.sizeof(_Layer)
+            + 4 * self.layer_weights // (BLOCKS * PIECE)
+        )
 
     @property
     def depth(self) -> int:
         """Places of a warp's ring, each a piece and a barrier."""
-        most = (SHARED[0] - self.shared) // (WARPS * (self.place + 8))
-        return min(most, self.pieces)
+        most = (SHARED[0] - self.shared) // (WARPS * (2 * PIECE + 8))
+        return min(most, self.layer_weights // (BLOCKS * WARPS * PIECE))
 
     def kernel(self) -> Kernel:
         return _kernel(self)
 
     def pays(self, layers: int, vocab: int) -> bool:
-        """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other.
-        With packed weights it is not yet (docs/experiments.md)."""
-        return self.bits == 16 and 2 * self.layer_weights <= MOST_BYTES and self.fits(layers, vocab)
-
-    def fits(self, layers: int, vocab: int) -> bool:
-        """Whether the kernel takes this model on this GPU."""
-        widths = self.hidden, self.qkv, self.inner, self.heads * HEAD_DIM
-        if any(n % (BLOCKS * WARPS) for n in widths):
-            return False
+        """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other."""
+        even = all(
+            n % (BLOCKS * WARPS) == 0 for n in (self.hidden, self.qkv, self.inner, self.heads * HEAD_DIM)
+        )
         attends = self.kv_heads in (4, 8, 16) and self.group <= 6 and self.page_size % 16 == 0
-        fits = self.hidden <= BLOCKS * WARPS * 8 and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
-        fits = fits and (self.bits != 8 or self.inner <= BLOCKS * WARPS * 16) and vocab % 4 == 0
-        return gpu_holds_blocks() and attends and fits
+        small = 2 * self.layer_weights <= MOST_BYTES and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
+        return gpu_holds_blocks() and even and attends and small and vocab % 4 == 0
 
 
 class LayerWeights(NamedTuple):
-    """``[n, k]`` as its storage has it, gate above up; norms float32, of q and k's heads None where they have
-    none. ``..._scale``: the second tensor of a storage that has one."""
+    """bf16 ``[n, k]``, gate above up; norms float32, of q and k's heads None where they have none."""
 
     qkv: Tensor
     out: Tensor
@@ -158,10 +116,6 @@ class LayerWeights(NamedTuple):
     mlp_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
-    qkv_scale: Tensor | None = None
-    out_scale: Tensor | None = None
-    gate_up_scale: Tensor | None = None
-    down_scale: Tensor | None = None
 
 
 class _Layer(ctypes.Structure):
@@ -196,7 +150,8 @@ class _Params(ctypes.Structure):
     )
 
 
-def defines_of(shape: DenseShape) -> dict[str, int]:
+@cache
+def _kernel(shape: DenseShape) -> Kernel:
     defines = {"HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "INTER": shape.inner}
     defines |= {
         "QK_NORM": int(shape.qk_norm),
@@ -204,27 +159,8 @@ def defines_of(shape: DenseShape) -> dict[str, int]:
         "MAX_LAYERS": MAX_LAYERS,
         "DEPTH": shape.depth,
     }
-    if shape.bits < 16:
-        defines |= {
-            "BITS": shape.bits,
-            "PIECE": shape.piece,
-            "INNER_PIECE": shape.inner_piece,
-            "SIDE_BY_SIDE": 4,
-            "FLYING": 3,
-        }
-    if shape.bits == 4:
-        defines["GROUPED"] = KINDS[shape.kind][1]
-    return defines
-
-
-def shared_of(shape: DenseShape, depth: int) -> int:
-    """Bytes of shared memory with rings of so many places."""
-    return WARPS * depth * (shape.place + 8) + shape.shared
-
-
-@cache
-def _kernel(shape: DenseShape) -> Kernel:
-    return Kernel("decode_step.cu", "decode_step", defines_of(shape), shared_of(shape, shape.depth))
+    rings = WARPS * shape.depth * (2 * PIECE + 8)
+    return Kernel("decode_step.cu", "decode_step", defines, rings + shape.shared)
 
 
 class DecodeStep:

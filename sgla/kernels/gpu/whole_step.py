@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda.decode_step import HEAD_DIM, KINDS, DecodeStep, DenseShape, LayerWeights
+from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, DenseShape, LayerWeights
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.record import Node, Record, Ref
@@ -89,7 +89,7 @@ def _found(record: Record) -> Found:
         norm, node = layer.norm, next(nodes)
     if x not in node.given.values() or next(nodes, None) is not None:
         raise Refused("something follows the last norm but the output layer")
-    words, head = embed.given["weight"], _bf16(_plain(node))
+    words, head = embed.given["weight"], _plain(node)
     if not layers or len({layer.common for layer in layers}) > 1 or embed.given["scale"] != 1.0:
         raise Refused("layers differ, or embeddings are scaled")
     if words.kind != "bf16":
@@ -116,7 +116,7 @@ def _layer(
     if given["window"] or given["softcap"] or given["sinks"] is not None or given["slopes"] is not None:
         raise Refused("attention has a window, a soft cap, sinks or slopes")
     norms = norm, added.given["weight"], q_norm, k_norm
-    hidden, width, kv_heads, page_size = qkv.k, out.given["w"].k, kv.k.shape[2], kv.k.shape[1]
+    hidden, width, kv_heads, page_size = qkv.shape[1], out.given["w"].k, kv.k.shape[2], kv.k.shape[1]
     counts = hidden, width // HEAD_DIM, kv_heads
     node = next(nodes)
     weights: LayerWeights | MixtureWeights
@@ -125,7 +125,7 @@ def _layer(
         if (why := mixture.refuses(routing, "silu", biases)) is not None:
             raise Refused(why)
         router, gate_up, down = (_bf16(node.given[name]) for name in ("router", "gate_up", "down"))
-        weights = MixtureWeights(_bf16(qkv), _bf16(_plain(out)), router, gate_up, down, *norms)
+        weights = MixtureWeights(qkv, _plain(out), router, gate_up, down, *norms)
         numbers = node.given["down"].k, node.given["router"].n, routing.top_k, routing.normalize
         shape: Any = MixtureShape(*counts, *numbers, q_norm is not None, page_size)
     else:
@@ -134,11 +134,8 @@ def _layer(
         node = _next(nodes, ops.linear, Ref(act.results[0]))
         if act.given["kind"] != "silu":
             raise Refused("gates are not SiLU")
-        matrices = qkv, _plain(out), gate_up, _plain(node)
-        kind = _kind(matrices)
-        first, scales = ([_tensor(weight, i) for weight in matrices] for i in range(2))
-        weights = LayerWeights._make((*first, *norms, *scales))
-        shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size, kind)
+        weights = LayerWeights(qkv, _plain(out), gate_up, _plain(node), *norms)
+        shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size)
     after = _next(nodes, ops.add_rms_norm, Ref(node.results[0]))
     if added.given["residual"] != h or after.given["residual"] != Ref(added.results[1]):
         raise Refused("the residual stream takes another way")
@@ -156,28 +153,17 @@ def _next(nodes: Iterator[Node], op: Any, x: Ref | None = None) -> Node:
     return node
 
 
-def _linear(node: Node, x: Ref) -> Any:
+def _linear(node: Node, x: Ref) -> Tensor:
     if node.op is not ops.linear or node.given["x"] != x:
         raise Refused("a layer does not begin with a linear one")
     return _plain(node)
 
 
-def _plain(node: Node) -> Any:
+def _plain(node: Node) -> Tensor:
     """The weight of a linear layer that has nothing else."""
     if node.given["bias"] is not None or node.given.get("addend") is not None:
         raise Refused("linear layers have biases or addends")
-    return node.given["w"]
-
-
-def _kind(weights: tuple[Any, ...]) -> str:
-    kinds = sorted({weight.kind for weight in weights})
-    if len(kinds) > 1 or kinds[0] not in KINDS:
-        raise Refused(f"weights are {' and '.join(kinds)}")
-    return kinds[0]
-
-
-def _tensor(weight: Any, i: int) -> Tensor | None:
-    return weight.tensors[i] if i < len(weight.tensors) else None
+    return _bf16(node.given["w"])
 
 
 def _bf16(weight: Any) -> Tensor:
