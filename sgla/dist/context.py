@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sgla.kernels.rehearsal import under_way
+
 
 class Context:
     """``rank`` of ``size`` of these, in ``group``: those of the same part of the weights."""
@@ -23,7 +25,8 @@ class Context:
 
     def max(self, keys: Tensor) -> None:
         """Largest of each of ``keys`` int64[S] over the ranks, in place."""
-        dist.all_reduce(keys, dist.ReduceOp.MAX, self._group)
+        if not under_way():
+            dist.all_reduce(keys, dist.ReduceOp.MAX, self._group)
 
     def join(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
         """All of ``count`` rows, of which each rank has some: x [n, d] of this one, which are ``rows``."""

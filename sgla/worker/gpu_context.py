@@ -15,6 +15,7 @@ from sgla.kernels.batch import Divided
 from sgla.kernels.gpu import GpuOps, RecordedForward
 from sgla.kernels.gpu.ops import Attend
 from sgla.kernels.ops import KVLayer, Scoring
+from sgla.kernels.rehearsal import under_way
 from sgla.worker.batch import Columns, eager_order
 from sgla.worker.context import bring, part_of, shares
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
@@ -33,8 +34,8 @@ class Divides:
         self._tables, self._context, self._extend, self._ops = tables, context, extend, ops
 
     def takes(self, q_lens: Int32s) -> bool:
-        """Whether a step with rows of these lengths is shared out."""
-        return int(q_lens.sum()) >= LEAST * self._context.size and int(q_lens.max()) > 1
+        """Whether a step with rows of these lengths is shared out; none is in a rehearsal."""
+        return not under_way() and int(q_lens.sum()) >= LEAST * self._context.size and int(q_lens.max()) > 1
 
     def batch(self, columns: Columns) -> DeviceBatch:
         """This rank's part of a step."""
