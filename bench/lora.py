@@ -8,7 +8,7 @@ one with: rows of the base, of one adapter, of 64 different ones. ``cold``: the 
 adapter that is in the host's memory, not on the device, and of one whose files are still to be read.
 ``crowd``: of ``--loaded`` adapters in the host's memory requests choose with equal odds or by Zipf's law,
 beside the same requests for five of them. All adapters of a run are the same file, written here with random
-values; those of the crowd share the memory of 64 that were read, and the worker is in this process.
+values; those of the crowd share the memory of 16 that were read, and the worker is in this process.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from sgla.worker.adapters import AdapterStore
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 ROWS, PROMPT, OUTPUT = 64, 512, 256
+READ = 16  # files that are read; the others of a crowd share their memory
 
 
 def write_adapter(folder: Path, config: dict[str, Any], rank: int, modules: tuple[str, ...]) -> int:
@@ -119,14 +120,14 @@ def cold(bench: Bench, base: dict[str, Any], folder: str) -> None:
 
 @contextmanager
 def shared_reads() -> Iterator[None]:
-    """From the 65th on, adapters are those that were read first, under other numbers."""
+    """From the 17th on, adapters are those that were read first, under other numbers."""
     read, kept = AdapterStore._load, list[int]()
 
     def load(self: AdapterStore, number: int, folder: Path) -> dict[str, Any]:
-        if len(kept) < ROWS:
+        if len(kept) < READ:
             kept.append(number)
             return read(self, number, folder)
-        self._host[number] = self._host[kept[number % ROWS]]
+        self._host[number] = self._host[kept[number % READ]]
         return {"content": f"{number}"}
 
     AdapterStore._load = load  # type: ignore[method-assign]

@@ -408,6 +408,10 @@ REFUSED: list[tuple[str, str]] = [
         "--lora-target-modules and --lora-folders; leave this out",
     ),
     (
+        "speculative-ngram-*-bfs-breadth",
+        "guesses follow one another, and are no tree (docs/speculation.md says why); leave this out",
+    ),
+    (
         "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "
         "num-lookahead-slots enable-multi-layer-eagle",
         "of speculative decoding there are --speculative-algorithm, --speculative-model, "
