@@ -14,7 +14,7 @@ from PIL import Image
 from video_files import clip
 
 import sgla.lang as sgl
-from sgla import Engine, SamplingParams
+from sgla import LLM, Engine, SamplingParams
 from sgla.errors import InvalidField, SglaError, UnsupportedField
 from sgla.http.app import make_app
 from sgla.http.connections import Runner
@@ -113,6 +113,20 @@ def test_videos_of_all_calls_are_one(engine: Engine, tmp_path: Path) -> None:
     first, second = asyncio.run(awaited())
     assert first.tokens == whole.tokens
     assert second.tokens == engine.generate("no video", GREEDY).tokens
+
+
+def test_llm_takes_videos(engine: Engine, tmp_path: Path) -> None:
+    """As vLLM's ``multi_modal_data``."""
+    (tmp_path / "a.mp4").write_bytes(VIDEO)
+    prompt = "<|vision_start|><|video_pad|><|vision_end|>What is it?"
+    expected = engine.generate(prompt, GREEDY, video_data=VIDEO).tokens
+    how: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "executor": "inline", "device": "cpu"}
+    with LLM(engine.config.model, threads=1, **how) as llm:
+        for video in (VIDEO, tmp_path / "a.mp4"):
+            (found,) = llm.generate({"prompt": prompt, "multi_modal_data": {"video": video}}, GREEDY)
+            assert list(found.outputs[0].token_ids) == expected
+        with pytest.raises(UnsupportedField, match="'depth'"):
+            llm.generate({"prompt": prompt, "multi_modal_data": {"depth": VIDEO}}, GREEDY)
 
 
 def test_pictures_and_videos_stand_beside_each_other(engine: Engine) -> None:
