@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,10 @@ class Exchange(Protocol):
     def takes(self, x: Tensor) -> bool:
         """Whether ``sum`` can have x. The same on every rank for the same shape."""
 
-    def sum(self, x: Tensor, norm: AddedNorm | None = None) -> Tensor: ...
+    def sending(self, rows: int, d: int) -> Any:
+        """How a kernel sends its part of ``[rows, d]`` when it makes it; None if that goes otherwise."""
+
+    def sum(self, x: Tensor, norm: AddedNorm | None = None, *, sent: bool = False) -> Tensor: ...
     def max(self, keys: Tensor) -> None: ...
 
 
@@ -114,10 +117,15 @@ class Shard:
         """Whether ``all_reduce_norm`` takes what looks like x. The same on every rank."""
         return self.exchange is not None and self.exchange.takes(x)
 
-    def all_reduce_norm(self, x: Tensor, norm: AddedNorm) -> Tensor:
-        """``all_reduce``, add and RMSNorm as one (see ``AddedNorm``; x becomes the result)."""
+    def sending(self, rows: int, d: int) -> Any:
+        """See ``Exchange``."""
+        return None if self.exchange is None else self.exchange.sending(rows, d)
+
+    def all_reduce_norm(self, x: Tensor, norm: AddedNorm, sent: bool = False) -> Tensor:
+        """``all_reduce``, add and RMSNorm as one (see ``AddedNorm``; x becomes the result). ``sent``: x is on
+        its way."""
         assert self.exchange is not None
-        return self.exchange.sum(x, norm)
+        return self.exchange.sum(x, norm, sent=sent)
 
     def max(self, keys: Tensor) -> None:
         """Largest of each of ``keys`` int64[S] over the ranks, with a ``context`` over all of its ranks, in

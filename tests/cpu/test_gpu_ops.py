@@ -28,7 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import rewrite, rules, whole_step
+from sgla.kernels.gpu import few, rewrite, rules, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -529,8 +529,8 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
 class Doubling:
     """Two ranks that have the same, as ``ops.Ranks``."""
 
-    def __init__(self, norms: bool) -> None:
-        self._norms = norms
+    def __init__(self, norms: bool, sends: bool = False) -> None:
+        self._norms, self._sends = norms, sends
 
     def all_reduce(self, x: Tensor) -> None:
         x.mul_(2)
@@ -538,7 +538,11 @@ class Doubling:
     def norms(self, x: Tensor) -> bool:
         return self._norms
 
-    def all_reduce_norm(self, x: Tensor, norm: ops.AddedNorm) -> Tensor:
+    def sending(self, rows: int, d: int) -> Any:
+        return (rows, d) if self._sends else None
+
+    def all_reduce_norm(self, x: Tensor, norm: ops.AddedNorm, sent: bool = False) -> Tensor:
+        assert sent == (self._sends and norm.residual is not None)
         h = 2 * x
         if norm.residual is not None:
             h = norm.residual.add_(h)
@@ -546,12 +550,19 @@ class Doubling:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("norms", [True, False])
-def test_norms_behind_a_sum_over_ranks_are_its_own(norms: bool) -> None:
-    """One that an add comes before, and one that comes before an add."""
+@pytest.mark.parametrize(("norms", "sends"), [(True, False), (False, False), (True, True)])
+def test_norms_behind_a_sum_over_ranks_are_its_own(
+    norms: bool, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that an add comes before, whose product may send what it makes, and one that comes before an
+    add."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    skinny = Mock(wraps=lambda *given, send=None, **more: skinny_linear(*given, **more))
+    monkeypatch.setattr(skinny_gemm, "linear", skinny)
+    monkeypatch.setattr(few, "SENDS", sends)
     torch.manual_seed(0)
     table, w = pack(torch.randn(9, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
-    first, second, ranks = torch.rand(128), torch.rand(128), Doubling(norms)
+    first, second, ranks = torch.rand(128), torch.rand(128), Doubling(norms, sends)
 
     class Layer:
         unrecorded, shard = "", Shard()
@@ -571,7 +582,8 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(norms: bool) -> None:
     found = forward.hidden(batch).float()
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
-    assert program.work.taken["norm behind the ranks' sum"] == 2 * norms
+    assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sends
+    assert [call.kwargs.get("send") for call in skinny.call_args_list] == [None, (5, 128) if sends else None]
 
 
 @needs_interpreter

@@ -13,8 +13,10 @@ from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Product, algorithm_for
+from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import delta, elementwise
 
+SENDS = False  # whether products send what they make to other ranks themselves (bench/allreduce.py --layers)
 NAME = "few rows"  # of nodes that other rules look for
 E4M3 = "fp8", "fp8g128"  # storages
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
@@ -85,6 +87,40 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
         Node("few rows, added", linear.fn, given, [total], add.rows, residual.number, linear.rule),
         norm_apart(normed, total, add),
     ]
+
+
+def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None:
+    given, ranks = linear.given, total.given["ranks"]
+    if (
+        not SENDS
+        or linear.fn is not _run
+        or given["epilogue"] != skinny_gemm.STORE
+        or given["norm"] is not None
+    ):
+        return "what it makes is sent when all of it is there"
+    if ranks.sending(work.rows(linear), given["weight"].shape[0]) is None:
+        return "the ranks exchange fewer bytes at once"
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
+    residual, ranks = add.given["residual"], total.given["ranks"]
+    added = {"residual": residual, "norm_weight": add.given["weight"], "norm_eps": add.given["eps"]}
+    given = linear.given | added | {"ranks": ranks}
+    return [Node("few rows, sent", _run_sent, given, add.results, add.rows, residual.number, linear.rule)]
+
+
+def _run_sent(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    ranks: ops.Ranks,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
+    y = _run(x, weight, send=ranks.sending(x.shape[0], weight.shape[0]), **given)
+    return ranks.all_reduce_norm(y, AddedNorm(residual, norm_weight, norm_eps), sent=True), residual
 
 
 def norm_apart(normed: int, total: int, add: Node) -> Node:
