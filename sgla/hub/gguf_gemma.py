@@ -1,9 +1,11 @@
 """What the keys of a GGUF file say of Gemma 4 (``Layout.kinds``): layers with windows have heads of their
-own, and the last layers read what others keep."""
+own, and the last layers read what others keep; and of Gemma 3n (``Layout.altup``), whose residual stream is
+several wide."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 from sgla.errors import ConfigError
@@ -16,6 +18,7 @@ PATTERN, HEADS, WIDTH = (
     "feed_forward_length",
 )
 SHARED = "attention.shared_kv_layers"
+SPARSE = "activation_sparsity_scale"  # how many deviations from the mean values must be to count
 PER_LAYER = "embedding_length_per_layer_input"
 _STILL = 1e30  # by which frequencies are divided that do not turn
 
@@ -97,6 +100,28 @@ def kinds(
             "full_attention": _plain(name, keys, "", wide, 1e6)
             | {"rope_type": "proportional", "partial_rotary_factor": _share(tables[FREQS])},
         },
+    }
+
+
+def stream_sizes(keys: Mapping[str, Any], rank: int) -> dict[str, int]:
+    """Of the letters of ``HFTensor.dims``."""
+    inputs = keys["altup.num_inputs"]
+    return {"A": inputs, "B": inputs**2, "e": inputs - 1, "U": rank}
+
+
+def streams(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], layers: int) -> dict[str, Any]:
+    """In HF's words. Raises ConfigError for lists that are not one number a layer."""
+    far = keys[SPARSE]
+    if len(far) != layers:
+        raise ConfigError(f"{layout.name}.{SPARSE} has {len(far)} values, not one a layer")
+    return {
+        "activation_sparsity_pattern": [NormalDist().cdf(value) for value in far],
+        "altup_active_idx": keys["altup.active_idx"],
+        "altup_num_inputs": keys["altup.num_inputs"],
+        "hidden_size_per_layer_input": sizes["W"],
+        "laurel_rank": sizes["U"],
+        "num_kv_shared_layers": keys.get(SHARED, 0),
+        "vocab_size_per_layer_input": sizes["V"] or 1,
     }
 
 

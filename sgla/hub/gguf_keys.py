@@ -17,6 +17,7 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.hub.gguf_deltas import RECURRENT
+from sgla.hub.gguf_gemma import SPARSE
 from sgla.hub.gguf_layout import HF_KEYS, Layout
 
 
@@ -118,6 +119,7 @@ class Sizes:
 SIZE = Number(whole=True, low=1)
 COUNT = Number(whole=True)
 SIZE_OF_LAYERS = Number(whole=True, low=1, layers=True)
+FEW = Number(whole=True, low=2, high=64)
 POSITIVE = Number(low=1e-30)
 TOKEN = Number(whole=True)
 FLAG = Only((True, False))
@@ -279,6 +281,9 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table["attention.sliding_window_pattern"] = Pattern()
     if layout.kinds:
         table |= _KINDS
+    if layout.altup:
+        table |= {SPARSE: Text(float), "altup.active_idx": COUNT, "altup.num_inputs": FEW}
+        table |= {"attention.shared_kv_layers": COUNT, "embedding_length_per_layer_input": SIZE}
     if layout.permuted:
         table["tensor_data_layout"] = Only(("Meta AI original pth",))
     return table | {key: Only(values) for key, values in layout.only.items()}
@@ -372,6 +377,8 @@ def _required(layout: Layout) -> Iterator[str]:
     yield from (*REQUIRED, layout.eps)
     if layout.xielu:
         yield from _XIELU
+    if layout.altup:
+        yield from (SPARSE, "altup.active_idx", "altup.num_inputs", "embedding_length_per_layer_input")
     if layout.kinds:
         yield from (
             *(f"attention.{name}" for name in ("head_count_kv", "key_length", "key_length_swa")),

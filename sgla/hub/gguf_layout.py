@@ -16,14 +16,15 @@ class HFTensor(NamedTuple):
     tensor is one of each expert.
 
     d hidden, f of the MLP, q and k of all heads, h of one, n heads, t half of what is rotated, v tokens, P
-    positions. W values that a layer is given of each of V tokens, X those of all layers. Of
-    mixtures e experts, m of one, s of the shared one. Of latent attention a the queries' latent, r that of
-    keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
-    all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
-    values of all heads, z heads, x groups, p values of a group; w is also that of short convolutions. L is
-    the latent of what experts read, E what they read. Of Mamba 1 i, c, w and j, S values of a channel's
-    state, R what time steps are made of, T the same with B and C. Of gated delta nets i, c, w, j, z and p as
-    of Mamba 2, Z twice z; Q are queries with their gates."""
+    positions. W values that a layer is given of each of V tokens, X those of all layers. A are residual
+    streams, e those but one, B the square of A, U the rank of LAuReL. Of mixtures e experts, m of one, s of
+    the shared one. Of latent attention a the queries' latent, r that of keys and values, l with the rotated
+    part, u queries, g a head's part that is not rotated, y its value, o all values, b keys and values. Of
+    Mamba 2 i all rows, c channels of the convolution, w its taps, j the values of all heads, z heads, x
+    groups, p values of a group; w is also that of short convolutions. L is the latent of what experts read, E
+    what they read. Of Mamba 1 i, c, w and j, S values of a channel's state, R what time steps are made of, T
+    the same with B and C. Of gated delta nets i, c, w, j, z and p as of Mamba 2, Z twice z; Q are queries
+    with their gates."""
 
     name: str
     dims: str
@@ -85,6 +86,7 @@ class Layout:
     windows_optional: bool = False  # HF's class runs without any
     convolves: bool = False  # layers without KV heads are short convolutions
     kinds: bool = False  # layers with windows have heads of their own
+    altup: bool = False  # the residual stream is several wide
     deltas: Deltas = ""  # all layers but each so many-th one are gated delta nets
     last_norm: str = "output_norm"
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
@@ -188,6 +190,10 @@ PER_LAYER = {
     "per_layer_token_embd.weight": Stored((HFTensor("model.embed_tokens_per_layer.weight", "VX"),)),
     "per_layer_model_proj.weight": Stored((HFTensor("model.per_layer_model_projection.weight", "Xd"),)),
     "per_layer_proj_norm.weight": Stored((HFTensor("model.per_layer_projection_norm.weight", "W"),)),
+}
+ALTUP = {
+    "altup_proj.weight": Stored((HFTensor("model.altup_projections.{e}.weight", "edd"),)),
+    "altup_unembd_proj.weight": Stored((HFTensor("model.altup_unembed_projections.{e}.weight", "edd"),)),
 }
 # Tensors that some files have in place of others, joined along the rows.
 JOINED = {

@@ -13,10 +13,21 @@ from numpy.typing import NDArray
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_deltas import delta_sizes, deltas
 from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
-from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides
+from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
-from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, PER_LAYER, POSITIONS, TOP, HFTensor, Layout, Stored
+from sgla.hub.gguf_layout import (
+    ALTUP,
+    HF_KEYS,
+    JOINED,
+    MISSING,
+    PER_LAYER,
+    POSITIONS,
+    TOP,
+    HFTensor,
+    Layout,
+    Stored,
+)
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
@@ -53,7 +64,7 @@ class GGUFModel:
         self.layout, self.architecture = layout, layout.name
         self._tensors, self._tables = tensors, tables
         self.keys = read_keys(metadata, layout)
-        if layout.kinds:
+        if layout.kinds or layout.altup:
             check_lists(layout, self.keys)
         self._check_layers()
         if any(len(values) != self.layers for key, values in self.keys.items() if key.startswith("xielu.")):
@@ -108,6 +119,8 @@ class GGUFModel:
             "L": latent,
             "E": latent or hidden,
         }
+        if self.layout.altup:
+            return sizes | stream_sizes(keys, self._rows("blk.0.laurel_l.weight"))
         if self.layout.deltas:
             return sizes | delta_sizes(self.layout, keys)
         if self.layout.scans or self.layout.convolves:
@@ -179,6 +192,7 @@ class GGUFModel:
         config |= self._windows(layout, keys)
         sparse = [i for i in range(self.layers) if self._is_sparse(i)]
         config |= scans(layout, keys, self.sizes, self.layers, sparse)
+        config |= streams(layout, keys, self.sizes, self.layers) if layout.altup else {}
         config |= deltas(keys, self.sizes, self.layers) if layout.deltas else {}
         if not layout.rotates:
             return config
@@ -378,6 +392,7 @@ class GGUFModel:
         if "attn_norm.bias" not in self.layout.tensors:
             del expected["output_norm.bias"]
         top = (POSITIONS if self.layout.learned else {}) | (PER_LAYER if self.sizes.get("W") else {})
+        top |= ALTUP if self.layout.altup else {}
         expected |= {name: stored.tensors for name, stored in top.items()}
         expected[f"{self.layout.last_norm}.weight"] = expected.pop("output_norm.weight")
         if FREQS in self._tables:
@@ -401,7 +416,7 @@ class GGUFModel:
             for name, stored in self.layout.tensors.items()
             if stored.layers in ("all", kind) and stored.mixer in ("", mixer) and self._is_there(stored)
         }
-        if self.layout.kinds:
+        if self.layout.kinds or self.layout.altup:
             found = {
                 name: tensors
                 for name, tensors in found.items()
@@ -420,7 +435,7 @@ class GGUFModel:
         """Whether a layer has no keys and values, or one matrix that makes both."""
         if reads(self.keys, self.layers, layer):
             return name.startswith(("attn_k", "attn_v"))
-        return name == "attn_v.weight" and not slides(self.keys, layer)
+        return self.layout.kinds and name == "attn_v.weight" and not slides(self.keys, layer)
 
     def _is_sparse(self, layer: int) -> bool:
         if not self.layout.mixture:

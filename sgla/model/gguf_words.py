@@ -56,6 +56,19 @@ GEMMA4 = {
         for part, dims in (("gate", "emd"), ("up", "emd"), ("down", "edm"))
     },
 }
+GEMMA3N = {
+    "inp_gate.weight": one("per_layer_input_gate.weight", "Wd"),
+    "proj.weight": one("per_layer_projection.weight", "dW"),
+    "post_norm.weight": one("post_per_layer_input_norm.weight", "d"),
+    "altup_correct_coef.weight": one("altup.correction_coefs.weight", "AA"),
+    "altup_correct_scale.weight": one("altup.correct_output_scale", "d"),
+    "altup_predict_coef.weight": one("altup.prediction_coefs.weight", "BA"),
+    "altup_router.weight": one("altup.modality_router.weight", "Ad"),
+    "altup_router_norm.weight": one("altup.router_norm.weight", "d"),
+    "laurel_l.weight": one("laurel.linear_left.weight", "Ud"),
+    "laurel_r.weight": one("laurel.linear_right.weight", "dU"),
+    "laurel_post_norm.weight": one("laurel.post_laurel_norm.weight", "d"),
+}
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 
 
@@ -83,6 +96,7 @@ class Gguf:
     convolves: bool = False
     deltas: Deltas = ""
     kinds: bool = False
+    altup: bool = False
     last_norm: str = "output_norm"
     shared: bool = False
     dense: bool = False

@@ -179,6 +179,11 @@ def converted(
             tensor = tensor.unflatten(0, (heads["q"], 3, -1)).transpose(0, 1).flatten(0, 2)
         if ".act_fn." in name:
             continue
+        if arch == Arch.GEMMA3N and (stack := re.search(r"(altup_\w+)\.(\d)\.weight$", name)):
+            experts.setdefault(f"model.{stack[1]}.weight", {})[int(stack[2])] = tensor
+            continue
+        if name.endswith("correct_output_scale"):
+            name += ".weight"
         if arch == Arch.GEMMA4 and name.endswith(
             ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
         ):
@@ -556,6 +561,24 @@ DENSE |= {
         GEMMA4_SIZES | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
         GEMMA4_KEYS | {"attention__shared_kv_layers": 3, "feed_forward_length": [96] * 3 + [192] * 3},
     ),
+    "gemma3n": (
+        Arch.GEMMA3N,
+        "gemma3n_text",
+        {key: value for key, value in GEMMA4_SIZES.items() if key != "global_head_dim"}
+        | {"laurel_rank": 8, "num_kv_shared_layers": 2, "intermediate_size": [96] * 6}
+        | {"activation_sparsity_pattern": [0.9, 0.5, 0.0] * 2},
+        {
+            "feed_forward_length": 96,
+            "altup__active_idx": 0,
+            "altup__num_inputs": 4,
+            "activation_sparsity_scale": [1.2815515, 0.0, -float("inf")] * 2,
+            "attention__shared_kv_layers": 2,
+            "attention__sliding_window_pattern": [True, False] * 3,
+            "embedding_length_per_layer_input": 12,
+            "rope__freq_base": 1e6,
+            "rope__freq_base_swa": 1e4,
+        },
+    ),
     "gemma4 with experts": (
         Arch.GEMMA4,
         "gemma4_text",
@@ -881,6 +904,7 @@ def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
         ("phi3, longrope", "rope__scaling__original_context_length", 32),
         ("ministral3", "attention__temperature_scale", 3.0),
         ("neox", "use_parallel_residual", False),
+        ("gemma3n", "activation_sparsity_scale", [0.5, 0.0, 1.0] * 2),
         ("gemma4", "final_logit_softcapping", 3.0),
         ("gemma4", "rope__freq_base_swa", 50.0),
         ("gemma4", "attention__sliding_window", 5),
@@ -912,6 +936,9 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("cohere", "attention__sliding_window_pattern", 4),
         ("arcee", "expert_count", 4),
         ("ministral3", "rope__scaling__type", "linear"),
+        ("gemma3n", "activation_sparsity_scale", [0.0, 1.0]),
+        ("gemma3n", "altup__num_inputs", 1),
+        ("gemma3n", "attention__shared_kv_layers", 6),
         ("gemma4", "rope__dimension_count", 8),
         ("gemma4", "attention__sliding_window_pattern", [True, False]),
         ("gemma4", "attention__head_count_kv", [2, 2, 1, 2, 2, 2]),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sgla.model.diffusion_gemma_spec import BUILT_IN
 from sgla.model.families.keys import CAUSAL, DECODER, sizes
 from sgla.model.family import Family
-from sgla.model.gguf_words import GEMMA4, GEMMA_NORMS, Gguf
+from sgla.model.gguf_words import GEMMA3N, GEMMA4, GEMMA_NORMS, Gguf
 from sgla.model.windows import every, listed
 
 _GEMMA2 = {
@@ -172,6 +172,15 @@ FAMILIES = {
         completed="sgla.model.gemma3n_spec:complete",
         also=("Gemma3nForConditionalGeneration",),
         outer=replace(_GEMMA4, types=("gemma3n",)),
+        gguf=(
+            Gguf(
+                "gemma3n",
+                GEMMA_NORMS,
+                altup=True,
+                tensors=GEMMA3N,
+                missing={"final_logit_softcapping": 30.0, "rope.freq_base": 1e6},
+            ),
+        ),
     ),
     "Gemma4ForCausalLM": Family(
         ("gemma4_text",),
