@@ -7,9 +7,9 @@
 // alone gets the parts, adds them up and sends the sum to all; fewer bytes from three ranks on, but twice the
 // latency. The order of the sum is that of the ranks, so all ranks hold the same bits.
 //
-// Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT, NORM
-// (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum), SENT (one shot: the kernel
-// before has sent this rank's rows, to the inboxes of this call, when it made them).
+// Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
+// NORM (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum), SENT (one shot:
+// the kernel before has sent this rank's rows, to the inboxes of this call, when it made them).
 #include "common.cuh"
 
 #ifndef SENT
