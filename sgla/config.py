@@ -324,6 +324,7 @@ class EngineSettings(ModelSettings, kw_only=True):
             "mtp",
             "eagle",
             "eagle3",
+            "medusa",
             "NGRAM",
             "STANDALONE",
             "NEXTN",
@@ -339,14 +340,15 @@ class EngineSettings(ModelSettings, kw_only=True):
             "takes --speculative-model, if there is one, else ngram, where that can be done; ngram "
             "guesses what came behind the same tokens before, draft_model what --speculative-model draws, "
             "mtp, eagle and eagle3 what a layer makes of the model's hidden states: one of its own "
-            "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE head in --speculative-model"
+            "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE head in --speculative-model; medusa "
+            "what the heads there make of them"
         ),
     ] = None
     speculative_model: Annotated[
         str | None,
         Doc(
-            description="a smaller model with the same vocabulary, or an EAGLE head, which guesses the "
-            "next tokens: hub id, folder or .gguf file"
+            description="a smaller model with the same vocabulary, an EAGLE head, or those of Medusa, "
+            "which guesses the next tokens: hub id, folder or .gguf file"
         ),
     ] = None
     speculative_quantization: Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from sgla.errors import ConfigError, WeightError
@@ -10,8 +12,9 @@ from sgla.layers.build import Values
 from sgla.loading.checkpoint import FileTensor
 from sgla.loading.load import OnProgress, decoder_build, load_weights, mending, renaming
 from sgla.model.base import Decoder
-from sgla.model.drafting import EagleSpec, predictor_layer, predictor_names
+from sgla.model.drafting import EagleSpec, MedusaSpec, predictor_layer, predictor_names
 from sgla.model.eagle import Eagle, Eagle3
+from sgla.model.medusa import Medusa
 from sgla.model.predictor import Predictor
 from sgla.quant.weight import SourceTensor
 
@@ -56,6 +59,28 @@ def load_predictor(
         seed=seed,
     )
     return head
+
+
+def load_medusa(
+    source: ModelSource,
+    target: Decoder,
+    medusa: MedusaSpec,
+    dtype: str,
+    quantization: str | None,
+    report: OnProgress,
+    seed: int = 0,
+) -> Medusa:
+    """Raises WeightError for heads whose files are neither as the authors' nor as vLLM's."""
+
+    def rename(name: str) -> str:
+        """vLLM's names as the authors'."""
+        name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+        return re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{medusa.layers}.", name)
+
+    build = decoder_build(source, target.spec, dtype, quantization, target.shard, rename)
+    heads = Medusa(target, build, medusa.heads, medusa.layers, medusa.bias)
+    load_weights(source, build, "Medusa", rename=rename, on_progress=report, seed=seed)
+    return heads
 
 
 def load_eagle(

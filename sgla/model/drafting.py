@@ -32,7 +32,7 @@ NAMES = {  # as SGLang and vLLM have them
     "EAGLE3": "eagle3",
 }
 FLAG = "--speculative-algorithm"
-OTHER_FILES = ("draft_model", "eagle", "eagle3")  # algorithms whose weights are not the model's own
+OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa")  # algorithms whose weights are not the model's own
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 APART = {  # settings that guesses cannot be beside, and why
     "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
@@ -50,6 +50,14 @@ class EagleSpec(NamedTuple):
     bias: bool
     vocab: int
     layers: tuple[int, ...] = ()
+
+
+class MedusaSpec(NamedTuple):
+    """So many heads, each of so many layers, with biases or without."""
+
+    heads: int
+    layers: int
+    bias: bool
 
 
 def by_our_names(config: Config) -> Config:
@@ -70,6 +78,7 @@ def automatic(config: Config, draft: Mapping[str, Any] | None) -> Config:
         name = "ngram"
     else:
         name = "eagle3" if draft is not None and _is_eagle3(draft) else "draft_model"
+        name = "medusa" if draft is not None and "medusa_num_heads" in draft else name
     return replace(config, speculative_algorithm=name)
 
 
@@ -103,6 +112,8 @@ def check_settings(config: Config, device: str) -> None:
     if config.executor == "fake":
         return
     obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
+    if name == "medusa" and (device != "cpu" or config.tp > 1):
+        obstacles.append("but with --device cpu and one rank yet")
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
     if name != "ngram" and device != "cpu" and config.kv_cache_dtype == "fp8":
@@ -130,6 +141,9 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
         case "mtp":
             read_tokens(config, target.vocab)
             return predictor_layer(target)
+        case "medusa":
+            if draft is not None:
+                read_medusa(draft, target)
     return None
 
 
@@ -184,6 +198,25 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
         raise _unfit(f"its width is {spec.hidden}, and the model's {target.hidden}")
     layers = _told_layers(c, target.layers) if third else ()
     return EagleSpec(spec, c.flag("bias"), vocab, layers)
+
+
+def read_medusa(draft: Mapping[str, Any], target: ModelSpec) -> MedusaSpec:
+    """Heads as the authors' files have them, or vLLM's. Raises ConfigError for those of another model."""
+    if isinstance(target, GenericSpec):
+        raise _unfit("transformers' module computes it, whose layers have no hooks here")
+    named = [key for key in ("medusa_num_heads", "num_heads") if key in draft]
+    if not named:
+        raise _unfit("config.json has no medusa_num_heads: these are no heads of Medusa")
+    theirs = named[0] == "num_heads"
+    usual = {"medusa_num_layers": 1, "num_hidden_layers": 1, "medusa_fc_bias": not theirs}
+    c = Reader("Medusa", usual | dict(draft))
+    for key, own in (("hidden_size", target.hidden), ("vocab_size", target.vocab)):
+        if c.given(key) and draft[key] != own:
+            raise _unfit(f"{key} is {draft[key]}, and the model's {own}")
+    if c.given("truncated_vocab_size") and draft["truncated_vocab_size"] != target.vocab:
+        raise _unfit("it guesses some tokens alone (truncated_vocab_size)")
+    layers = c.integer("num_hidden_layers" if theirs else "medusa_num_layers", LAYERS)
+    return MedusaSpec(c.integer(named[0], LAYERS), layers, c.flag("medusa_fc_bias"))
 
 
 def _told_layers(c: Reader, layers: int) -> tuple[int, ...]:

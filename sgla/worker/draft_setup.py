@@ -11,12 +11,13 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
-from sgla.loading.drafter import load_eagle, load_predictor, narrow
+from sgla.loading.drafter import load_eagle, load_medusa, load_predictor, narrow
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
-from sgla.model.drafting import read_eagle, read_tokens
+from sgla.model.drafting import read_eagle, read_medusa, read_tokens
 from sgla.model.eagle import Eagle
+from sgla.model.medusa import Medusa
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.draft_head import WAITING, HeadDrafts, HeadForward, StepHidden
@@ -25,6 +26,7 @@ from sgla.worker.drafts import Drafter, Guessing, agreed
 from sgla.worker.forward import make_forward
 from sgla.worker.hooked import Hooked
 from sgla.worker.kv import paged
+from sgla.worker.medusa import MedusaDrafts, MedusaForward
 from sgla.worker.ngrams import Both, NGrams
 from sgla.worker.others import Outputs
 from sgla.worker.pace import Pace
@@ -49,6 +51,7 @@ class DraftSetup:
         self._shard = target.shard
         self._model: CausalLM | None = None
         self._head: Head | None = None
+        self._medusa: Medusa | None = None
         seed, quantization = config.random_seed or 0, config.speculative_quantization
         match config.speculative_algorithm:
             case "draft_model":
@@ -60,6 +63,13 @@ class DraftSetup:
                 assert isinstance(target, Decoder)
                 self._head = load_predictor(source, target, dtype, config.quantization, report, seed)
                 narrow(self._head, read_tokens(config, self._vocab))
+                self._hidden.append(StepHidden())
+                self.hook = self._hidden[0].hook
+            case "medusa":
+                assert isinstance(target, Decoder)
+                assert source.draft is not None
+                medusa = read_medusa(source.draft.config, target.spec)
+                self._medusa = load_medusa(source.draft, target, medusa, dtype, quantization, report, seed)
                 self._hidden.append(StepHidden())
                 self.hook = self._hidden[0].hook
             case "eagle" | "eagle3" as name:
@@ -88,6 +98,10 @@ class DraftSetup:
             limits = ProgramLimits(step_tokens + WAITING, slots)
             head = HeadForward(self._head, paged(kv), limits, threads, native)
             return self._beside(HeadDrafts(tables, guessing, head, self._hidden, pace), tables, sampler, pace)
+        if self._medusa is not None:
+            heads = MedusaForward(self._medusa, ProgramLimits(slots, slots), threads, native)
+            medusa = MedusaDrafts(tables, guessing, heads, self._hidden[0], pace)
+            return self._beside(medusa, tables, sampler, pace)
         if self._model is not None:
             spare = slots + VERIFIED
             limits = ProgramLimits(step_tokens + spare, slots)

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "latent": ("mtp", LATENT, None),
     "eagle": ("eagle", DEEP, LLAMA | {"num_hidden_layers": 1}),
     "eagle3": ("eagle3", DEEP, EAGLE),
+    "medusa": ("medusa", DEEP, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
     "hybrid": ("mtp", HYBRID, None),
     "a window of its own": ("mtp", MIMO | SIZES, None),
     "windows": (
