@@ -23,6 +23,7 @@ OF_EXPERTS = (
     "bf16",
     "fp8",
     "fp8g128",
+    "mxfp8",
     "mxfp4",
     "nvfp4",
     "nf4",

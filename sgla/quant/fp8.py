@@ -73,9 +73,10 @@ class Fp8(Method):
 
 class Mx8(Method):
     """MXFP8 (OCP Microscaling Formats 1.0): ``X.weight`` with ``X.weight_scale``, an exponent for every 32
-    channels. They become floating-point numbers."""
+    channels."""
 
-    name = "mxfp8"
+    name, storage, devices = "mxfp8", "mxfp8", ("cuda",)
+    notes = ("the checkpoint's activations are not rounded; a CPU makes floats of MXFP8 weights",)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sgla.quant.channels import E4M3, GROUP, E4M3Groups
+from sgla.quant.channels import E4M3, GROUP, MXFP8, E4M3Groups
 from sgla.quant.weight import SourceTensor, StoredTensor, Weight, storage
 
 
@@ -65,4 +65,6 @@ class Scaled:
             scale = self._scale(rows).repeat_interleave(-(-min(width, k) // GROUP), 1)
             groups = scale[:, : -(-k // GROUP)].contiguous()
             return E4M3Groups(len(rows), k, self.numbers.values(rows), groups).cut(columns)
+        if kind == "mxfp8" and isinstance(self.scale, Powers):
+            return MXFP8.of(self.numbers.values(rows), self.scale.exponents.values(rows)).cut(columns)
         return storage(kind).read(self, rows, columns)

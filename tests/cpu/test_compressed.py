@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "fp8 naive": (group("naive-quantized", **FP8), "fp8"),
     "nvfp4": (group("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "nvfp4"),
     "mxfp4": (group("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "e2m1"),
-    "mxfp8": (group("mxfp8-quantized", num_bits=8, type="float", group_size=32), ""),
+    "mxfp8": (group("mxfp8-quantized", num_bits=8, type="float", group_size=32), "mxfp8"),
 }
 
 

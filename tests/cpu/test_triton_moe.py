@@ -154,7 +154,7 @@ CASES = [
     (Clamped(1.702, 1.0), "mxfp4", 19, 160, 96, 0),
     *(
         ("silu", kind, *shape)
-        for kind in ("nvfp4", "fp8g128", "nf4")
+        for kind in ("nvfp4", "fp8g128", "nf4", "mxfp8")
         for shape in ((2, 400, 96, 3), (19, 160, 96, 0))
     ),
     ("silu", "int4g128", 2, 400, 96, 3),

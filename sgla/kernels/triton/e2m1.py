@@ -29,8 +29,9 @@ FEW = 16  # pairs up to which each is a block of its own, and nothing is sorted
 SILU, GELU, CLAMPED = range(3)
 LIFT = tl.constexpr(2.0**64)  # what sums are too small by: see ``quant/e2m1.py``
 # What BITS says of weights that are no integers.
-MXFP4, NVFP4, E4M3, CODED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-OTHERS = {"mxfp4": 0, "nvfp4": 1, "fp8g128": 2, "nf4": 3, "fp4": 3}
+MXFP4, NVFP4, CODED = tl.constexpr(0), tl.constexpr(2), tl.constexpr(6)
+E4M3, MXFP8 = tl.constexpr(1), tl.constexpr(3)  # odd: a byte for each number
+OTHERS = {"mxfp4": 0, "fp8g128": 1, "nvfp4": 2, "mxfp8": 3, "nf4": 6, "fp4": 6}
 FACTOR = tl.constexpr(2.0**62)  # of NVFP4's scales, so that numbers times these are as small
 # Sign and lower bits of two codes, where bfloat16 has them, as int32.
 SIGNS, LOWER = tl.constexpr(0x80008000 - (1 << 32)), tl.constexpr(0x01C001C0)
@@ -218,6 +219,13 @@ def _times(
         here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
         w = tl.load(numbers, here, other=0.0).to(a.dtype)
         acc += tl.dot(w, tl.trans(a), input_precision="ieee") * tl.load(constants, inside, other=0.0)[:, None]
+    elif BITS == MXFP8:
+        here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
+        exponents = tl.load(constants[:, None] + tl.arange(0, 4)[None, :], inside[:, None], other=127)
+        scales = tl.exp2(exponents.to(tl.float32) - 127.0)
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 32]), [N, 128])
+        w = (tl.load(numbers, here, other=0.0).to(tl.float32) * scales).to(a.dtype)
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     elif BITS == CODED:
         scales = tl.load(constants[:, None] + tl.arange(0, 2)[None, :], inside[:, None], other=0.0)
         words = tl.load(numbers, inside[:, None], other=0)
@@ -282,9 +290,10 @@ def _experts(
     column = first + r % BN
     inside = column < n
     row = expert.to(tl.int64) * (2 * n if GATED else n) + r // BN * n + column
-    words: tl.constexpr = 4 * BITS if BITS > 3 else 128 if BITS == E4M3 else 16  # of a block
+    bytewise: tl.constexpr = BITS % 2 == 1
+    words: tl.constexpr = 128 if bytewise else 4 * BITS if BITS % 4 == 0 and BITS > 0 else 16  # of a block
     per: tl.constexpr = 8 if BITS == NVFP4 else 2 if BITS == CODED else 128 // GROUP  # constants
-    w += row[:, None] * (k if BITS == E4M3 else blocks * words) + tl.arange(0, words)[None, :]
+    w += row[:, None] * (k if bytewise else blocks * words) + tl.arange(0, words)[None, :]
     constants += row * (blocks * per)
     acc = tl.zeros([rows, BM], tl.float32)
     for at in range(begin, tl.minimum(begin + share, blocks)):
@@ -373,14 +382,17 @@ def _parts(w: Packed) -> _Parts:
     words, constants, *more = w.tensors
     bits, group = KINDS.get(w.kind, (OTHERS.get(w.kind, 0), 128))
     factors = more[0] if more else constants
-    if bits == 3:
+    if bits == OTHERS["nf4"]:
         coded: Any = w
         factors = coded.values(words.device)
+    if w.kind == "mxfp8":
+        return _Parts(words, constants, factors, bits, 32, constants.shape[1] // 4)
     if w.kind == "fp8g128":
         return _Parts(words, constants, factors, bits, group, constants.shape[1])
-    if w.kind == "mxfp4" or bits > 3:
+    if w.kind == "mxfp4" or w.kind in KINDS:
         constants = constants.view(torch.int32)
-    return _Parts(words, constants, factors, bits, group, words.shape[1] // (4 * bits if bits > 3 else 16))
+    each = 4 * bits if w.kind in KINDS else 16
+    return _Parts(words, constants, factors, bits, group, words.shape[1] // each)
 
 
 class Cut(NamedTuple):
