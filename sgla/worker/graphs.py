@@ -14,6 +14,7 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.kernels.gpu.states import DeviceStates, marks_of
 from sgla.kernels.triton.sampling import WORST, Landing
+from sgla.messages import VERIFIED
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
 from sgla.worker.gpu_adapters import AdaptedRows
@@ -134,6 +135,10 @@ class DecodeGraphs:
         self._cascade_sizes = cascade_sizes(self.sizes) if steps.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
         self._adapted: dict[int, torch.cuda.CUDAGraph] = {}  # of rows with adapters
+        # Where so many rows run that none may guess, all are of different slots.
+        many = [size for size in self.sizes if VERIFIED // 2 < size <= steps.slots]
+        self._alone_sizes = many if steps.drafts is not None and steps.attention.decode.fused else []
+        self._alone: dict[int, torch.cuda.CUDAGraph] = {}
         self._shared_plan: Prefixes | None = None  # what the buffer holds
         flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
         self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
@@ -159,13 +164,16 @@ class DecodeGraphs:
     @property
     def count(self) -> int:
         """Graphs to be captured."""
-        return (1 + (self._steps.adapted is not None)) * len(self.sizes) + len(self._cascade_sizes)
+        sets = 1 + (self._steps.adapted is not None)
+        return sets * len(self.sizes) + len(self._cascade_sizes) + len(self._alone_sizes)
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""
         self._steps.forward.prepare(self._steps.attention.decode.fused)
         for size in reversed(self._cascade_sizes):
             self._forward(size, True)
+        for size in reversed(self._alone_sizes):
+            self._forward(size, alone=True)
         for size in reversed(self.sizes):
             self._forward(size)
             if self._steps.adapted is not None:
@@ -181,6 +189,8 @@ class DecodeGraphs:
             self._graphs[size] = capture.unrun(partial(self._forward, size))
         for size in reversed(self._cascade_sizes):
             self._cascades[size] = capture.unrun(partial(self._forward, size, True))
+        for size in reversed(self._alone_sizes):
+            self._alone[size] = capture.unrun(partial(self._forward, size, alone=True))
         if (adapted := self._steps.adapted) is not None:
             largest = partial(self._forward_adapted, adapted, self.limit)
             self._adapted[self.limit] = capture(largest)
@@ -202,16 +212,16 @@ class DecodeGraphs:
         with adapted.graph(self._columns(size).slots):
             self._forward(size)
 
-    def _forward(self, size: int, cascade: bool = False) -> None:
+    def _forward(self, size: int, cascade: bool = False, alone: bool = False) -> None:
         """The step of ``size`` rows whose columns are on the GPU; ``cascade``: with the prefixes in the
-        buffer."""
+        buffer; ``alone``: they are of different slots."""
         if self._pipe is None:
-            self._compute(size, cascade)
+            self._compute(size, cascade, alone)
             return
         with self._pipe.holding(self._arrived, self._leaving):
-            self._compute(size, cascade)
+            self._compute(size, cascade, alone)
 
-    def _compute(self, size: int, cascade: bool) -> None:
+    def _compute(self, size: int, cascade: bool, alone: bool) -> None:
         steps, tables = self._steps, self._steps.tables
         slots, starts, ends, stage, plain, units = self._columns(size)
         landing = Landing(self._landed, stage)
@@ -236,7 +246,8 @@ class DecodeGraphs:
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
         # others of the same slot store.
-        fused = decode.fused if not cascade and (steps.drafts is None or size == 1) else None
+        alone = alone or steps.drafts is None or size == 1
+        fused = decode.fused if alone and not cascade else None
         if not steps.shard.samples:
             steps.forward.hidden(batch, None, fused)
             return
@@ -319,6 +330,8 @@ class DecodeGraphs:
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
         graphs = self._adapted if adapted else graphs
         size = next(size for size in sizes if size >= rows)
+        if graphs is self._graphs and verify is None and size in self._alone:
+            graphs = self._alone
         if plan is not None and plan is not self._shared_plan:
             shared, self._shared_plan = self._pinned_shared[self._stage], plan
             shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))

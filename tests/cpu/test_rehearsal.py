@@ -128,6 +128,11 @@ CASES = {
         DENSE,
         {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8},
     ),
+    "many guess at times": (
+        "qwen3-0.6b",
+        DENSE,
+        {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 2, "max_running_requests": 40},
+    ),
     "a hybrid guesses": (
         "",
         STATES,

@@ -198,3 +198,17 @@ def scored(runner: Any, text: list[int]) -> list[TokenLogprob]:
     (deltas,) = answers(runner, [request], make_core(runner.facts)).values()
     places = next(delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs)
     return [place for place in places if place is not None]
+
+
+def test_many_rows_of_which_none_may_guess() -> None:
+    """They have graphs of their own, until few are left."""
+    rng = random.Random(7)
+    asked = [submit(str(i), [rng.randrange(5000)] * 9, 6 + i, temperature=0.5, seed=i) for i in range(44)]
+    found = []
+    for guesses in ({}, GUESSING):
+        runner = make(dtype="float32", max_running_requests=48, **guesses)
+        assert (len(runner.graphs._alone) > 0) == bool(guesses)
+        core = make_core(runner.facts, drafts=runner.facts.drafts)
+        found.append(run(runner, asked, core))
+    assert found[0] == found[1]
+    assert core.stats().draft_tokens > 0
