@@ -520,7 +520,8 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
     ]
     for given, told in (
         ('{"method": "ngram", "model_path": "a/b"}', "'model_path' is not supported"),
-        ('{"method": "medusa", "num_speculative_tokens": 1}', "method: 'medusa' is none of ngram"),
+        ('{"method": "hydra", "num_speculative_tokens": 1}', "method: 'hydra' is none of ngram"),
+        ('{"speculative_token_tree": "[(0,)]"}', "'speculative_token_tree' is not supported"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: 'true' is no"),
         ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size' is not supported"),
         ("ngram", "is no JSON object"),
