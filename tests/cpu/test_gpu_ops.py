@@ -32,7 +32,7 @@ from sgla.kernels.gpu import few, rewrite, rules, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.triton import elementwise
+from sgla.kernels.triton import elementwise, fp8
 from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.quant.weight import pack
@@ -223,6 +223,23 @@ def test_rounding_on_the_way_equals_rounding_apart(architecture: str, exact: Non
     for found, wanted, exactly in zip(together, apart, plain):
         torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)  # apart, sums of experts are bfloat16
         assert 1e-3 < (found - exactly).abs().max() < 1.5  # it was rounded
+
+
+@needs_interpreter
+def test_rounding_on_the_way_equals_rounding_apart_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than those whose weights become bfloat16; products in float32."""
+    driver, _ = prepare("Qwen3ForCausalLM", None)
+    for block in driver.model.blocks:
+        for layer in (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down):
+            layer.weight = pack(layer.weight.dequant(), "fp8g128")
+    prompts, kept = random_prompts([20, 3]), fp8.grouped
+    monkeypatch.setattr(fp8, "grouped", lambda *given: kept(*given).float())
+    exactly = driver.prompt_logprobs(prompts)
+    with using(gpu.GpuOps(attend)):
+        apart = driver.prompt_logprobs(prompts)
+    together = recorded(driver, prompts)
+    torch.testing.assert_close(together, apart, rtol=0, atol=5e-2)  # results are bfloat16 on their way
+    assert 1e-3 < (together - exactly).abs().max() < 1.5  # it was rounded
 
 
 def gated_rows(x: Tensor, gate: skinny_gemm.Gate) -> Tensor:
