@@ -259,7 +259,7 @@ def _apart(
     follows. Raises InvalidAdapter."""
     found: Pairs = {}
     said: dict[str, str] = {}
-    for module, pair in pairs.items():
+    for module, pair in sorted(pairs.items()):
         experts = module
         while experts.endswith(".base_layer"):
             experts = experts.removesuffix(".base_layer")

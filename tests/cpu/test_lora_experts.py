@@ -157,7 +157,7 @@ def test_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for name, config, why in (
         ("unsaid", {"target_parameters": []}, "does not say which tensor of the experts this changes"),
         ("half said", {"target_parameters": ["down_proj"]}, "does not say which tensor"),
-        ("rank", {"r": 2}, r"gate_up_proj: lora_A and lora_B have shapes \[12, 48\] and \[256, 12\]"),
+        ("rank", {"r": 2}, r"down_proj: lora_A and lora_B have shapes \[12, 128\] and \[48, 12\]"),
         (
             "router",
             {"target_parameters": ["mlp.gate.weight"]},
