@@ -43,7 +43,7 @@ from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 
 MODEL = gpu.DECODER | {"max_position_embeddings": 256}
-EXPERTS = MODEL | MIXTURE
+EXPERTS = MODEL | MIXTURE | {"num_hidden_layers": 2}
 LEAST = 4  # tokens of a rank from which on a step is shared out
 
 
