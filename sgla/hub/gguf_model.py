@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from math import isclose
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from sgla.hub.gguf_deltas import delta_sizes, deltas
 from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
 from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
 from sgla.hub.gguf_header import GGUFTensor
+from sgla.hub.gguf_heads import heads, latent
 from sgla.hub.gguf_keys import read_keys
 from sgla.hub.gguf_layout import (
     ALTUP,
@@ -188,7 +188,7 @@ class GGUFModel:
         if layout.kinds:
             return config | self._kinds()
         if layout.scans != "only":
-            config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
+            config |= self._heads()
         config |= self._windows(layout, keys)
         sparse = [i for i in range(self.layers) if self._is_sparse(i)]
         config |= scans(layout, keys, self.sizes, self.layers, sparse)
@@ -208,6 +208,11 @@ class GGUFModel:
         elif layout.stretched and config["rope_scaling"] is None:
             config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
         return config
+
+    def _heads(self) -> dict[str, Any]:
+        if not self.layout.latent:
+            return heads(self.layout, self.keys, self.sizes, self.layers)
+        return latent(self.layout, self.keys, self.sizes, self._value("expert_group_count") > 1)
 
     @cached_property
     def _flags(self) -> dict[str, bool]:
@@ -238,83 +243,6 @@ class GGUFModel:
         whole = (i for i in range(self.layers) if not slides(self.keys, i))
         joined = f"blk.{next(whole, 0)}.attn_v.weight" not in self._tensors
         return kinds(self.layout, self.keys, self.layers, self._tables, joined, self.sizes["V"])
-
-    def _heads(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
-        """The size of heads, how much of it is rotated, and the scale of queries."""
-        head_dim, heads = self.sizes["h"], keys["attention.head_count"]
-        if head_dim < 2 or head_dim % 2:
-            raise ConfigError(f"heads of {head_dim} values are not supported; their size must be even")
-        found: dict[str, Any] = {}
-        if "num_key_value_heads" in layout.known:
-            found["num_key_value_heads"] = self.sizes["k"] // head_dim
-        share = layout.names.get("partial_rotary_factor", "partial_rotary_factor")
-        partly, sized = share in layout.known, "head_dim" in layout.known
-        rotated = keys.get("rope.dimension_count", head_dim)
-        self._check_head(keys, "attention.value_length", head_dim)
-        if not partly and layout.rotates:
-            self._check_head(keys, "rope.dimension_count", head_dim)
-        if partly and rotated > head_dim:
-            raise ConfigError(
-                f"{layout.name}.rope.dimension_count is {rotated}, and heads have {head_dim} values"
-            )
-        if partly:
-            found[share] = rotated / head_dim
-        if sized:
-            found["head_dim"] = head_dim
-        else:
-            self._check_head(keys, "attention.key_length", keys["embedding_length"] // heads)
-        return found | self._scale(layout, keys)
-
-    def _check_head(self, keys: dict[str, Any], name: str, size: int) -> None:
-        if keys.get(name, size) != size:
-            raise ConfigError(
-                f"{self.architecture}.{name} is {keys[name]}, and only the size of a head, {size}, "
-                "is supported"
-            )
-
-    def _scale(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
-        """Of queries."""
-        head_dim = self.sizes["h"]
-        default = float(head_dim**-0.5)
-        if layout.by_width == self.layers:
-            default = float((keys["embedding_length"] / keys["attention.head_count"]) ** -0.5)
-        scale = keys.get("attention.scale") or default
-        if "attention_multiplier" in layout.known:
-            return {"attention_multiplier": scale}
-        if "query_pre_attn_scalar" in layout.known:
-            scalar = scale**-2
-            whole = isclose(scalar, round(scalar), rel_tol=1e-5)
-            return {"query_pre_attn_scalar": round(scalar) if whole else scalar}
-        if not isclose(scale, default, rel_tol=1e-5):
-            raise ConfigError(
-                f"{self.architecture}.attention.scale is {scale:g}, and only 1/sqrt({head_dim}) is supported"
-            )
-        return {}
-
-    def _latent(self, keys: dict[str, Any]) -> dict[str, Any]:
-        sizes, heads = self.sizes, keys["attention.head_count"]
-        rotated, rank = keys["rope.dimension_count"], sizes["r"]
-        mla = "attention.key_length_mla" in keys
-        said = {
-            "attention.head_count_kv": 1 if mla else heads,
-            "attention.key_length": rank + rotated if mla else sizes["h"],
-            "attention.value_length": rank if mla else sizes["y"],
-        }
-        for key, value in said.items():
-            if keys.get(key, value) != value:
-                raise ConfigError(f"{self.architecture}.{key} is {keys[key]}, and only {value} is supported")
-        if not isclose(scale := keys.get("attention.scale") or 1.0, 1.0):
-            raise ConfigError(f"{self.architecture}.attention.scale is {scale:g}, which is not supported")
-        found: dict[str, Any] = {
-            "num_key_value_heads": heads,
-            "qk_rope_head_dim": rotated,
-            "qk_nope_head_dim": sizes["g"],
-            "v_head_dim": sizes["y"],
-        }
-        if "topk_method" in self.layout.known:
-            grouped = self._value("expert_group_count") > 1
-            found["topk_method"] = "group_limited_greedy" if grouped else "greedy"
-        return found
 
     def _windows(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
         """Which layers have a window."""
