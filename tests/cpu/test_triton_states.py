@@ -20,6 +20,7 @@ from recurrence import batch_of
 from torch import Tensor
 
 from sgla.attention.base import DeviceBatch
+from sgla.dist import Shard
 from sgla.kernels import gpu, ops
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu.ops import GpuOps
@@ -235,6 +236,7 @@ class Layer:
     unrecorded = ""
 
     spec, embed = SimpleNamespace(hidden=48), SimpleNamespace(weight=SimpleNamespace(kind="f32"))
+    shard = Shard()
 
     def __init__(self, tokens: int, gates: bool, activation: str) -> None:
         self.q, self.k, self.v, self.b = (x[:tokens] for x in inputs(4, 16, 12))
