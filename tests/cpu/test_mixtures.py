@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,25 @@ async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     one = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
     both = await over_two_ranks(source, requests)
     assert both.tokens() == run(one, requests).tokens()
+
+
+@torch.no_grad()
+def test_sarvam_is_another_name(tmp_path: Path) -> None:
+    """Transformers runs its files with the class for GLM-4.5."""
+    from transformers import AutoModelForCausalLM
+
+    model_type, changes = FAMILIES["ling 2"]
+    save_checkpoint(tmp_path, model_type, **changes)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(config | {"model_type": "sarvam_moe", "architectures": ["SarvamMoEForCausalLM"]})
+    )
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(hf).__name__ == "Glm4MoeForCausalLM"
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+    found = Eager(load_model(open_source(tmp_path))).prompt_logprobs(PROMPTS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}

@@ -332,7 +332,7 @@ FAMILIES = {
         gguf=(Gguf("glm4moe", AFTER_NORMS, tensors=BALANCED, gating=(0, SIGMOID)),),
     ),
     "BailingMoeV2ForCausalLM": Family(
-        ("bailing_moe", "bailing_moe_v2"),
+        ("bailing_moe", "bailing_moe_v2", "sarvam_moe"),
         DECODER
         | sizes(262144, 4096, 8192, 19, 64, 131072, 4)
         | ROUTED
@@ -362,6 +362,7 @@ FAMILIES = {
         },
         {"num_local_experts": "n_routed_experts"},
         model="sgla.model.llama:Predicting",
+        also=("SarvamMoEForCausalLM",),
         of_checkpoints=True,
         nulls=(*ROTATED, "use_qkv_bias", "moe_shared_expert_intermediate_size", "max_window_layers"),
         names=_BAILING,
