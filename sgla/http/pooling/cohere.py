@@ -49,8 +49,8 @@ async def embed(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)
     server.model(fields.model)
-    pooling = pooling_of(server, "embed")
     found = given(server, fields)
+    pooling = pooling_of(server, "embed")
     if fields.input_type is not None:
         request[IGNORED_FIELDS].append("input_type")
     size = fields.output_dimension or pooling.size
