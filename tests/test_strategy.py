@@ -53,7 +53,7 @@ def chosen(model: str, gpus: int, link: float = NVLINK, **settings: Any) -> tupl
         ("llama-3.1-70b", 2, {"link": 0.0}, {"pp": 2}),
         ("llama-3.1-70b", 8, {}, {"dp": 4, "tp": 2}),
         ("llama-3.1-70b", 8, {"pp": 2, "goal": "latency"}, {"pp": 2, "tp": 4}),
-        ("llama-3.1-70b", 2, {"link": 0.0, "kv_host_bytes": "1G"}, {"tp": 2}),
+        ("llama-3.1-70b", 2, {"link": 0.0, "kv_host_bytes": 1 << 30}, {"tp": 2}),
         ("qwen3-8b", 2, {"kv_disk": "/tmp:1G"}, {"tp": 2}),
         ("qwen3-30b-a3b", 8, {"goal": "latency"}, {"tp": 8, "ep": 8}),
         ("llama-3.1-70b", 2, {"nnodes": 2, "dist_init_addr": "a", "dist_secret": "s"}, {"dp": 2, "tp": 2}),
@@ -75,7 +75,7 @@ def test_narrow_experts_are_whole() -> None:
 
 
 def test_what_is_left_out_is_told() -> None:
-    _, why = chosen("llama-3.1-70b", 2, kv_host_bytes="1G")
+    _, why = chosen("llama-3.1-70b", 2, kv_host_bytes=1 << 30)
     assert "- --pp 2: refused: --kv-host-bytes cannot be honoured with --pp 2" in why
     _, why = chosen("llama-3.1-70b", 2, quantization="fp8", kv_disk="/tmp:1G")
     assert "- --dp 2: refused: --kv-disk" in why
