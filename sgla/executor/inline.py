@@ -162,7 +162,8 @@ class InlineExecutor:
         self._gone = True
         if self._thread is not None:
             self._inbox.put(None)
-            await asyncio.to_thread(self._thread.join)
+            while self._thread.is_alive():  # joined by no other thread: none begins when the interpreter ends
+                await asyncio.sleep(0.002)
             self._thread = None
         self._results.close()
 

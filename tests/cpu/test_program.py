@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -385,7 +386,8 @@ def test_compilation_is_a_phase_of_the_start(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(start_cpu, "CpuRunner", lambda *arguments: arguments[5](Progress(phase="load")))
     seen: list[Progress] = []
     for _ in range(2):
-        start_cpu.cpu_runner(Config(), None, 0, 1, "", seen.append)  # type: ignore[arg-type]
+        source = SimpleNamespace(config={"architectures": ["LlamaForCausalLM"]})
+        start_cpu.cpu_runner(Config(), source, 0, 1, "", seen.append)  # type: ignore[arg-type]
         native._FOUND.clear()
     assert [(one.phase, one.done, one.total) for one in seen] == [
         *[("compile", done, 2) for done in range(3)],

@@ -211,7 +211,7 @@ def test_what_is_not_supported_is_refused_by_name(llm: LLM, tiny_model: Path) ->
     with pytest.raises(UnsupportedField, match="no adapters; start it with --enable-lora"):
         llm.generate("abc", lora_request=LoRARequest("x"))
     with pytest.raises(UnsupportedField, match="multi_modal_data"):
-        llm.generate({"prompt": "abc", "multi_modal_data": {"video": []}})
+        llm.generate({"prompt": "abc", "multi_modal_data": {"smell": []}})
     with pytest.raises(ConfigError, match="nonsense"):
         LLM(str(tiny_model), nonsense=1)
     with pytest.raises(ConfigError, match=r"several replicas \(--dp\)"):
