@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sgla.model.families.keys import BIASES, CAUSAL, DECODER, HEAD_DIM, KV_HEADS, sizes
 from sgla.model.family import Family
 from sgla.model.gguf_words import ONE_NORM, Gguf
@@ -27,6 +29,40 @@ _GPT2 = {
     "layer_norm_epsilon": "layer_norm_eps",
 }
 _SIZES = {"max_position_embeddings", "hidden_size", "num_attention_heads", "num_hidden_layers"}
+_GPTJ = Family(
+    ("gptj",),
+    {
+        "vocab_size": 50400,
+        "n_positions": 2048,
+        "n_embd": 4096,
+        "n_layer": 28,
+        "n_head": 16,
+        "rotary_dim": 64,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    _CAUSAL | {"rotary": True, "scale_attn_weights": True},
+    {ours: theirs for theirs, ours in _GPT2.items() if ours in _SIZES},
+    nulls=("n_inner",),
+    names=_GPT2,
+    model="sgla.model.cohere:GptJ",
+    attention="sgla.model.gpt2_spec:gptj",
+    completed="sgla.model.gpt2_spec:with_biases",
+    renamed=(
+        ("transformer.h.", "model.layers."),
+        ("transformer.wte.", "model.embed_tokens."),
+        ("transformer.ln_f.", "model.norm."),
+        (".ln_1.", ".input_layernorm."),
+        (".attn.out_proj.", ".attn.o_proj."),
+        (".attn.", ".self_attn."),
+    ),
+    norm="layer",
+    interleaved=True,
+    head_bias=True,
+    gated=False,
+)
 
 FAMILIES = {
     "StableLmForCausalLM": Family(
@@ -166,75 +202,13 @@ FAMILIES = {
         gated=False,
         gguf=(Gguf("gpt2", mlp=("c_fc", "c_proj")),),
     ),
-    "GPTJForCausalLM": Family(
-        ("gptj",),
-        {
-            "vocab_size": 50400,
-            "n_positions": 2048,
-            "n_embd": 4096,
-            "n_layer": 28,
-            "n_head": 16,
-            "rotary_dim": 64,
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": False,
-        },
-        _CAUSAL | {"rotary": True, "scale_attn_weights": True},
-        {ours: theirs for theirs, ours in _GPT2.items() if ours in _SIZES},
-        nulls=("n_inner",),
-        names=_GPT2,
-        model="sgla.model.cohere:GptJ",
-        attention="sgla.model.gpt2_spec:gptj",
-        completed="sgla.model.gpt2_spec:with_biases",
-        renamed=(
-            ("transformer.h.", "model.layers."),
-            ("transformer.wte.", "model.embed_tokens."),
-            ("transformer.ln_f.", "model.norm."),
-            (".ln_1.", ".input_layernorm."),
-            (".attn.out_proj.", ".attn.o_proj."),
-            (".attn.", ".self_attn."),
-        ),
-        norm="layer",
-        interleaved=True,
-        head_bias=True,
-        gated=False,
-    ),
-    "CodeGenForCausalLM": Family(
-        ("codegen",),
-        {
-            "vocab_size": 50400,
-            "n_positions": 2048,
-            "n_ctx": 2048,  # which nothing reads
-            "n_embd": 4096,
-            "n_layer": 28,
-            "n_head": 16,
-            "rotary_dim": 64,
-            "n_inner": None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": False,
-        },
-        _CAUSAL | {"rotary": True, "scale_attn_weights": True},
-        {ours: theirs for theirs, ours in _GPT2.items() if ours in _SIZES},
-        nulls=("n_inner",),
-        names=_GPT2,
-        model="sgla.model.cohere:GptJ",
+    "GPTJForCausalLM": _GPTJ,
+    "CodeGenForCausalLM": replace(
+        _GPTJ,
+        types=("codegen",),
+        defaults={**_GPTJ.defaults, "n_ctx": 2048},  # which nothing reads
         attention="sgla.model.gpt2_spec:codegen",
-        completed="sgla.model.gpt2_spec:with_biases",
-        renamed=(
-            ("transformer.h.", "model.layers."),
-            ("transformer.wte.", "model.embed_tokens."),
-            ("transformer.ln_f.", "model.norm."),
-            (".ln_1.", ".input_layernorm."),
-            (".attn.out_proj.", ".attn.o_proj."),
-            (".attn.", ".self_attn."),
-        ),
-        norm="layer",
-        interleaved=True,
         by_quarter=True,
-        head_bias=True,
-        gated=False,
     ),
     "GPTNeoForCausalLM": Family(
         ("gpt_neo",),
