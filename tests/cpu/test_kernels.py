@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -470,19 +470,7 @@ def test_attention(
 def test_heads_of_every_size_and_sinks(isa: str, group: int, dim: int) -> None:
     """In the program's own kernel, for a long history in parts, and for pages that several rows share."""
     torch.manual_seed(dim)
-    sinks = torch.randn(2 * group) + 4
-    for rows, common in (([(1, 0), (5, 70)], 0), ([(1, 600)], 0), ([(1, 300)] * 3, 17)):
-        batch = random_batch(rows)
-        batch.page_table[:, :common] = batch.page_table[0, :common]
-        kv = random_kv(batch, 2, dim, torch.bfloat16)
-        x = torch.randn(batch.tokens, 2 * group * dim)
-
-        def fn(b: ForwardBatch, x: Tensor, kv: KVLayer = kv) -> Tensor:
-            return ops.attention(x, kv, b, dim**-0.5, sinks=sinks)
-
-        expected = fn(batch, x)
-        close(run(fn, batch, x, 2, isa), expected)
-        assert (expected - ops.attention(x, kv, batch, dim**-0.5)).abs().max() > 1e-3
+    attends_so(isa, group, dim, sinks=torch.randn(2 * group) + 4)
 
 
 @pytest.mark.parametrize("isa", WIDTHS)
@@ -490,7 +478,11 @@ def test_heads_of_every_size_and_sinks(isa: str, group: int, dim: int) -> None:
 def test_scores_that_rise_with_places(isa: str, group: int, dim: int) -> None:
     """As above: also a prompt behind a history."""
     torch.manual_seed(dim)
-    slopes = torch.rand(2 * group) / 8
+    attends_so(isa, group, dim, slopes=torch.rand(2 * group) / 8)
+
+
+def attends_so(isa: str, group: int, dim: int, **more: Any) -> None:
+    """What ``more`` gives attention is in the kernel, and changes the result."""
     for rows, common in (([(1, 0), (5, 70)], 0), ([(1, 600)], 0), ([(1, 300)] * 3, 17)):
         batch = random_batch(rows)
         batch.page_table[:, :common] = batch.page_table[0, :common]
@@ -498,7 +490,7 @@ def test_scores_that_rise_with_places(isa: str, group: int, dim: int) -> None:
         x = torch.randn(batch.tokens, 2 * group * dim)
 
         def fn(b: ForwardBatch, x: Tensor, kv: KVLayer = kv) -> Tensor:
-            return ops.attention(x, kv, b, dim**-0.5, slopes=slopes)
+            return ops.attention(x, kv, b, dim**-0.5, **more)
 
         expected = fn(batch, x)
         close(run(fn, batch, x, 2, isa), expected)
