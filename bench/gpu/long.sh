@@ -3,35 +3,12 @@
 # repository's root; results into $OUT (long.jsonl: a JSON line each; long.log: what was printed). At most 250 s.
 #   PYTHON=python3 BENCH_COMMIT=abc1234 OUT=/tmp/out bash bench/gpu/long.sh
 set -uo pipefail
-out=${OUT:-/tmp/long}
-python=${PYTHON:-python}
-end=$((SECONDS + ${LIMIT:-245}))
-mkdir -p "$out"
-: >"$out/long.jsonl" >"$out/long.log"
+LIMIT=${LIMIT:-245}
+. bench/gpu/parts.sh
 words=$(mktemp -d)
 trap 'rm -rf "$words"' EXIT
-export BENCH_COMMIT=${BENCH_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 $python bench/words.py bench/models/llama-3.1-8b "$words" || exit 1
 llama="{\"tokenizer\": \"$words\"}"
-
-# part NAME SECONDS COMMAND...: its JSON lines, marked with its name; never longer than what is left.
-part() {
-    local name=$1 limit=$2 left=$((end - SECONDS)) begun=$SECONDS code
-    shift 2
-    ((left < limit)) && limit=$left
-    if ((limit < 15)); then
-        echo "-- $name: left out, no time" | tee -a "$out/long.log"
-        return
-    fi
-    timeout --kill-after=5 "$limit" $python "$@" >"$out/part.log" 2>&1
-    code=$?
-    { echo "-- $name: $*"; cat "$out/part.log"; echo "-- $name: code $code after $((SECONDS - begun)) s"; } >>"$out/long.log"
-    sed -n 's/^JSON {/{"part": "'"$name"'", /p' "$out/part.log" >>"$out/long.jsonl"
-    echo "-- $name: code $code, $((SECONDS - begun)) s"
-    sed -n 's/^JSON //p' "$out/part.log" | sed 's/, "command".*//' | cut -c1-400
-    ((code)) && tail -5 "$out/part.log"
-    rm -f "$out/part.log"
-}
 
 # One prompt of 32,768 and eight; decode behind them, batch 1 and 8. 1,024 requests of 128/128 at once.
 part documents 75 bench/offline.py --model bench/models/qwen3-8b --max-model-len 33100 --workloads W8,W6,W1,W2 \

@@ -3,31 +3,8 @@
 # random weights. Run it in the repository's root; results into $OUT (mtp.jsonl: a JSON line each; mtp.log: what was printed). At most 150 s.
 #   PYTHON=python3 BENCH_COMMIT=abc1234 OUT=/tmp/out bash bench/gpu/mtp.sh
 set -uo pipefail
-out=${OUT:-/tmp/mtp}
-python=${PYTHON:-python}
-end=$((SECONDS + ${LIMIT:-148}))
-mkdir -p "$out"
-: >"$out/mtp.jsonl" >"$out/mtp.log"
-export BENCH_COMMIT=${BENCH_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
-
-# part NAME SECONDS COMMAND...: its JSON lines, marked with its name; never longer than what is left.
-part() {
-    local name=$1 limit=$2 left=$((end - SECONDS)) begun=$SECONDS code
-    shift 2
-    ((left < limit)) && limit=$left
-    if ((limit < 15)); then
-        echo "-- $name: left out, no time" | tee -a "$out/mtp.log"
-        return
-    fi
-    timeout --kill-after=5 "$limit" $python "$@" >"$out/part.log" 2>&1
-    code=$?
-    { echo "-- $name: $*"; cat "$out/part.log"; echo "-- $name: code $code after $((SECONDS - begun)) s"; } >>"$out/mtp.log"
-    sed -n 's/^JSON {/{"part": "'"$name"'", /p' "$out/part.log" >>"$out/mtp.jsonl"
-    echo "-- $name: code $code, $((SECONDS - begun)) s"
-    sed -n 's/^JSON //p' "$out/part.log" | sed 's/, "machine".*//' | cut -c1-400
-    ((code)) && tail -5 "$out/part.log"
-    rm -f "$out/part.log"
-}
+LIMIT=${LIMIT:-148}
+. bench/gpu/parts.sh
 
 common="bench/drafts.py --dummy --device cuda --model bench/models/qwen3.6-35b-a3b --alone --kv 8 --texts loop"
 # Goals: 1.6 ms a token of one stream, 8.1 ms of sixteen. One engine, with up to 4, 3, 2 and 1 guesses.
