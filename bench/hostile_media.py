@@ -6,8 +6,13 @@ A server on this machine's CPUs has a tiny model with random weights that takes 
 reads ``--streams`` streams and tells how much later their tokens come than they do half of the time when
 nothing else happens (``lag_ms``: p50, p99 and the longest; ``quiet``: before the attack). Meanwhile one
 client sends the files and sources of ``media_attacks.py``, so many ``--abreast``, slow servers, and 10,000
-pictures at once. The exit code is 1 if a request of these is answered with anything but a 4xx, if memory or
-descriptors are left, or if the p99 of the lag is above 20 ms.
+pictures at once.
+
+A machine with few cores adds a lag of its own, so the server tells what its loop does, too (``loop_ms``):
+``own`` is the CPU time of its thread between two calls of a timer, which is as long as it lets nothing else
+run, and ``core`` how long it waited for a core (Linux). The exit code is 1 if a request is answered with
+anything but a 4xx, if memory or descriptors are left, if the p99 of the lag is above 20 ms, or the longest of
+``own``.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from itertools import pairwise
@@ -44,6 +50,7 @@ TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
 MOST = 20.0  # milliseconds
 QUIET = 6.0  # seconds
 LENGTH = 30_000  # tokens of a stream
+TICK = 0.002  # seconds
 PROMPT = "w5 <|vision_start|> <|image_pad|> <|vision_end|> w6"
 
 
@@ -61,10 +68,39 @@ def write_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def serve(arguments: list[str]) -> int:
-    """A server that fetches from the one of the attack."""
-    from sgla.cli import main
+class Turns:
+    """Beside the server's own watch of its loop: when the timer called, the milliseconds that its thread had
+    computed since then, and waited for a core."""
 
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float, float]] = []
+        self._own = self._core = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._tick()
+
+    def _tick(self) -> None:
+        own, core = (int(each) / 1e6 for each in self._file.read_text().split()[:2])
+        self.seen.append((time.monotonic(), own - self._own, core - self._core))
+        self._own, self._core = own, core
+        self._loop.call_later(TICK, self._tick)
+
+
+def serve(file: Path, arguments: list[str]) -> int:
+    """A server that fetches from the one of the attack, and writes its ``Turns`` to a file at its end."""
+    from sgla.cli import main
+    from sgla.http import serve as server
+
+    class Watch(server.LoopWatch):
+        def __init__(self, report: Any) -> None:
+            super().__init__(report)
+            self.turns = Turns()
+
+        def close(self) -> None:
+            super().close()
+            file.write_text(json.dumps(self.turns.seen))
+
+    vars(server)["LoopWatch"] = Watch
     media_attacks.let_through(setattr)
     return main(arguments)
 
@@ -105,6 +141,13 @@ def lag(found: list[float], usual: float) -> dict[str, float]:
         "p99": round(percentile(late, 0.99), 2),
         "max": round(max(late), 2),
     }
+
+
+def loop_lag(seen: list[tuple[float, float, float]], begin: float, end: float) -> dict[str, Any]:
+    """Of ``Turns`` in this time."""
+    within = [(own, core) for at, own, core in seen if begin <= at <= end]
+    own, core = ([ms for ms, _ in within], [ms for _, ms in within])
+    return {"own": lag(own, 0.0), "core": lag(core, 0.0)}
 
 
 def hostile(address: str) -> list[bytes]:
@@ -168,7 +211,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     if sys.argv[1:2] == ["serve"]:
-        return serve(sys.argv[1:])
+        return serve(Path(sys.argv[2]), ["serve", *sys.argv[3:]])
     args = parse()
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
@@ -177,6 +220,7 @@ def main() -> int:
             sys.executable,
             __file__,
             "serve",
+            str(folder / "turns.json"),
             "--model",
             name,
             "--load-format",
@@ -189,10 +233,19 @@ def main() -> int:
         command += ["--allowed-media-path", str(inside), "--media-timeout", "2", "--max-media-bytes", "65536"]
         command += ["--max-image-pixels", "1048576", *args.server_args.split()]
         with Server(command, f"http://127.0.0.1:{port}", "/health/ready", folder / "server.log") as server:
-            return measure(Target(port, pid=server.process.pid), args)
+            result, spans = measure(Target(port, pid=server.process.pid), args)
+        seen = json.loads((folder / "turns.json").read_text())
+    result["loop_ms"] = {name: loop_lag(seen, *span) for name, span in spans.items()}
+    if result["loop_ms"]["attacked"]["own"]["max"] > MOST:
+        result["faults"].append("loop")
+    print(lines.line(result), flush=True)
+    return int(bool(result["faults"]))
 
 
-def measure(target: Target, args: argparse.Namespace) -> int:
+def measure(
+    target: Target, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
+    """What was seen from outside, and when what began and ended."""
     own, other = multiprocessing.Pipe()
     over = multiprocessing.Event()
     watcher = multiprocessing.Process(target=watch, args=(target.port, args.streams, over, other))
@@ -224,8 +277,7 @@ def measure(target: Target, args: argparse.Namespace) -> int:
         "descriptors": [files_before, files_left],
         "faults": [name for name, so in faults.items() if so],
     }
-    print(lines.line(result), flush=True)
-    return int(bool(result["faults"]))
+    return result, spans
 
 
 if __name__ == "__main__":
