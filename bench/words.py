@@ -23,7 +23,8 @@ SPECIAL = "<|im_start|>", "<|im_end|>"
 
 def write_tokenizer(model: Path, folder: Path) -> None:
     """``model``: a folder with config.json."""
-    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    config = json.loads((model / "config.json").read_text())
+    size = config.get("text_config", config)["vocab_size"]
     chains = [[*accumulate(SPACE + word)] for word in WORDS]
     merges = dict.fromkeys((a, b[len(a) :]) for chain in chains for a, b in pairwise(chain))
     known = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
@@ -34,9 +35,9 @@ def write_tokenizer(model: Path, folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[1]}
-    config["chat_template"] = Path(__file__).with_name("tools.jinja").read_text()
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[1]}
+    settings["chat_template"] = Path(__file__).with_name("tools.jinja").read_text()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 if __name__ == "__main__":
