@@ -35,6 +35,7 @@ from sgla.bench.workloads import words
 from sgla.clock import now
 
 TEMPLATE = 16  # tokens, about, of a template around a message
+WIDE = 12  # words of a line that a tool says; its end is a token, too
 PATHS = ["src", "tests", "docs", "lib", "app", "core", "api", "web", "db", "tools"]
 TOOLS = {
     "read_file": {"path": "a file below the working folder", "offset": "the first line", "limit": "lines"},
@@ -114,7 +115,7 @@ def step(draw: random.Random, number: int, size: int, plain: bool) -> list[Messa
     """A tool's call and its output of about ``size`` tokens."""
     name = draw.choice(list(TOOLS))
     path = f"{draw.choice(PATHS)}/{draw.choice(PATHS)}/{draw.randrange(1000)}.py"
-    output = "\n".join(words(draw, 12).strip() for _ in range(max(1, size // 12)))
+    output = "".join(f"{words(draw, WIDE)}\n" for _ in range(max(1, size // (WIDE + 1))))
     if plain:
         return [{"role": "user", "content": f"{name} {path}\n{output}"}]
     call = {"name": name, "arguments": json.dumps(dict.fromkeys(TOOLS[name], path))}

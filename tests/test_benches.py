@@ -183,7 +183,11 @@ def test_outputs_of_tools_follow_from_the_seed() -> None:
     assert max(drawn) > 3 * sorted(drawn)[15], "most are short"
     call, output = sessions.step(Random(1), 3, 240, plain=False)
     assert call["tool_calls"][0]["id"] == output["tool_call_id"] == "call_3"
-    assert len(output["content"].split()) == 240
+    lines = output["content"].splitlines()
+    assert (len(lines), sum(1 + len(line.split()) for line in lines)) == (18, 234), (
+        "an end of a line is a token"
+    )
+    assert all(line.startswith(" ") for line in lines), "a word without a space before it is several tokens"
     [said] = sessions.step(Random(1), 3, 240, plain=True)
     assert said["role"] == "user"
 
