@@ -1,5 +1,5 @@
 """Sums over the ranks of one host inside a CUDA graph, one JSON line a size: ours, NCCL's and torch's
-symmetric memory.
+symmetric memory; and of ranks with a part of the rows each, rows to all and sums to their owners.
 
     python bench/allreduce.py [--ranks 2] [--width 4096] [--rows 1,16,64,256,1024,8192] [--layers 36]
 
@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 
 from sgla.dist import Shard
 from sgla.dist.gpus import MESSAGE, join_gpus
+from sgla.dist.lockstep import gathered, scattered
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import elementwise
@@ -78,6 +79,15 @@ def variants(shard: Shard, shared: torch.Tensor, rows: int, width: int) -> dict[
         if ours.fits(x, True):
             found["two_shot"] = lambda: ours.sum(x, None, True)
             found["two_shot_norm"] = lambda: ours.sum(x, norm, True)
+    if rows % shard.size == 0:
+        own, counts = x[: rows // shard.size].clone(), [rows // shard.size] * shard.size
+        found["nccl_scatter"] = lambda: scattered(x, counts, shard.rank)
+        found["nccl_gather"] = lambda: gathered(own, counts, shard.rank)
+        if ours is not None and ours.takes_own(x, counts):
+            part = AddedNorm(own, weight, 1e-6)
+            found["scatter"] = lambda: ours.scatter(x, counts)
+            found["scatter_norm"] = lambda: ours.scatter(x, counts, part)
+            found["gather"] = lambda: ours.gather(own, counts)
     if x.nbytes <= shared.nbytes:
         y = shared[: x.numel()].view(rows, width)
         group = dist.group.WORLD.group_name

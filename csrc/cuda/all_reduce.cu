@@ -1,11 +1,13 @@
-// Sums and maxima over the ranks of one host, through inboxes in each other's memory and without a barrier: a
-// rank stores its part into the inboxes of its peers, and who reads a word knows that it has come because it
-// is no longer EMPTY. The reader empties it again. There are two inboxes, used in turn: a peer can only write
-// to the one of this call again when it has seen our part of the next call, hence after we have emptied it.
+// Sums, maxima and rows of the ranks of one host, through inboxes in each other's memory and without a
+// barrier: a rank stores its part into the inboxes of its peers, and who reads a word knows that it has come
+// because it is no longer EMPTY. The reader empties it again. There are two inboxes, used in turn: a peer can
+// only write to the one of this call again when it has seen our part of the next call, hence after we have
+// emptied it. So in each call every rank hears of every other.
 //
 // One shot: every rank sends its rows to all and adds up all rows. Two shots: each row has an owner, who
 // alone gets the parts, adds them up and sends the sum to all; fewer bytes from three ranks on, but twice the
-// latency. The order of the sum is that of the ranks, so all ranks hold the same bits.
+// latency. The order of the sum is that of the ranks, so all ranks hold the same bits. Where ranks have
+// tokens of their own, each gets the sum of its rows alone (reduce_scatter), or the rows of all (all_gather).
 //
 // Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
 // NORM (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum), SENT (one shot:
@@ -29,6 +31,7 @@ struct Params {
   long long half;       // vectors of one of the two inboxes
   int rank, rows, width;  // width: vectors of a row
   float eps;
+  int first[9];  // row where those of each rank begin, and how many there are
 };
 
 __device__ __forceinline__ u64 nanoseconds() {
@@ -103,6 +106,18 @@ __device__ __forceinline__ void collect(float* sum, uint4 own, uint4* place, lon
     if (r != rank) place[r * stride] = nothing();
     add(sum, got[r]);
   }
+}
+
+// What a peer has sent to `place`, which is empty then.
+__device__ __forceinline__ uint4 take(uint4* place) {
+  Patience patience;
+  uint4 got = look(place);
+  while (empty(got)) {
+    patience.check();
+    got = look(place);
+  }
+  *place = nothing();
+  return got;
 }
 
 __device__ __forceinline__ float block_sum(float v) {
@@ -189,6 +204,9 @@ __device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS
   }
 }
 
+__device__ __forceinline__ u32 calls(const u32* state) {
+  return __ldcg(state);  // which another multiprocessor may have written at the end of the call before
+}
 __device__ __forceinline__ void end_call(u32* state, u32 call) {
   __syncthreads();  // all threads have read the state
   if (threadIdx.x == 0 && atomicAdd(state + 1, 1) == gridDim.x - 1) {
@@ -274,14 +292,7 @@ __device__ __forceinline__ void two_shot(const Params& p, long long half, Ahead&
     for (int k = 0; k < VECS; k++) {
       const int i = threadIdx.x + k * THREADS;
       if (i < p.width) {
-        uint4* place = own + sums + (long long)row * p.width + i;
-        Patience patience;
-        uint4 sum = look(place);
-        while (empty(sum)) {
-          patience.check();
-          sum = look(place);
-        }
-        *place = nothing();
+        const uint4 sum = take(own + sums + (long long)row * p.width + i);
 #pragma unroll
         for (int j = 0; j < 8; j++) v[k][j] = 0.f;
         add(v[k], sum);
@@ -299,13 +310,94 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_reduce
   Ahead ahead;
   ahead.load_weight(p);  // which no kernel before this one writes
   pdl_wait();
-  const u32 call = __ldcg(p.state);  // of the call before, which another multiprocessor may have ended
+  const u32 call = calls(p.state);
   const long long half = (call & 1) * p.half;
 #if TWO_SHOT
   two_shot(p, half, ahead);
 #else
   one_shot(p, half, ahead);
 #endif
+  end_call(p.state, call);
+}
+
+// Rows of a rank: [begin, end).
+struct Own {
+  int begin, end;
+};
+__device__ __forceinline__ Own rows_of(const Params& p, int rank) {
+  Own found = {p.first[0], p.first[1]};
+#pragma unroll
+  for (int r = 1; r < RANKS; r++)
+    if (r == rank) found = {p.first[r], p.first[r + 1]};
+  return found;
+}
+__device__ __forceinline__ int owner_of(const Params& p, int row) {
+  int owner = 0;
+#pragma unroll
+  for (int r = 1; r < RANKS; r++) owner += row >= p.first[r];
+  return owner;
+}
+
+// Of x [rows, width] each rank gets the sum of its own rows, out [own rows, width].
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) reduce_scatter(Params p) {
+  pdl_launch();  // as in all_reduce
+  Ahead ahead;
+  ahead.load_weight(p);
+  pdl_wait();
+  const u32 call = calls(p.state);
+  const long long half = (call & 1) * p.half;
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const int owner = owner_of(p, row);
+    if (owner == p.rank) continue;
+    const Own theirs = rows_of(p, owner);
+    const long long place = (long long)p.rank * (theirs.end - theirs.begin) + row - theirs.begin;
+    uint4* to = inbox(p, owner) + half + place * p.width;
+    for (int i = threadIdx.x; i < p.width; i += THREADS)
+      send(to + i, tidy(p.x[(long long)row * p.width + i]));
+  }
+  const Own own = rows_of(p, p.rank);
+  const int count = own.end - own.begin;
+  for (int row = blockIdx.x; row < count; row += gridDim.x) {
+    ahead.load_residual(p, row);
+    float v[VECS][8];
+#pragma unroll
+    for (int k = 0; k < VECS; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      const long long at = (long long)row * p.width + i;
+      if (i < p.width)
+        collect(v[k], p.x[(long long)own.begin * p.width + at], inbox(p, p.rank) + half + at,
+                (long long)count * p.width, p.rank);
+    }
+    finish(p, row, v, ahead);
+  }
+  end_call(p.state, call);
+}
+
+// All ranks get the rows of all: x [own rows, width] of each, out [rows, width].
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_gather(Params p) {
+  pdl_launch();  // as in all_reduce
+  pdl_wait();
+  const u32 call = calls(p.state);
+  const long long half = (call & 1) * p.half;
+  const Own own = rows_of(p, p.rank);
+  for (int row = own.begin + blockIdx.x; row < own.end; row += gridDim.x) {
+    for (int i = threadIdx.x; i < p.width; i += THREADS) {
+      const uint4 v = tidy(p.x[(long long)(row - own.begin) * p.width + i]);
+      const long long at = (long long)row * p.width + i;
+#pragma unroll
+      for (int r = 0; r < RANKS; r++)
+        if (r != p.rank) send(p.inbox[r] + half + at, v);
+      p.out[at] = v;
+    }
+  }
+  uint4* places = inbox(p, p.rank) + half;
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    if (row >= own.begin && row < own.end) continue;
+    for (int i = threadIdx.x; i < p.width; i += THREADS) {
+      const long long at = (long long)row * p.width + i;
+      p.out[at] = take(places + at);
+    }
+  }
   end_call(p.state, call);
 }
 
@@ -320,7 +412,7 @@ struct MaxParams {
 extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
   pdl_wait();
   pdl_launch();
-  const u32 call = __ldcg(p.state);  // of the call before, which another multiprocessor may have ended
+  const u32 call = calls(p.state);
   const long long half = (call & 1) * p.half;
   u64* own = p.inbox[0];
 #pragma unroll

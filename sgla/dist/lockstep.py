@@ -5,14 +5,28 @@ has nothing to do takes part all the same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.ops import AddedNorm
 from sgla.kernels.rehearsal import under_way
+
 # Its name was another one before torch 2.14.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class OwnExchange(Protocol):
+    """Collectives on rows of which each rank has some that beat the library's; see ``dist/gpus.py``."""
+
+    def takes_own(self, rows: Tensor, counts: Sequence[int]) -> bool:
+        """Whether the others can have ``rows`` of all ranks, which have ``counts``. The same on every rank."""
+
+    def gather(self, x: Tensor, counts: Sequence[int]) -> Tensor: ...
+    def scatter(self, x: Tensor, counts: Sequence[int], norm: AddedNorm | None = None) -> Tensor: ...
 
 
 class Lockstep:
@@ -35,9 +49,8 @@ class Lockstep:
         counts = self.of_all(0 if self.idle else len(x))
         if not any(counts):
             return x
-        first, y = sum(counts[: self.rank]), part(gathered(x, counts, self.rank))
-        dist.all_reduce(y)
-        return x.new_zeros(x.shape) if self.idle else y[first : first + len(x)]
+        y = scattered(part(gathered(x, counts, self.rank)), counts, self.rank)
+        return x.new_zeros(x.shape) if self.idle else y
 
     def of_all(self, own: int) -> list[int]:
         """Tokens of each rank, if this one has ``own``."""
@@ -48,31 +61,44 @@ class Lockstep:
 
 class PlannedLockstep(Lockstep):
     """Of ranks that learn from the plan how many tokens each has, so that nobody waits for an answer.
-    ``ranks``: for sums over them. ``counts``: those of the step; None: each has as many as this
-    one."""
+    ``counts``: those of the step; None: each has as many as this one."""
 
     counts: Sequence[int] | None = None
 
-    def __init__(self, rank: int, size: int, ranks: ops.Ranks) -> None:
+    def __init__(self, rank: int, size: int, exchange: OwnExchange | None = None) -> None:
         super().__init__(rank, size)
-        self._ranks = ranks
+        self._exchange = exchange
 
     def of_all(self, own: int) -> list[int]:
         return [own] * self.size if self.counts is None else list(self.counts)
 
     def share(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        y = ops.all_reduce(part(ops.gathered(x, self)), self._ranks)
-        return ops.own_rows(y, x, self)
+        return ops.reduce_scatter(part(ops.gathered(x, self)), x, self)
+
+    @property
+    def exchanges(self) -> bool:
+        return self._exchange is not None
+
+    def norms(self, y: Tensor, x: Tensor) -> bool:
+        return self._exchange is not None and self._exchange.takes_own(y, self.of_all(len(x)))
 
     def gather(self, x: Tensor) -> Tensor:
-        return gathered(x, self.of_all(len(x)), self.rank)
-
-    def own_rows(self, y: Tensor, x: Tensor) -> Tensor:
         counts = self.of_all(len(x))
-        if not counts[self.rank]:
-            return torch.zeros_like(x)
-        first = sum(counts[: self.rank])
-        return y[first : first + len(x)]
+        like = torch.empty(sum(counts), x.shape[1], dtype=x.dtype, device="meta")
+        if self._exchange is not None and self._exchange.takes_own(like, counts):
+            return self._exchange.gather(x.contiguous(), counts)
+        return gathered(x, counts, self.rank)
+
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> Tensor:
+        counts = self.of_all(len(x))
+        if self._exchange is not None and self._exchange.takes_own(y, counts):
+            return self._exchange.scatter(y, counts)
+        own = scattered(y, counts, self.rank)
+        return own if counts[self.rank] else torch.zeros_like(x)
+
+    def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: AddedNorm) -> Tensor:
+        assert self._exchange is not None
+        return self._exchange.scatter(y, self.of_all(len(x)), norm)
 
 
 def gathered(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
@@ -86,3 +112,13 @@ def gathered(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
     if all(count == most for count in counts):
         return received
     return torch.cat([rows[:count] for rows, count in zip(received.split(most), counts)])
+
+
+def scattered(y: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+    """[T, d]: the sum over the ranks of this one's rows of y [A, d], of which each rank has ``counts``. Each
+    sends the others theirs alone, and adds up in the order of ranks."""
+    own = counts[rank]
+    received = y.new_empty(len(counts) * own, y.shape[1])
+    if not under_way():
+        dist.all_to_all_single(received, y.contiguous(), [own] * len(counts), list(counts))
+    return received.view(len(counts), own, y.shape[1]).sum(0)

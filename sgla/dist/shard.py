@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.dist.context import Context
-from sgla.dist.lockstep import Lockstep
+from sgla.dist.lockstep import Lockstep, OwnExchange
 from sgla.dist.meeting import TIMEOUT, open_store, use_interface
 from sgla.dist.pipe import Pipe
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.placement import Homes, Placement
 
 
-class Exchange(Protocol):
+class Exchange(OwnExchange, Protocol):
     """Collectives on small messages that beat the library's; see ``dist/gpus.py``."""
 
     def takes(self, x: Tensor) -> bool:

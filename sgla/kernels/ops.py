@@ -161,8 +161,16 @@ class Ranks(Protocol):
 class Together(Protocol):
     """What operations need of ``dist.PlannedLockstep``."""
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether they may exchange rows by themselves, and not through a library."""
+
+    def norms(self, y: Tensor, x: Tensor) -> bool:
+        """Whether ``reduce_scatter_norm`` takes these. The same on every rank."""
+
     def gather(self, x: Tensor) -> Tensor: ...
-    def own_rows(self, y: Tensor, x: Tensor) -> Tensor: ...
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> Tensor: ...
+    def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: AddedNorm) -> Tensor: ...
 
 
 @op
@@ -837,9 +845,9 @@ def gathered(x: Tensor, ranks: Together) -> Tensor:
 
 
 @op
-def own_rows(y: Tensor, x: Tensor, ranks: Together) -> Tensor:
-    """Of y [A, d] those of this rank: as many as x [T, d] has."""
-    return ranks.own_rows(y, x)
+def reduce_scatter(y: Tensor, x: Tensor, ranks: Together) -> Tensor:
+    """The sum of y [A, d] over the ranks, this one's rows alone: as many as x [T, d] has."""
+    return ranks.reduce_scatter(y, x)
 
 
 @op

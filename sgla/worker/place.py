@@ -101,7 +101,7 @@ class Gpu:
         shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local, contexts=config.cp)
         self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
-            self.shard = Shard(lockstep=PlannedLockstep(rank, size, self.shard), mlps=self.shard)
+            self.shard = Shard(lockstep=PlannedLockstep(rank, size, self.shard.exchange), mlps=self.shard)
         torch.set_num_threads(1)
         self.device, self.torch = describe(), torch.device("cuda")
         use(self.device)

@@ -603,6 +603,63 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     assert [call.kwargs.get("send") for call in skinny.call_args_list] == [None, (5, 128) if sends else None]
 
 
+class Twins:
+    """Two ranks with the same rows, as ``ops.Together``."""
+
+    def __init__(self, exchanges: bool, takes: bool) -> None:
+        self.exchanges, self._takes, self.normed = exchanges, takes, 0
+
+    def norms(self, y: Tensor, x: Tensor) -> bool:
+        return self._takes
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x])
+
+    def reduce_scatter(self, y: Tensor, x: Tensor) -> Tensor:
+        return 2 * y[len(x) :]
+
+    def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: ops.AddedNorm) -> Tensor:
+        assert norm.residual is not None
+        self.normed += 1
+        h = norm.residual.add_(self.reduce_scatter(y, x))
+        return ops.rms_norm.body(h, norm.weight, norm.eps)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("exchanges", "takes"), [(True, True), (True, False), (False, False)])
+def test_norms_behind_scattered_sums_are_theirs(
+    exchanges: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one program that also has steps which the ranks cannot exchange so."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(skinny_gemm, "linear", skinny_linear)
+    torch.manual_seed(0)
+    table, w = pack(torch.randn(9, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
+    weight, ranks = torch.rand(128), Twins(exchanges, takes)
+
+    class Layer:
+        unrecorded, shard = "", Shard()
+        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            h = ops.embedding(batch.ids, table)
+            x = ops.rms_norm(h, weight, 1e-5)
+            y = ops.linear(ops.gathered(x, ranks), w)
+            return ops.add_rms_norm(ops.reduce_scatter(y, x, ranks), h, weight, 1e-5)[0]
+
+    batch: Any = SimpleNamespace(
+        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+    )
+    expected = Layer().forward(batch, [], None).float()
+    forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    found = forward.hidden(batch).float()
+    assert not forward.notes
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert ranks.normed == takes
+    [program] = forward._programs.values()
+    assert program.work.taken["norm behind the ranks' sum"] == exchanges
+
+
 @needs_interpreter
 @pytest.mark.parametrize("apart", [0, 4])
 @pytest.mark.parametrize("activation", ["sigmoid_mul", "silu", "sigmoid"])

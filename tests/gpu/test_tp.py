@@ -118,6 +118,59 @@ def test_sizes_may_change_from_call_to_call() -> None:
         assert relative(parts[0], expected) < 5e-3
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "d"),
+    [
+        ((1, 1), 4096),
+        ((3, 5), 2048),
+        ((300, 1), 1024),
+        ((2, 9, 4), 5120),
+        ((16,) * 8, 7168),
+        ((1,) * 8, 16384),
+    ],
+)
+def test_rows_of_all_are_gathered_and_sums_are_scattered(counts: tuple[int, ...], d: int, norm: bool) -> None:
+    """Each rank gets the rows of all, and the sum of its own; sums of all rows take turns with them."""
+    ranks, weight = StreamRanks(len(counts)), torch.rand(d, device="cuda") + 0.5
+    each = [counts] * len(counts)
+
+    def gather(rank: AllReduce, x: torch.Tensor, counts: tuple[int, ...], found: list[Any]) -> None:
+        assert rank.takes_own(torch.empty(sum(counts), d, dtype=BF16, device="meta"), counts)
+        found.append(rank.gather(x, counts))
+
+    def scatter(rank: AllReduce, y: torch.Tensor, counts: tuple[int, ...], h: Any, found: list[Any]) -> None:
+        found.append(rank.scatter(y, counts, AddedNorm(h, weight, 1e-6) if norm else None))
+
+    for _ in range(4):
+        xs = [torch.randn(count, d, dtype=BF16, device="cuda") for count in counts]
+        ys = [torch.randn(sum(counts), d, dtype=BF16, device="cuda") for _ in counts]
+        for y in (*xs, *ys):
+            y[:, ::7] = -0.0  # what an empty place looks like
+        rows: list[list[Any]] = [[] for _ in counts]
+        ranks.each(gather, xs, each, rows)
+        assert all(torch.equal(found, torch.cat(xs)) for (found,) in rows)
+        residuals = [torch.randn_like(x) for x in xs]
+        totals = torch.stack([y.double() for y in ys]).sum(0).split(counts)
+        if norm:
+            totals = [total + h.double() for total, h in zip(totals, residuals)]
+        sums: list[list[Any]] = [[] for _ in counts]
+        ranks.each(scatter, ys, each, residuals, sums)
+        for (found,), total, h in zip(sums, totals, residuals):
+            factor = torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+            assert relative(found, total * factor if norm else total) < 1e-2
+            assert not norm or relative(h, total) < 5e-3
+        expected = torch.stack([y.float() for y in ys]).sum(0)
+        ranks.each(AllReduce.sum, ys)
+        assert relative(ys[0], expected) < 5e-3
+
+
+def test_rows_of_nobody_go_through_the_library() -> None:
+    rank, rows = StreamRanks(2).ranks[0], torch.empty(3, 1024, dtype=BF16, device="meta")
+    assert rank.takes_own(rows, (1, 2))
+    assert not rank.takes_own(rows, (0, 3))
+
+
 @pytest.mark.parametrize("count", [2, 5, 8])
 def test_max(count: int) -> None:
     ranks = StreamRanks(count)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ class _Params(ctypes.Structure):
         ("half", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rank", "rows", "width")),
         ("eps", ctypes.c_float),
+        ("first", ctypes.c_int * (MAX_RANKS + 1)),
     )
 
 
@@ -49,6 +52,12 @@ def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: int, s
 
 
 @cache
+def _own_kernel(name: str, ranks: int, threads: int, vectors: int, norm: int) -> Kernel:
+    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "TWO_SHOT": 0, "NORM": norm}
+    return Kernel("all_reduce.cu", name, defines)
+
+
+@cache
 def _max_kernel(ranks: int) -> Kernel:
     defines = {"RANKS": ranks, "THREADS": 256, "VECS": 1, "TWO_SHOT": 0, "NORM": 0}
     return Kernel("all_reduce.cu", "all_max", defines)
@@ -63,6 +72,18 @@ def one_shot_bytes(ranks: int, message: int) -> int:
     """Messages up to this many bytes go to all ranks whole: for two that is never slower, for four it is up
     to 16 rows of 4096 (bench/allreduce.py)."""
     return message if ranks == 2 else min(message, (512 << 10) // ranks)
+
+
+def _threads(d: int) -> tuple[int, int]:
+    """Of a block, and vectors of a row of d values that each has."""
+    width = d // 8
+    vectors = -(-width // 1024)
+    return -(-width // vectors // 32) * 32, vectors
+
+
+def _kind(norm: AddedNorm | None) -> int:
+    """NORM of the kernels."""
+    return 0 if norm is None else 2 if norm.residual is None else 1
 
 
 class AllReduce:
@@ -109,26 +130,55 @@ class AllReduce:
         residual, or of the sum. ``sent``: x is on its way (``sending``)."""
         assert x.is_contiguous()
         rows, d = x.shape
-        width = d // 8
-        vectors = -(-width // 1024)
-        threads = -(-width // vectors // 32) * 32
+        threads, vectors = _threads(d)
         if two_shot is None:
             two_shot = x.nbytes > one_shot_bytes(self._ranks, self._message)
         assert self.fits(x, two_shot)
         assert not (sent and two_shot)
-        weight, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
-        residual, kind = 0, 2 if norm else 0
-        if norm is not None and norm.residual is not None:
-            residual, kind = norm.residual.data_ptr(), 1
-        params = _Params(
-            x.data_ptr(), x.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(),
-            self._half // 16, self._rank, rows, width, eps,
-        )  # fmt: skip
-        # Blocks wait for their peers' counterparts, so all of them must be on the GPU at once.
-        blocks = min(rows, self._processors * max(1, 1024 // threads))
-        kernel = _kernel(self._ranks, threads, vectors, two_shot, kind, sent)
-        kernel.launch(blocks, threads, params)
+        kernel = _kernel(self._ranks, threads, vectors, two_shot, _kind(norm), sent)
+        kernel.launch(self._blocks(rows, threads), threads, self._params(x, x, rows, norm))
         return x
+
+    def takes_own(self, rows: Tensor, counts: Sequence[int]) -> bool:
+        """Whether ``gather`` gives, or ``scatter`` takes, what looks like ``rows`` [A, d], of which each rank
+        has ``counts``. The same on every rank, each of which hears of every other."""
+        row = rows.shape[1] * rows.itemsize
+        return self.takes(rows) and min(counts) > 0 and self._ranks * max(counts) * row <= self._half
+
+    def gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all ranks, which have ``counts``: x bf16 ``[T, d]`` of this one -> ``[A, d]``."""
+        out = x.new_empty(sum(counts), x.shape[1])
+        self._launch_own("all_gather", x, out, counts, None)
+        return out
+
+    def scatter(self, x: Tensor, counts: Sequence[int], norm: AddedNorm | None = None) -> Tensor:
+        """The sum over the ranks of x bf16 ``[A, d]``, each rank's own rows alone, ``[T, d]``; ``norm``: see
+        ``sum``."""
+        out = x.new_empty(counts[self._rank], x.shape[1])
+        self._launch_own("reduce_scatter", x, out, counts, norm)
+        return out
+
+    def _launch_own(
+        self, name: str, x: Tensor, out: Tensor, counts: Sequence[int], norm: AddedNorm | None
+    ) -> None:
+        assert x.is_contiguous()
+        rows, (threads, vectors) = sum(counts), _threads(x.shape[1])
+        params = self._params(x, out, rows, norm)
+        params.first[: self._ranks + 1] = list(accumulate(counts, initial=0))
+        kernel = _own_kernel(name, self._ranks, threads, vectors, _kind(norm))
+        kernel.launch(self._blocks(rows, threads), threads, params)
+
+    def _params(self, x: Tensor, out: Tensor, rows: int, norm: AddedNorm | None) -> _Params:
+        weight, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
+        residual = norm.residual.data_ptr() if norm and norm.residual is not None else 0
+        return _Params(
+            x.data_ptr(), out.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(),
+            self._half // 16, self._rank, rows, x.shape[1] // 8, eps,
+        )  # fmt: skip
+
+    def _blocks(self, rows: int, threads: int) -> int:
+        """Blocks wait for their peers' counterparts, so all of them must be on the GPU at once."""
+        return min(rows, self._processors * max(1, 1024 // threads))
 
     def max(self, keys: Tensor) -> None:
         """The largest over the ranks of each of ``keys`` int64[S], none of which is 0; in place."""

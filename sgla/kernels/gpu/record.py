@@ -309,7 +309,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.gather: lambda x, rows: [((rows.shape[0], *x.shape[1:]), x.dtype)],
     ops.all_reduce: _like,
     ops.gathered: lambda x, _: [((STAND_INS["gathered"], x.shape[1]), x.dtype)],
-    ops.own_rows: lambda y, x, _: _like(x),
+    ops.reduce_scatter: lambda y, x, _: _like(x),
     lora_moe: lambda _, x, *more: _like(x),
     lora: lambda x, stack, *_: _wide(x, stack.n),
     lora_embedding: lambda ids, stack, *_: [((ids.shape[0], stack.n), torch.float32)],

@@ -19,7 +19,8 @@ from sgla.kernels.gpu import delta, e4m3, experts, few, integers, tiles, whole_s
 from sgla.kernels.gpu.adapters import SHRINK
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
-from sgla.kernels.ops import AddedNorm, Ranks, Scoring
+from sgla.kernels.ops import AddedNorm, Ranks, Scoring, Together
+from sgla.kernels.triton import elementwise
 
 
 def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
@@ -52,6 +53,26 @@ def reduced(work: Work, total: Node, add: Node) -> list[Node]:
 
 def _reduced(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Ranks) -> tuple[Tensor, Tensor]:
     return ranks.all_reduce_norm(x, AddedNorm(residual, weight, eps)), residual
+
+
+def scattered_refuses(work: Work, total: Node, add: Node) -> str | None:
+    if not total.given["ranks"].exchanges:
+        return "the ranks exchange fewer bytes at once"
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def scattered(work: Work, total: Node, add: Node) -> list[Node]:
+    given = total.given | {name: add.given[name] for name in ("residual", "weight", "eps")}
+    return [Node("scattered norm", _scattered, given, add.results, add.rows, given["residual"].number)]
+
+
+def _scattered(
+    y: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Together
+) -> tuple[Tensor, Tensor]:
+    """Steps of one program differ in what each rank has."""
+    if ranks.norms(y, x):
+        return ranks.reduce_scatter_norm(y, x, AddedNorm(residual, weight, eps)), residual
+    return elementwise.add_rms_norm(ranks.reduce_scatter(y, x), residual, weight, eps, in_place=True)
 
 
 def summed_refuses(work: Work, total: Node, norm: Node) -> str | None:
@@ -113,6 +134,9 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
         Rule("sent", (few.NAME, ops.all_reduce, ops.add_rms_norm), few.send_refuses, few.send),
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
+        Rule(
+            "norm behind the ranks' sum", (ops.reduce_scatter, ops.add_rms_norm), scattered_refuses, scattered
+        ),
         Rule("shared added", (ops.gated_add, ops.add_rms_norm), experts.shared_refuses, experts.shared_add),
         Rule("norm and e4m3", (ops.add_rms_norm,), e4m3.add_refuses, e4m3.add),
     ),
