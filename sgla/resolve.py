@@ -21,7 +21,7 @@ from sgla.messages import LONGEST
 from sgla.model.context import check_cp
 from sgla.model.data_attention import check_data
 from sgla.model.diffusion_gemma_spec import check_canvas
-from sgla.model.drafting import automatic, by_our_names, check_context, draft_state, read_guessing
+from sgla.model.drafting import Guessing, automatic, by_our_names, check_context, draft_state, read_guessing
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
@@ -345,7 +345,7 @@ def settle_cache(
     device: str,
     spec: ModelSpec | EncoderSpec | None,
     dtype: str,
-    guessing: ModelSpec | None,
+    guessing: Guessing | None,
 ) -> None:
     """Bytes of the KV cache, and the longest context. On a GPU the workers see what there is room for.
     ``dtype``: in which the model computes; ``guessing``: the model that guesses."""
@@ -631,7 +631,7 @@ def choose_dtype(
     return Settled("bfloat16", "half the memory traffic of float32, which bounds decode")
 
 
-def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: ModelSpec | None = None) -> Pool:
+def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: Guessing | None = None) -> Pool:
     """How a rank shares out the bytes of its KV cache, which is of ``dtype``: one of the stage that holds
     fewest tokens. ``guessing``: the model that guesses."""
     context = config.context_length or min(spec.context_len, LONGEST)
@@ -656,7 +656,7 @@ def choose_kv_bytes(
     spec: ModelSpec | EncoderSpec | None,
     dtype: str,
     config: Config,
-    guessing: ModelSpec | None,
+    guessing: Guessing | None,
 ) -> Settled:
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
     free. ``dtype``: of the KV cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 
@@ -77,7 +78,8 @@ def load_medusa(
         name = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
         return re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{medusa.layers}.", name)
 
-    build = decoder_build(source, target.spec, dtype, quantization, target.shard, rename)
+    own = replace(target.spec, method=None)  # whatever their target's files are
+    build = decoder_build(source, own, dtype, quantization, target.shard, rename)
     heads = Medusa(target, build, medusa.heads, medusa.layers, medusa.bias)
     load_weights(source, build, "Medusa", rename=rename, on_progress=report, seed=seed)
     return heads

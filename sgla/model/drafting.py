@@ -19,9 +19,10 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.limits import LAYERS, VOCAB
 from sgla.model.read import read_decoder, read_spec
 from sgla.model.registry import EAGLE3, family_of
-from sgla.model.sizes import weight_bytes
+from sgla.model.sizes import Kinds, kinds_of, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
+from sgla.quant.formats import FORMATS
 
 NAMES = {  # as SGLang and vLLM have them
     "NGRAM": "ngram",
@@ -53,11 +54,17 @@ class EagleSpec(NamedTuple):
 
 
 class MedusaSpec(NamedTuple):
-    """So many heads, each of so many layers, with biases or without."""
+    """So many heads, each of so many layers, with biases or without, beside a model of this width and
+    vocabulary."""
 
     heads: int
     layers: int
     bias: bool
+    width: int
+    vocab: int
+
+
+Guessing = ModelSpec | MedusaSpec  # what guesses, if it has weights
 
 
 def by_our_names(config: Config) -> Config:
@@ -78,7 +85,7 @@ def automatic(config: Config, draft: Mapping[str, Any] | None) -> Config:
         name = "ngram"
     else:
         name = "eagle3" if draft is not None and _is_eagle3(draft) else "draft_model"
-        name = "medusa" if draft is not None and "medusa_num_heads" in draft else name
+        name = "medusa" if draft is not None and _is_medusa(draft) else name
     return replace(config, speculative_algorithm=name)
 
 
@@ -112,12 +119,10 @@ def check_settings(config: Config, device: str) -> None:
     if config.executor == "fake":
         return
     obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
-    if name == "medusa" and (device != "cpu" or config.tp > 1):
-        obstacles.append("but with --device cpu and one rank yet")
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
-    if name != "ngram" and device != "cpu" and config.kv_cache_dtype == "fp8":
-        obstacles.append("with --kv-cache-dtype fp8 on GPUs yet; ngram can")
+    if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":
+        obstacles.append("with --kv-cache-dtype fp8 on GPUs yet; ngram and medusa can")
     if obstacles:
         raise ConfigError(
             f"{FLAG} {name} cannot be honoured {obstacles[0]}; leave it out", param="speculative_algorithm"
@@ -128,7 +133,7 @@ def _refused(field: str, why: str) -> ConfigError:
     return ConfigError(f"--{field.replace('_', '-')} {why}", param=field)
 
 
-def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: ModelSpec) -> ModelSpec | None:
+def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: ModelSpec) -> Guessing | None:
     """The shape of what guesses for ``target``, if it has weights. ``draft``: config.json of another model.
     Raises ConfigError for what cannot guess."""
     match config.speculative_algorithm:
@@ -142,8 +147,7 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
             read_tokens(config, target.vocab)
             return predictor_layer(target)
         case "medusa":
-            if draft is not None:
-                read_medusa(draft, target)
+            return None if draft is None else read_medusa(draft, target)
     return None
 
 
@@ -172,6 +176,11 @@ def read_draft(draft: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
 def _is_eagle3(draft: Mapping[str, Any]) -> bool:
     names = draft.get("architectures")
     return isinstance(names, list) and bool(names) and names[0] in EAGLE3
+
+
+def _is_medusa(draft: Mapping[str, Any]) -> bool:
+    """In the authors' files or vLLM's."""
+    return "medusa_num_heads" in draft or draft.get("model_type") == "medusa"
 
 
 def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> EagleSpec:
@@ -216,7 +225,8 @@ def read_medusa(draft: Mapping[str, Any], target: ModelSpec) -> MedusaSpec:
     if c.given("truncated_vocab_size") and draft["truncated_vocab_size"] != target.vocab:
         raise _unfit("it guesses some tokens alone (truncated_vocab_size)")
     layers = c.integer("num_hidden_layers" if theirs else "medusa_num_layers", LAYERS)
-    return MedusaSpec(c.integer(named[0], LAYERS), layers, c.flag("medusa_fc_bias"))
+    heads, bias = c.integer(named[0], LAYERS), c.flag("medusa_fc_bias")
+    return MedusaSpec(heads, layers, bias, target.hidden, target.vocab)
 
 
 def _told_layers(c: Reader, layers: int) -> tuple[int, ...]:
@@ -270,9 +280,9 @@ def predictor_layer(target: ModelSpec) -> ModelSpec:
     return dataclasses.replace(target, attention=alone, moe=moe, inner=inner, vocab=1, tied=True)
 
 
-def check_context(draft: ModelSpec, context_len: int) -> None:
+def check_context(draft: Guessing, context_len: int) -> None:
     """Raise ConfigError where the model that guesses has fewer positions than a text may have tokens."""
-    if draft.context_len < context_len:
+    if isinstance(draft, ModelSpec) and draft.context_len < context_len:
         raise ConfigError(
             f"--speculative-model has a context of {draft.context_len} tokens; give --context-length "
             f"{draft.context_len} or less, or another one that guesses",
@@ -285,16 +295,24 @@ def _unfit(why: str) -> ConfigError:
 
 
 def draft_bytes(
-    config: Config, draft: ModelSpec | None, dtype: str, device: str = "cpu", ranks: int = 1
+    config: Config, draft: Guessing | None, dtype: str, device: str = "cpu", ranks: int = 1
 ) -> int:
     """Of a rank's weights of what guesses, on this kind of device."""
     if draft is None:
         return 0
     own = config.speculative_algorithm not in OTHER_FILES
     asked = config.quantization if own else config.speculative_quantization
+    if isinstance(draft, MedusaSpec):
+        return _medusa_bytes(draft, kinds_of(dtype, asked, None, device), ranks)
     return weight_bytes(draft, dtype, draft.quantized(asked, device), ranks, device)
 
 
-def draft_state(draft: ModelSpec | None, ranks: int, rank: int | None = None) -> list[LayerState]:
+def _medusa_bytes(medusa: MedusaSpec, kinds: Kinds, ranks: int) -> int:
+    """Each rank has the layers, and its part of the vocabulary."""
+    layers = medusa.layers * medusa.width * FORMATS[kinds.linear].bytes
+    return int(medusa.heads * medusa.width * (layers + medusa.vocab * FORMATS[kinds.vocab].bytes / ranks))
+
+
+def draft_state(draft: Guessing | None, ranks: int, rank: int | None = None) -> list[LayerState]:
     """What its layers keep: see ``state_of``."""
-    return [] if draft is None else state_of(draft, ranks, rank)
+    return state_of(draft, ranks, rank) if isinstance(draft, ModelSpec) else []

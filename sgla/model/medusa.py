@@ -25,9 +25,16 @@ class MedusaHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Hidden states ``[S, d]`` -> logits float32 ``[S, vocab]``."""
+        return self.out(self._read(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """The same of this rank's part of the vocabulary, ``out.own``."""
+        return self.out.part(self._read(x))
+
+    def _read(self, x: Tensor) -> Tensor:
         for step in self.steps:
             x = ops.add(x, ops.activate(step(x), "silu"))
-        return self.out(x)
+        return x
 
 
 class Medusa:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.loading.drafter import load_eagle, load_predictor, narrow
+from sgla.loading.drafter import load_eagle, load_medusa, load_predictor, narrow
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
-from sgla.model.drafting import EagleSpec, read_eagle, read_tokens
+from sgla.model.drafting import EagleSpec, Guessing, MedusaSpec, read_eagle, read_tokens
 from sgla.model.eagle import Eagle
 from sgla.model.predictor import Head, Predictor
 from sgla.model.spec import ModelSpec
@@ -22,6 +22,8 @@ from sgla.worker.gpu_load import choose_kernels, dtype_of
 from sgla.worker.gpu_steps import GpuSteps, Sizes
 from sgla.worker.head_chains import Hand, HeadChains, HeadModel
 from sgla.worker.kv import DTYPES
+from sgla.worker.medusa_chains import MedusaChains
+from sgla.worker.model_chains import ModelChains
 from sgla.worker.place import Gpu
 from sgla.worker.target_hidden import TargetHidden
 
@@ -36,7 +38,7 @@ def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpe
 
 def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> TargetHidden | None:
     """The hidden states that a head reads of ``target``, which keeps them from its next recording on."""
-    if config.speculative_algorithm not in ("mtp", "eagle", "eagle3") or not drafts_of(config):
+    if config.speculative_algorithm not in ("mtp", "eagle", "eagle3", "medusa") or not drafts_of(config):
         return None
     assert isinstance(target, Decoder)
     eagle, dtype = eagle_of(config, source, target.spec), DTYPES[dtype_of(config)]
@@ -47,7 +49,7 @@ def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: 
 def load_chains(
     config: Config,
     source: ModelSource,
-    spec: ModelSpec,
+    spec: Guessing,
     place: Gpu,
     sizes: Sizes,
     target: GpuSteps,
@@ -56,6 +58,8 @@ def load_chains(
 ) -> Chains:
     """``spec``: of what guesses; ``sizes``: of its ``target``."""
     assert target.drafts is not None
+    if isinstance(spec, MedusaSpec):
+        return _load_medusa(config, source, spec, target, report)
     kernels, _ = choose_kernels(config, spec, place, sizes._replace(rows=2 * VERIFIED))
     sizes, dtype, seed = sizes._replace(rows=ROWS[-1]), dtype_of(config), config.random_seed or 0
     common = target, target.drafts, drafts_of(config), config.speculative_adaptive
@@ -63,7 +67,7 @@ def load_chains(
         assert source.draft is not None
         quantization, length = config.speculative_quantization, sizes.context_len
         model = load_model(source.draft, dtype, quantization, place.shard, length, report, seed, make=make)
-        return Chains(GpuSteps(model, kernels, sizes, tables=target.tables), *common)
+        return ModelChains(GpuSteps(model, kernels, sizes, tables=target.tables), *common)
     assert isinstance(target.model, Decoder)
     head = _load_head(config, source, target.model, dtype, report, seed)
     hand = Hand(ROWS[-1], head.width, kernels.dtype)
@@ -71,6 +75,23 @@ def load_chains(
     first, further = (HeadModel(head, target.model, spec, hand, reads) for reads in (True, False))
     steps = GpuSteps(further, kernels, sizes, tables=target.tables)
     return HeadChains(steps, *common, first, hand, target.hidden, head.ids)
+
+
+def _load_medusa(
+    config: Config,
+    source: ModelSource,
+    spec: MedusaSpec,
+    target: GpuSteps,
+    report: Callable[[Progress], None],
+) -> MedusaChains:
+    assert isinstance(target.model, Decoder)
+    assert source.draft is not None
+    assert target.drafts is not None
+    assert target.hidden is not None
+    quantization, seed = config.speculative_quantization, config.random_seed or 0
+    heads = load_medusa(source.draft, target.model, spec, dtype_of(config), quantization, report, seed)
+    settings = drafts_of(config), config.speculative_adaptive, target.hidden
+    return MedusaChains(heads, target, target.drafts, *settings)
 
 
 def _load_head(

@@ -17,7 +17,7 @@ from sgla.kernels.kept import FEWEST, int4_dims
 from sgla.layers.linear import split_heads
 from sgla.layers.spec import AttentionSpec
 from sgla.messages import LONGEST, VERIFIED, Pooling
-from sgla.model.drafting import draft_bytes
+from sgla.model.drafting import Guessing, draft_bytes
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.sizes import experts_kind
 from sgla.model.spec import ModelSpec
@@ -132,7 +132,7 @@ def shapes_of(
     return shapes
 
 
-def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: ModelSpec | None) -> Weights:
+def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: Guessing | None) -> Weights:
     """``guessing``: the shape of what guesses for the model, if it has weights."""
     whole = config.deterministic or isinstance(spec, GenericSpec)
     return Weights(

@@ -16,7 +16,7 @@ from sgla.loading.load import load_model
 from sgla.loading.offload import Offload, copying
 from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
-from sgla.model.drafting import draft_state, read_guessing
+from sgla.model.drafting import Guessing, draft_state, read_guessing
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import vision_of
 from sgla.quant.weight import Make, anywhere
@@ -104,7 +104,7 @@ class GpuModel(Runner):
             self.regions = Regions(Region(memory, total), Region(memory, total, LARGE))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
 
-    def _guessing(self, spec: ModelSpec) -> ModelSpec | None:
+    def _guessing(self, spec: ModelSpec) -> Guessing | None:
         """The shape of what guesses, if it has weights."""
         if not drafts_of(self.config):
             return None
@@ -151,7 +151,7 @@ class GpuModel(Runner):
         head = load_decoder(self.source, self.pooling, **how).head
         self.steps.pooler = Pooler(self.pooling, head, self.steps.slots, self.steps.model.spec.hidden)
 
-    def _load_chains(self, guessing: ModelSpec, sizes: Sizes) -> None:
+    def _load_chains(self, guessing: Guessing, sizes: Sizes) -> None:
         before = torch.cuda.memory_allocated() + self._mapped
         self.chains = load_chains(
             self.config, self.source, guessing, self.place, sizes, self.steps, self._report, self._make

@@ -134,7 +134,8 @@ class GpuSteps:
         self._divides = (
             None if context is None else Divides(self.tables, context, self.extend_batch, self.ops)
         )
-        self.drafts = DeviceDrafts(self.tables, not beside) if guesses else None
+        searches = not beside and hidden is None
+        self.drafts = DeviceDrafts(self.tables, searches) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
         own = len(model.lm_head.own) if self.shard.samples else 0
         self.logits = torch.empty(self.rows, own, device="cuda")

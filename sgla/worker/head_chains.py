@@ -20,10 +20,11 @@ from sgla.model.base import CausalLM, Decoder
 from sgla.model.predictor import Head
 from sgla.model.spec import ModelSpec
 from sgla.worker.batch import eager_order
-from sgla.worker.chains import ROWS, Chains
+from sgla.worker.chains import ROWS
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_steps import GpuSteps
-from sgla.worker.state import Int32s, column
+from sgla.worker.model_chains import ModelChains
+from sgla.worker.state import Int32s
 from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts
 
@@ -67,7 +68,7 @@ class HeadModel(CausalLM):
         return hidden if alike else shown
 
 
-class HeadChains(Chains):
+class HeadChains(ModelChains):
     """``steps``: of the head behind the first guess; ``first``: the model that reads the target's ``hidden``
     states. ``ids``: of the head."""
 
@@ -98,9 +99,9 @@ class HeadChains(Chains):
         super().take(kv)
         self._reading = RecordedForward(self._first_model, kv, self.steps.ops)
 
-    def rehearse(self) -> None:
+    def _rehearse(self) -> None:
         self._hand.given = self._hidden.latest
-        super().rehearse()
+        super()._rehearse()
 
     def _sizes(self, most: int) -> list[int]:
         return self._reading.sizes(most)
@@ -113,10 +114,8 @@ class HeadChains(Chains):
 
     def _admit(self, plan: StepPlan) -> None:
         """There are no hidden states of what new rows find in the prefix tree."""
-        slots = column(plan.slots)
-        rows = np.isin(slots, [new.slot for new in plan.new])
-        places, starts = upload(np.stack([slots[rows], column(plan.starts)[rows]]))
-        self._floors.index_copy_(0, places.long(), starts)
+        super()._admit(plan)
+        self._raise_floors(plan)
 
     def _read_on(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
         """Prompts are read behind their step; what is unread before that is left out."""

@@ -128,6 +128,7 @@ LATENT = deepseek(
 )
 WINDOW_MTP = MIMO | {"vocab_size": VOCAB, "max_position_embeddings": 256, "num_hidden_layers": 2}
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 200}
+MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2}  # fewer than may be guessed
 DEEPER = DECODER | {"num_hidden_layers": 4}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
 # model, settings, those of the GPU alone, limits of the scheduler
@@ -146,6 +147,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "hybrid": (STATES_KEPT, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "narrowed": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "a window of its own": (WINDOW_MTP, SMALL_STEPS, {"attention_backend": "torch"}, {"depth": 2}),
+    "medusa": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
 }
 # What guesses: random weights go by their names, so a model with fewer layers is right at times.
 MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -157,8 +159,9 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "hybrid": ("mtp", None),
     "narrowed": ("mtp", None),
     "a window of its own": ("mtp", None),
+    "medusa": ("medusa", MEDUSA),
 }
-HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed", "a window of its own"
+HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed", "a window of its own", "medusa"
 NARROWED = [*range(0, VOCAB, 3)]  # tokens that a head may guess
 
 

@@ -340,6 +340,8 @@ def test_what_guesses_if_nobody_says_what() -> None:
     assert chosen(None).config.speculative_num_draft_tokens == 8
     assert chosen(DEEP, EAGLE).config.speculative_algorithm == "eagle3"
     assert chosen(DEEP, LLAMA).config.speculative_algorithm == "draft_model"
+    for medusa in ({"medusa_num_heads": 3}, {"model_type": "medusa", "num_heads": 3}):
+        assert chosen(DEEP, medusa).config.speculative_algorithm == "medusa"
     assert chosen(DEEP, tp=2).config.speculative_algorithm == "ngram"
     two = chosen(DEEP, pp=2, speculative_num_draft_tokens=3)
     assert two.config.speculative_algorithm is None

@@ -25,7 +25,7 @@ def answers_of(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    return answers_of("graphs", "itself", "eagle3", "states, eagerly")
+    return answers_of("graphs", "itself", "eagle3", "states, eagerly", "medusa")
 
 
 def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any]) -> None:
@@ -81,16 +81,21 @@ def test_a_head_guesses_as_on_a_cpu(answers: dict[str, Any]) -> None:
     check_head(answers["eagle3"])
 
 
+def test_medusas_heads_guess_as_on_a_cpu(answers: dict[str, Any]) -> None:
+    check_head(answers["medusa"])
+
+
 def test_text_is_that_of_a_cpu_with_several_ranks() -> None:
     check_text(answers_of("--ranks", "graphs")["graphs"])
 
 
 @pytest.mark.slow
 def test_models_and_heads_guess_with_several_ranks() -> None:
-    found = answers_of("--ranks", "model", "eagle3", "latent")
+    found = answers_of("--ranks", "model", "eagle3", "latent", "medusa")
     check_guesses(found["model"], 1)
     check_head(found["eagle3"])
     check_head(found["latent"])
+    check_head(found["medusa"])
 
 
 @pytest.mark.slow

@@ -19,11 +19,13 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
+from sgla.ledger import ledger
 from sgla.model.drafting import check_settings, read_medusa
 from sgla.model.read import read_decoder
 from sgla.worker.batch import Columns, build
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.medusa import MedusaDrafts
+from sgla.worker.ngrams import Both
 
 HEADS, LAYERS, WIDTH = 2, 2, LLAMA["hidden_size"]
 AUTHORS = {"medusa_num_heads": HEADS, "medusa_num_layers": LAYERS, "base_model_name_or_path": "x"}
@@ -83,6 +85,26 @@ def test_heads_guess_from_the_last_hidden_state(tmp_path: Path, form: str) -> No
         torch.testing.assert_close(drafter._forward(head, hidden, batch), expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "each"), [(None, 4), ("int8", 1.125)])
+def test_its_memory_is_counted(tmp_path: Path, kind: str | None, each: float) -> None:
+    source = save(tmp_path / "heads", "pt", heads())
+    nbytes = int(each * HEADS * WIDTH * (LAYERS * WIDTH + VOCAB))
+    asked = {"speculative_algorithm": "medusa", "speculative_num_draft_tokens": 4}
+    found = []
+    for settings, draft in (({}, None), (asked | {"speculative_quantization": kind}, source)):
+        config = tiny_config(**settings, kv_cache_bytes=1 << 20)
+        files = replace(tiny_source(), config=LLAMA, draft=draft)
+        runner = CpuRunner(config, files, 0, 1, "", lambda p: None)
+        rows = ledger(config, LLAMA, None if draft is None else draft.config)
+        found.append((runner.facts.ledger["weights"], rows["weights"]))
+    assert [more - less for less, more in zip(*found)] == [nbytes, nbytes]
+    drafter = runner._drafter
+    assert isinstance(drafter, Both)
+    medusa = drafter._model._forward._medusa  # type: ignore[attr-defined]
+    weights = [linear.weight for head in medusa.heads for linear in (*head.steps, head.out)]
+    assert sum(weight.nbytes for weight in weights) == nbytes
+
+
 def test_what_cannot_guess_is_refused(tmp_path: Path) -> None:
     target = read_decoder(LLAMA)
     cases: list[tuple[dict[str, Any], str]] = [
@@ -101,6 +123,3 @@ def test_what_cannot_guess_is_refused(tmp_path: Path) -> None:
     asked = {"speculative_algorithm": "medusa", "speculative_num_draft_tokens": 2}
     with pytest.raises(ConfigError, match="medusa needs --speculative-model"):
         check_settings(Config(**asked), "cpu")
-    for device, ranks in (("cuda", 1), ("cpu", 2)):
-        with pytest.raises(ConfigError, match="medusa cannot be honoured but with --device cpu and one rank"):
-            check_settings(Config(**asked, speculative_model="x", tp=ranks), device)

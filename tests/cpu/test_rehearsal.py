@@ -157,7 +157,14 @@ CASES = {
         },
     ),
 }
-DRAFTS = {
+MEDUSA = {"medusa_num_heads": 4, "medusa_num_layers": 1}
+CASES["medusa guesses"] = (
+    "qwen3-0.6b",
+    DENSE,
+    {"speculative_algorithm": "medusa", "speculative_num_draft_tokens": 4, "kv_cache_bytes": 256 << 20},
+)
+DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa guesses": ("", MEDUSA),
     "another guesses": ("qwen3-0.6b", DENSE | {"num_hidden_layers": 3}),
     "a head guesses": ("../heads/qwen3-8b", {"vocab_size": 3000, "draft_vocab_size": 2048}),
 }

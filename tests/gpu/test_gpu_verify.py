@@ -36,6 +36,7 @@ EAGLE = {
     "draft_vocab_size": 3000,
     "max_position_embeddings": 1024,
 }
+MEDUSA = {"medusa_num_heads": 5, "medusa_num_layers": 1}
 BY_HEAD = BY_MODEL | {"speculative_algorithm": "eagle3", "draft": EAGLE}
 # Model, settings, those of who guesses. One that guesses for itself is right where no rule is in the way.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a model, the same bits": (TINY, {"deterministic": True}, BY_MODEL | {"draft": TINY}),
     "a model, windows": (WINDOWS, {"dtype": "float32"}, BY_MODEL | {"draft": TINY}),
     "a head": (TINY, {"dtype": "float32"}, BY_HEAD),
+    "medusa": (TINY, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "medusa", "draft": MEDUSA}),
     "states": (STATES, {"dtype": "float32"}, GUESSING),
     "states, their own layer": (STATES, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "mtp"}),
 }
