@@ -211,13 +211,15 @@ def make(tmp_path: Path) -> Any:
     def make(shape: str, **changes: Any) -> Engine:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
+        models = Path(__file__).parents[2] / "bench/models"
         base = "deepseek-v2-lite" if shape == "latent" else "qwen3-0.6b"
-        config = json.loads((Path(__file__).parents[2] / f"bench/models/{base}/config.json").read_text())
+        config = json.loads((models / base / "config.json").read_text())
         small = {"num_hidden_layers": 3, "vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 1}
         small |= {"tie_word_embeddings": False} | SHAPES[shape]
         (folder / "config.json").write_text(json.dumps(config | small))
         settings: dict[str, Any] = {"context_length": 2048, "max_running_requests": 24, "step_tokens": 2048}
-        settings |= {"load_format": "dummy", "device": "cuda", "kv_cache_bytes": 256 << 20} | changes
+        settings |= {"load_format": "dummy", "device": "cuda", "kv_cache_bytes": 256 << 20}
+        settings |= {"tokenizer": str(models / "qwen3-0.6b")} | changes
         engines.append(Engine(str(folder), **settings))
         return engines[-1]
 
