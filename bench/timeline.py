@@ -18,10 +18,14 @@ from limits import PRODUCTS, READ
 
 from sgla.model.spec import ModelSpec
 
+LINK = 373e9  # bytes a second that one GPU sends another by NVLink, measured
+FLIGHT = 2.0  # microseconds that they take
+
 KINDS = {  # by the kernel's name, the first that fits
     "all layers and the output layer": r"^(decode|mixture)_step",
     "attention of decode rows": r"^(decode|latent)_attention|^_decode|^_attend|^_tokens|^_merge",
     "attention of prompts": r"^prompt_attention|^_extend|flash|Prefill|Ragged|Paged",
+    "sum over ranks": r"^(all_reduce|reduce_scatter|all_gather|all_max)|nccl",
     "experts": r"^(packed_)?experts|^grouped_gemm|^_experts|^_few",
     "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",  # noqa: E501
     "part of a product": r"splitKreduce",
@@ -108,9 +112,9 @@ def _linear_names(count: int, layer: int, spec: ModelSpec) -> list[str]:
     return ["o", *between, last] if layer else [last]
 
 
-def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
-    """Microseconds a step that each operation takes at least: bytes that must be read or written, or
-    FLOPs."""
+def floors(spec: ModelSpec, load: Load, ranks: int = 1) -> dict[str, float]:
+    """Microseconds a step that each operation takes at least: bytes that must be read, written or sent, or
+    FLOPs; of one of the ``ranks`` that share layers out (``--tp``)."""
 
     def least(size: float, flops: float = 0.0) -> float:
         return max(size / READ, flops / PRODUCTS) * 1e6
@@ -152,15 +156,22 @@ def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
         found["router, sort and sum of the experts"] = behind(
             lambda tokens: linear(moe.experts, hidden, tokens)
         )
+    if ranks > 1:
+        alike = ("add and norm", "router, sort and sum of the experts")
+        found = {name: us if name in alike else us / ranks for name, us in found.items()}
+        shares = 2 * (ranks - 1) / ranks  # of a sum's bytes that a rank sends, if not each to all
+        found["sum over ranks"] = 2 * behind(
+            lambda tokens: FLIGHT + shares * 2 * tokens * hidden / LINK * 1e6
+        )
     whole = ("q, k, v", "o", "attention of decode rows", "gate and up", "down", "experts", "output layer")
     found["all layers and the output layer"] = sum(found.get(name, 0.0) for name in whole)
     return found
 
 
-def table(steps: list[Launch], spec: ModelSpec, load: Load) -> dict[str, Any]:
+def table(steps: list[Launch], spec: ModelSpec, load: Load, ranks: int = 1) -> dict[str, Any]:
     """``us``: of a step, and of each operation in it; ``idle_us``: no kernel ran; ``floor_us``: of each
     operation that has one."""
-    lowest, done, idle = floors(spec, load), steps[0].begin, 0.0
+    lowest, done, idle = floors(spec, load, ranks), steps[0].begin, 0.0
     rows: dict[str, dict[str, Any]] = {}
     for launch, what in zip(steps, operations(steps, spec)):
         row = rows.setdefault(what, {"calls": 0, "us": 0.0, "kernels": []})
