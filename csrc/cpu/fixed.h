@@ -110,10 +110,13 @@ INLINE void multiply_add(vi& sum, vi a, vi b) {
 #if defined(__AVX512VNNI__)
   // In assembly, for GCC 12 spills the sums around the intrinsic.
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-#elif defined(__AVX512F__)
+#else
+#if defined(__AVX512F__)
   sum += (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #else
   sum += (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+  asm volatile("" : "+v"(sum));  // in this order, or GCC multiplies first and spills products
 #endif
 }
 
@@ -123,43 +126,36 @@ template <Kind K, int MR, int COLUMNS>
 INLINE void sum_products(const int32_t* x, const uint8_t* w, int32_t* sums, Ahead& ahead) {
   constexpr int ROWS = grouped(K) ? group_rows(K) : FIXED_GROUP / 2;
   constexpr int PAIRS = pairs_of(K);
-  vi acc[MR][COLUMNS];
-  UNROLL for (int m = 0; m < MR; m++)
-    UNROLL for (int j = 0; j < COLUMNS; j++) acc[m][j] = vi{};
-  auto multiply = [&](const vi* b, int s) {
-    UNROLL for (int m = 0; m < MR; m++) {
+  vi acc[MR][COLUMNS] = {}, left[COLUMNS] = {};
+  auto multiply = [&](const vi (&b)[COLUMNS], int s) INLINED {
+    each<MR>([&](auto m) INLINED {
       vi a = x[m * FIXED_X_STRIDE + s] - vi{};
-      UNROLL for (int j = 0; j < COLUMNS; j++) multiply_add(acc[m][j], a, b[j]);
-    }
-#if !defined(__AVX512VNNI__)
-    // One pair after the other, or GCC takes out all of them first and spills the sums.
-    UNROLL for (int m = 0; m < MR; m++)
-      UNROLL for (int j = 0; j < COLUMNS; j++) asm volatile("" : "+v"(acc[m][j]));
-#endif
+      each<COLUMNS>([&](auto j) INLINED { multiply_add(acc[m][j], a, b[j]); });
+    });
   };
-  vi left[COLUMNS] = {};
 #pragma GCC unroll 1
   for (int64_t r = 0; r < ROWS; r++, x += PAIRS, w += ROW_BYTES) {
     fetch<COLUMNS * LANES * 4 / 64>(ahead);
-    vi raw[COLUMNS], b[COLUMNS];
-    UNROLL for (int j = 0; j < COLUMNS; j++) raw[j] = load_int(w + j * LANES * 4);
-    UNROLL for (int s = 0; s < PAIRS; s++) {
-      UNROLL for (int j = 0; j < COLUMNS; j++) b[j] = take_pair<K>(raw[j], s);
+    vi raw[COLUMNS];
+    each<COLUMNS>([&](auto j) INLINED { raw[j] = load_int(w + j * LANES * 4); });
+    each<PAIRS>([&](auto s) INLINED {
+      vi b[COLUMNS];
+      each<COLUMNS>([&](auto j) INLINED { b[j] = take_pair<K>(raw[j], s); });
       multiply(b, s);
-#if !defined(__AVX512VNNI__)
-      UNROLL for (int j = 0; j < COLUMNS; j++) asm volatile("" : "+v"(raw[j]));
-#endif
-    }
-    if (five_bits(K))
-      UNROLL for (int j = 0; j < COLUMNS; j++)
-        left[j] = (vi)((pairs)left[j] >> 1) | (raw[j] & (int32_t)0x80008000);
+      // One pair after the other, or GCC takes out all of them first and spills the sums.
+      each<COLUMNS>([&](auto j) INLINED { asm volatile("" : "+v"(raw[j])); });
+    });
+    if constexpr (five_bits(K)) each<COLUMNS>([&](auto j) INLINED {
+      left[j] = (vi)((pairs)left[j] >> 1) | (raw[j] & (int32_t)0x80008000);
+    });
   }
-  if (five_bits(K)) {
-    UNROLL for (int j = 0; j < COLUMNS; j++) left[j] = (vi)((pairs)left[j] >> 11);
+  if constexpr (five_bits(K)) {
+    each<COLUMNS>([&](auto j) INLINED { left[j] = (vi)((pairs)left[j] >> 11); });
     multiply(left, 0);
   }
-  UNROLL for (int m = 0; m < MR; m++)
-    UNROLL for (int j = 0; j < COLUMNS; j++) *(vi_mem*)(sums + m * PANEL + j * LANES) = acc[m][j];
+  each<MR>([&](auto m) INLINED {
+    each<COLUMNS>([&](auto j) INLINED { *(vi_mem*)(sums + m * PANEL + j * LANES) = acc[m][j]; });
+  });
   asm volatile("" : : "r"(sums) : "memory");  // or registers for what follows are taken from the loop
 }
 #endif

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -29,6 +30,18 @@ constexpr int NV = PANEL / LANES;    // vectors in a panel's row
 
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define INLINED __attribute__((always_inline))
+
+// f(0), ..., f(N - 1), with numbers that are constants to the compiler from the start: arrays that they index
+// stay in registers, where GCC 12 keeps those of nested UNROLL loops in memory.
+template <class F, int... I>
+INLINE void each_of(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+INLINE void each(F f) {
+  each_of(f, std::make_integer_sequence<int, N>{});
+}
 
 INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 INLINE vi load_int(const void* p) { return *(const vi_mem*)p; }
