@@ -5,9 +5,9 @@ symmetric memory; and of ranks with a part of the rows each, rows to all and sum
 
 Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the residual and the RMSNorm behind
 it. Medians over replays, the slowest rank's. With ``--layers``: of a layer of Qwen3-8B without its attention,
-whose products are this rank's, in a row of so many (``summed``), with products that send what they make
-themselves (``sent``), and with the add and the norm alone in the place of the two sums (``apart``); half of
-the difference is what a sum costs among products.
+whose products are this rank's, in a row of so many (``summed``), with products of ours that send what they
+make themselves (``sent``), and with the add and the norm alone in the place of the two sums (``apart``). Half
+of the difference is what a sum costs among products.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import torch.multiprocessing as mp
 from sgla.dist import Shard
 from sgla.dist.gpus import MESSAGE, join_gpus
 from sgla.dist.lockstep import gathered, scattered
-from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.gpu.tuning import Product, algorithm_for
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import elementwise
 
@@ -104,9 +105,13 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
     made = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]
     residual, weight = torch.zeros(rows, d, device="cuda").bfloat16(), torch.ones(d, device="cuda")
 
-    def product(x: torch.Tensor, w: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        if rows <= skinny_gemm.MAX_ROWS:
-            return skinny_gemm.linear(x, w, epilogue=skinny_gemm.SILU if gated else skinny_gemm.STORE)
+    def product(x: torch.Tensor, w: torch.Tensor, gated: bool = False, send: Any = None) -> torch.Tensor:
+        config = algorithm_for(rows, Product(w.shape[0], w.shape[1], gated)).config
+        epilogue = skinny_gemm.SILU if gated else skinny_gemm.STORE
+        if isinstance(config, skinny_gemm.Config):
+            return skinny_gemm.linear(x, w, epilogue=epilogue, send=send, config=config)
+        if isinstance(config, batch_gemm.Config):
+            return batch_gemm.linear(x, w, config, epilogue=epilogue, send=send)
         y = torch.nn.functional.linear(x, w)
         return elementwise.act_mul(y, "silu") if gated else y
 
@@ -115,10 +120,11 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
 
     def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """The product, and what stands behind it."""
-        if way == "sent":
-            return ours.sum(skinny_gemm.linear(x, w, send=ours.sending(rows, d)), norm, sent=True)
-        y = product(x, w)
-        return ours.sum(y, norm) if way == "summed" else plain(y)
+        if way == "apart":
+            return plain(product(x, w))
+        sends = algorithm_for(rows, Product(w.shape[0], w.shape[1])).config is not None
+        send = ours.sending(rows, d) if way == "sent" and sends else None
+        return ours.sum(product(x, w, send=send), norm, sent=send is not None)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return elementwise.add_rms_norm(x, residual, weight, 1e-6, in_place=True)[0]
@@ -168,8 +174,8 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
             check(shard, rows, width)
             if rank == 0:
                 lines.emit(base | {"rows": rows, "width": width, "us": times})
-    for rows in (1, 4, 16, 64, 256) if args.layers else ():
-        ways = ["apart", "summed", *(["sent"] if rows <= skinny_gemm.MAX_ROWS else [])]
+    for rows in (1, 4, 16, 64, 128, 192, 256) if args.layers else ():
+        ways = ("apart", "summed", "sent")
         us = {way: in_graph(layers(shard, rows, args.layers, way), 1) for way in ways}
         if rank == 0:
             lines.emit(base | {"rows": rows, "layers": {k: round(v / args.layers, 2) for k, v in us.items()}})

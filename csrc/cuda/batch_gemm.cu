@@ -16,6 +16,8 @@
 //
 // E4M3: both factors are rounded to 8 bits, x with a scale for each row and w with one for each of its own.
 // The results are multiplied by them.
+//
+// SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu).
 #include "wgmma.cuh"
 #include "gumbel.cuh"
 
@@ -55,6 +57,10 @@
 #define EPILOGUE 0
 #endif
 
+#ifndef SEND  // 0: none
+#define SEND 0
+#endif
+
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int ROW_BYTES = 128, BK = ROW_BYTES / (E4M3 ? 1 : 2);  // one row of a swizzled tile
 constexpr bool FACTORS = SCALED || E4M3;  // of rows of x, in shared memory
@@ -72,6 +78,7 @@ constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
 static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
+static_assert(!(SEND && (EPILOGUE || PAIRED)));  // what is sent is sent once
 // Sums that a block gets from its cluster.
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;
 
@@ -91,7 +98,33 @@ struct Params {
   float eps;
   const float* row_scale;  // E4M3: [m], of x
   const float* scale;      // E4M3: [n], of w; gated: [2 n], gate rows, then up rows
+#if SEND
+  u32* inbox[8];     // of every rank
+  const u32* state;  // sums so far
+  long long half;    // words of one of the two inboxes
+  int rank;
+#endif
 };
+
+#if SEND
+// A row's 16 columns from n on, of which four lanes have words: of the first 8 in y0, of the others in y1.
+// Each sends two of these words.
+__device__ __forceinline__ void send(const Params& p, u32 y0, u32 y1, int row, int n) {
+  const int t = threadIdx.x % 4, from = (threadIdx.x & 28) + t % 2 * 2;
+  const u32 a0 = __shfl_sync(~0u, y0, from), a1 = __shfl_sync(~0u, y0, from + 1),
+            b0 = __shfl_sync(~0u, y1, from), b1 = __shfl_sync(~0u, y1, from + 1);
+  const u32 low = t < 2 ? a0 : b0, high = t < 2 ? a1 : b1;
+  if (row >= p.m || n + t / 2 * 8 >= p.n) return;
+  const long long place = ((long long)p.rank * p.m + row) * (p.n / 2) + n / 2 + 2 * t,
+                  to = (__ldcg(p.state) & 1) * p.half + place;
+#pragma unroll
+  for (int r = 0; r < SEND; ++r)
+    if (r != p.rank)
+      asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(p.inbox[r] + to),
+                   "r"(low == 0x80008000u ? 0u : low), "r"(high == 0x80008000u ? 0u : high)
+                   : "memory");
+}
+#endif
 
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, u64 policy) {
   if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows
@@ -233,6 +266,9 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
                 y1 = movmatrix(pack2(d[2] + bias[1], d[3] + bias[1]));
       if (here && n < p.n) *to = y0;
       if (here && n + 8 < p.n) to[4] = y1;
+#if SEND
+      send(p, y0, y1, row + g, n);
+#endif
     }
   }
 }

@@ -182,7 +182,8 @@ def test_every_file_of_cuda_compiles() -> None:
             for fused in (0, 1)
             for int8, int4 in ((0, 0), (1, 0), (1, 1))
         ],
-        "skinny_gemm.cu": [{"EPILOGUE": 4}, {"E4M3": 1, "GROUPED": 1, "STAGED": 2, "NORM": 1}],
+        "batch_gemm.cu": [{"SEND": 2, "SPLIT": 4}],
+        "skinny_gemm.cu": [{"SEND": 2}, {"EPILOGUE": 4}, {"E4M3": 1, "GROUPED": 1, "STAGED": 2, "NORM": 1}],
         "experts.cu": [{"GELU": 1}],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}, {"HEADS": 32}],
     }

@@ -28,7 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import few, rewrite, rules, whole_step
+from sgla.kernels.gpu import few, rewrite, rules, tiles, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -567,23 +567,33 @@ class Doubling:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("rows", [5, 20])
 @pytest.mark.parametrize(("norms", "sends"), [(True, False), (False, False), (True, True)])
 def test_norms_behind_a_sum_over_ranks_are_its_own(
-    norms: bool, sends: bool, monkeypatch: pytest.MonkeyPatch
+    norms: bool, sends: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that an add comes before, whose product may send what it makes, and one that comes before an
     add."""
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
-    skinny = Mock(wraps=lambda *given, send=None, **more: skinny_linear(*given, **more))
-    monkeypatch.setattr(skinny_gemm, "linear", skinny)
-    monkeypatch.setattr(few, "SENDS", sends)
+    monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
+    given: list[Any] = []
+
+    def product(x: Tensor, w: Tensor, *config: Any, send: Any = None, **more: Any) -> Tensor:
+        given.append(send)
+        return skinny_linear(x, w, **more | {"scale": None})
+
+    monkeypatch.setattr(skinny_gemm, "linear", product)
+    monkeypatch.setattr(batch_gemm, "linear", product)
+    for part in (few, tiles):
+        monkeypatch.setattr(part, "SENDS", sends)
     torch.manual_seed(0)
-    table, w = pack(torch.randn(9, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
-    first, second, ranks = torch.rand(128), torch.rand(128), Doubling(norms, sends)
+    table, w = pack(torch.randn(32, 512), "bf16"), pack(torch.randn(512, 512) / 24, "bf16")
+    first, second, ranks = torch.rand(512), torch.rand(512), Doubling(norms, sends)
 
     class Layer:
         unrecorded, shard = "", Shard()
-        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
+        spec = SimpleNamespace(hidden=512)
+        embed = SimpleNamespace(weight=table, dtype=torch.bfloat16)
 
         def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
             h = ops.embedding(batch.ids, table)
@@ -592,7 +602,7 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
             return ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, first, 1e-5)[0]
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
     )
     expected = Layer().forward(batch, [], None).float()
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
@@ -600,7 +610,7 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
     assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sends
-    assert [call.kwargs.get("send") for call in skinny.call_args_list] == [None, (5, 128) if sends else None]
+    assert given == [None, (rows, 512) if sends else None]
 
 
 class Twins:

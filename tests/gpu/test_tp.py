@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sgla.errors import SglaError
-from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
 from sgla.kernels.ops import AddedNorm
 from sgla.messages import SamplingParams
@@ -79,17 +79,38 @@ def test_all_reduce(count: int, rows: int, d: int, norm: str, two_shot: bool) ->
             assert relative(residuals[0], total) < 5e-3
 
 
+Tiles = batch_gemm.Config
+
+
 @pytest.mark.parametrize(
-    ("count", "rows", "d", "k"), [(2, 1, 4096, 2048), (2, 16, 1024, 640), (4, 3, 2048, 512)]
+    ("count", "rows", "d", "k", "tiles"),
+    [
+        (2, 1, 4096, 2048, None),
+        (2, 16, 1024, 640, None),
+        (4, 3, 2048, 512, None),
+        (2, 9, 4096, 2048, Tiles(128, 4, 1, True)),
+        (2, 100, 4096, 2048, Tiles(128, 2, 1)),
+        (2, 200, 1032, 1024, Tiles(64, 1, 1)),
+        (4, 13, 2048, 1024, Tiles(64, 4)),
+        (8, 8, 1024, 512, Tiles(192, 1, 1)),
+    ],
 )
 @pytest.mark.parametrize("e4m3", [False, True])
-def test_products_are_sent_when_they_are_made(count: int, rows: int, d: int, k: int, e4m3: bool) -> None:
+def test_products_are_sent_when_they_are_made(
+    count: int, rows: int, d: int, k: int, tiles: Tiles | None, e4m3: bool
+) -> None:
     """As those that the sum sends, bit for bit, which take turns with them."""
+    if tiles is not None and e4m3:
+        pytest.skip("rows are rounded first")
     ranks, weight = StreamRanks(count), torch.rand(d, device="cuda") + 0.5
     scale = torch.full((d,), 0.5, device="cuda") if e4m3 else None
 
     def add(sent: bool, made: list[Any], rank: AllReduce, x: Any, w: Any, h: Any) -> None:
-        y = skinny_gemm.linear(x, w, scale=scale, send=rank.sending(rows, d) if sent else None)
+        send = rank.sending(rows, d) if sent else None
+        if tiles is not None:
+            y = batch_gemm.linear(x, w, tiles, send=send)
+        else:
+            y = skinny_gemm.linear(x, w, scale=scale, send=send)
         made.append(rank.sum(y, AddedNorm(h, weight, 1e-6), sent=sent))
 
     for _ in range(5):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
+from sgla.kernels.cuda.skinny_gemm import Sending
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.ops import AddedNorm
 
@@ -46,6 +47,17 @@ class _Params(ctypes.Structure):
     )  # fmt: skip
 
 
+class _SendParams(ctypes.Structure):
+    _fields_ = (
+        *_Params._fields_[:-1],
+        ("inbox", ctypes.c_void_p * 8),
+        ("state", ctypes.c_void_p),
+        ("half", ctypes.c_longlong),
+        ("rank", ctypes.c_int),
+        ("pad", ctypes.c_int),
+    )
+
+
 class Config(NamedTuple):
     """A block takes ``tile`` weight rows (multiples of 64 up to 256; with STORE, SILU, GELU and FLOAT32 also
     32 less) in so many ``passes``; ``split`` blocks share the sum over k, as a cluster or, ``apart``, through
@@ -62,6 +74,11 @@ class Config(NamedTuple):
     def groups(self) -> int:
         """Of warps that multiply, each with 64 weight rows in a pass."""
         return -(-self.tile // (64 * self.passes))
+
+    @property
+    def sends(self) -> bool:
+        """Whether each result is written once."""
+        return self.tile % 64 == 0
 
 
 class Unscaled(NamedTuple):
@@ -176,7 +193,9 @@ def _cut_rows(count: int, m: int, n: int, k: int) -> Config:
 
 
 @cache
-def _kernel(config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool = False) -> Kernel:
+def _kernel(
+    config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool = False, ranks: int = 0
+) -> Kernel:
     stage, cluster = (64 * config.groups + rows) * 128, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's draw needs.
     kept = (
@@ -189,6 +208,7 @@ def _kernel(config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool =
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
+    defines |= {"SEND": ranks} if ranks else {}
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
 
@@ -215,18 +235,20 @@ def linear(
     out: Tensor | None = None,
     draw: DrawInputs | None = None,
     scales: Scales | None = None,
+    send: Sending | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias)``:
     x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``. With ``scales`` both are e4m3.
 
     Epilogues: STORE bf16; SILU, GELU:
-    the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``DrawInputs``.
+    the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``DrawInputs``. With
+    ``send``, STORE and a ``config`` that ``sends`` the other ranks get the result, too.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
         dtype = torch.float32 if epilogue in (FLOAT32, DRAW) else torch.bfloat16
         out = rows.new_empty(rows.shape[0], n // 2 if epilogue in (SILU, GELU) else n, dtype=dtype)
-    _launch(x, weight, config, bias, epilogue, out, draw=draw, scales=scales)
+    _launch(x, weight, config, bias, epilogue, out, draw=draw, scales=scales, send=send)
     return out
 
 
@@ -254,6 +276,7 @@ def _launch(
     squares: Tensor | None = None,
     draw: DrawInputs | None = None,
     scales: Scales | None = None,
+    send: Sending | None = None,
 ) -> None:
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
@@ -271,7 +294,7 @@ def _launch(
     residual, factors = (norm.residual, norm.weight) if norm is not None else (None, None)
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     drawing = (None,) * 6 if draw is None else draw[:6]
-    params = _Params(
+    given = (
         _weight_map(weight.data_ptr(), n, k, 64 * config.groups, gated, weight.itemsize),
         tensor_map(x.data_ptr(), (k, m), (k * x.itemsize,), (128 // x.itemsize, x_rows), e4m3),
         *(None if t is None else t.data_ptr() for t in (*tensors, *drawing)),
@@ -280,7 +303,12 @@ def _launch(
         0 if draw is None else draw.first, eps,
         *((None, None) if scales is None else (t.data_ptr() for t in scales)),
     )  # fmt: skip
-    kernel = _kernel(config, rows, epilogue, scaled, e4m3)
+    params: Any = _Params(*given)
+    if send is not None:
+        assert epilogue == STORE
+        assert config.sends
+        params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
+    kernel = _kernel(config, rows, epilogue, scaled, e4m3, send.ranks if send is not None else 0)
     helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * (scaled or e4m3)
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 

@@ -12,12 +12,13 @@ from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
-from sgla.kernels.ops import AddedNorm
+from sgla.kernels.ops import AddedNorm, Ranks
 from sgla.kernels.triton import elementwise
 
 NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
+SENDS = False  # whether products send what they make to other ranks themselves (bench/allreduce.py --layers)
 
 
 def refuses(work: Work, linear: Node) -> str | None:
@@ -134,6 +135,40 @@ def _scaled(x: Tensor, weight: Tensor, eps: float, rows: batch_gemm.Unscaled) ->
     """The norm for whoever wants its result. ``rows``: what tiles read in its place, see ``settle``; a norm
     that nobody else reads is dropped."""
     return elementwise.rms_norm(x, weight, eps)
+
+
+def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None:
+    given, ranks = linear.given, total.given["ranks"]
+    if not SENDS or given["epilogue"] != batch_gemm.STORE:
+        return "what it makes is sent when all of it is there"
+    if _algorithm(work, linear).kernel != "tiles":
+        return SLOWER
+    if ranks.sending(work.rows(linear), given["weight"].shape[0]) is None:
+        return "the ranks exchange fewer bytes at once"
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
+    residual = add.given["residual"]
+    given = {name: linear.given[name] for name in ("x", "weight", "bias")}
+    given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
+    given |= {"ranks": total.given["ranks"]}
+    return [Node("tiles, sent", _run_sent, given, add.results, add.rows, residual.number, linear.rule)]
+
+
+def _run_sent(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    config = _config(x.shape[0], weight)
+    send = ranks.sending(x.shape[0], weight.shape[0]) if config.sends else None
+    y = batch_gemm.linear(x.contiguous(), weight, config, bias=bias, send=send)
+    return ranks.all_reduce_norm(y, AddedNorm(residual, norm, eps), sent=send is not None), residual
 
 
 def heads_refuses(work: Work, linear: Node, heads: Node) -> str | None:
