@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from test_gpu_fp8 import relative
 from test_gpu_runner import TINY, agreement, assert_rows_alone_equal_all, generate, make, prompt
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import integer_gemm
+from sgla.kernels.cuda import integer_gemm, stationary_gemm
 from sgla.kernels.gpu import integers as rules
 from sgla.kernels.integers import KINDS
 from sgla.kernels.rehearsal import rehearsing
@@ -27,7 +28,7 @@ def weight(n: int, k: int, kind: str) -> Any:
     return pack(torch.randn(n, k, device="cuda") * torch.logspace(-2, 0, k, device="cuda"), kind)
 
 
-def few_rows(w: Any, m: int) -> Iterator[tuple[float, float]]:
+def few_rows(w: Any, m: int, linear: Any = integer_gemm.linear) -> Iterator[tuple[float, float]]:
     """How far products of each kind are from the oracle, and what is allowed."""
     n, k = w.n, w.k
     norm, bias = torch.rand(k, device="cuda") + 0.5, torch.randn(n, device="cuda")
@@ -35,14 +36,14 @@ def few_rows(w: Any, m: int) -> Iterator[tuple[float, float]]:
     plain, normed = x.float() @ w.dequant().T, ops.rms_norm(x.float(), norm, 1e-6) @ w.dequant().T
     given: dict[str, Any] = {"norm": norm, "eps": 1e-6}
     for _ in range(2):  # what counts arrivals is as before
-        yield relative(integer_gemm.linear(x, w, bias=bias), plain + bias), 5e-3
-    yield relative(integer_gemm.linear(x, w, **given), normed), 5e-3
+        yield relative(linear(x, w, bias=bias), plain + bias), 5e-3
+    yield relative(linear(x, w, **given), normed), 5e-3
     total = h.clone()
-    integer_gemm.linear(x, w, epilogue=integer_gemm.ADD, out=total)
+    linear(x, w, epilogue=integer_gemm.ADD, out=total)
     yield relative(total, h.float() + plain), 5e-3
-    out = integer_gemm.linear(x, w, epilogue=integer_gemm.SILU, **given)
+    out = linear(x, w, epilogue=integer_gemm.SILU, **given)
     yield relative(out, ops.act_mul(normed, "silu")), 1e-2
-    yield relative(integer_gemm.linear(x, w, epilogue=integer_gemm.FLOAT32, **given), normed), 5e-3
+    yield relative(linear(x, w, epilogue=integer_gemm.FLOAT32, **given), normed), 5e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,6 +56,50 @@ def test_few_rows_equal_the_oracle(kind: str) -> None:
     for w, m in cases:
         for at, (found, allowed) in enumerate(few_rows(w, m)):
             assert found < allowed, (w.n, w.k, m, at)
+
+
+@pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64"])
+def test_stationary_rows_equal_the_oracle(kind: str) -> None:
+    weights = [weight(n, k, kind) for n, k in ((6144, 4096), (4096, 12288), (200, 1000))]
+    cases = [
+        (w, m)
+        for w in weights
+        for m in (1, 3, 8, 13, 16, 27, 32, 64)
+        if stationary_gemm.serves(m, w.n, w.k, w.bits, w.group)
+    ]
+    assert {m for _, m in cases} >= {1, 3, 8, 13, 16}
+    with rehearsing():
+        for w, m in cases:
+            list(few_rows(w, m, stationary_gemm.linear))
+    for w, m in cases:
+        for at, (found, allowed) in enumerate(few_rows(w, m, stationary_gemm.linear)):
+            assert found < allowed, (w.n, w.k, m, at)
+
+
+CUTS = (1, 2, 1, 1, 1), (2, 1, 2, 1, 1), (1, 2, 3, 2, 1), (1, 1, 4, 1, 2), (2, 1, 8, 2, 1), (1, 4, 1, 1, 2)
+
+
+def test_every_cut_of_stationary_rows_equals_the_oracle() -> None:
+    w = weight(1000, 1960, "int4g128")
+    cases = [(m, stationary_gemm.Config(*cut)) for m in (1, 11, 32) for cut in CUTS]
+
+    def fits(m: int, cut: stationary_gemm.Config) -> bool:
+        rows = integer_gemm.padded(m)
+        shape = stationary_gemm.Shape(rows, w.n, w.k, w.bits, w.group, True, integer_gemm.SILU)
+        return stationary_gemm.plan(shape, cut) is not None
+
+    cases = [case for case in cases if fits(*case)]
+    assert {cut for m, cut in cases if m == 1} == set(CUTS)
+
+    def found(m: int, cut: stationary_gemm.Config) -> Iterator[tuple[float, float]]:
+        return few_rows(w, m, functools.partial(stationary_gemm.linear, config=cut))
+
+    with rehearsing():
+        for case in cases:
+            list(found(*case))
+    for case in cases:
+        for at, (error, allowed) in enumerate(found(*case)):
+            assert error < allowed, (case, at)
 
 
 def any_rows(w: Any, m: int) -> Iterator[float]:

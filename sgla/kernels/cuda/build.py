@@ -73,7 +73,7 @@ class Kernel:
     def __init__(
         self, file: str, name: str, defines: Mapping[str, int], shared: int = 0, cluster: int = 1
     ) -> None:
-        self._file, self._name, self.shared = file, name, shared
+        self._file, self._name, self.shared, self._cluster = file, name, shared, cluster
         self._cubin = compilers().submit(_compiled, file, tuple(sorted(defines.items())), _target())
         self._function: ctypes.c_void_p | None = None
         attributes = [_Attribute(_LAUNCH_CLUSTER, 0, (cluster, 1, 1))] if cluster > 1 else []
@@ -96,6 +96,14 @@ class Kernel:
                 check(code, f"{self.shared} bytes of shared memory for {self._name}")
             self._function = function
         return self._function
+
+    def clusters(self, threads: int) -> int:
+        """How many of its clusters of blocks of so many threads run at once, when it is compiled."""
+        found, function = ctypes.c_int(), self.load()
+        config = _Config((self._cluster, 1, 1), (threads, 1, 1), self.shared, None, self._attributes, 1)
+        code = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
+        check(code, f"clusters of {self._name}")
+        return found.value
 
     def launch(self, grid: int, threads: int, params: ctypes.Structure, dependent: bool = True) -> None:
         """On the current stream.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels.cuda import integer_gemm
+from sgla.kernels.cuda import integer_gemm, stationary_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import OTHER, Work
@@ -19,6 +20,9 @@ NAME = "few integers"  # of nodes that other rules look for
 # Rows from which on a weight is better made bfloat16 and left to cuBLAS: what that reads and writes is then
 # little beside the product.
 LONG = 1025
+# Whether products of few rows keep their activations in registers (bench/gpu/w4.sh measures it).
+STATIONARY = os.environ.get("SGLA_STATIONARY") == "1"
+MAX_ROWS = stationary_gemm.MAX_ROWS if STATIONARY else integer_gemm.MAX_ROWS
 
 
 def few_refuses(work: Work, *chain: Node) -> str | None:
@@ -27,9 +31,9 @@ def few_refuses(work: Work, *chain: Node) -> str | None:
         return OTHER
     if not work.wgmma:
         return "its kernel is made for Hopper"
-    if work.rows(linear) > integer_gemm.MAX_ROWS:
+    w, x, rows = linear.given["w"], linear.given["x"], work.rows(linear)
+    if rows > MAX_ROWS or (rows > integer_gemm.MAX_ROWS and not _stationary(rows, w)):
         return f"it takes at most {integer_gemm.MAX_ROWS} rows"
-    w, x = linear.given["w"], linear.given["x"]
     if work.record.dtypes[x.number] != torch.bfloat16:
         return "it multiplies bfloat16"
     return integer_gemm.refuses(w.n // 2, w.k)
@@ -45,8 +49,13 @@ def few(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _few, made, linear.results, linear.rows)]
 
 
+def _stationary(rows: int, w: Integers) -> bool:
+    return STATIONARY and stationary_gemm.serves(rows, w.n, w.k, w.bits, w.group)
+
+
 def _few(x: Tensor, weight: Integers, **given: Any) -> Tensor:
-    return integer_gemm.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
+    kernel = stationary_gemm if _stationary(x.shape[0], weight) else integer_gemm
+    return kernel.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
 
 
 def many_refuses(work: Work, linear: Node) -> str | None:
@@ -102,7 +111,7 @@ def sizes(weights: list[Any], most: int) -> list[int]:
     """Numbers of rows up to ``most`` with which products by these take every kernel that they take."""
     shapes = {(w.n, w.k) for w in weights if are_integers(w)}
     first: dict[Any, int] = {}
-    few = integer_gemm.MAX_ROWS if this_device().wgmma else 0
+    few = MAX_ROWS if this_device().wgmma else 0
     for m in range(1, min(most, LONG) + 1) if shapes else ():
         for n, k in shapes:
             chosen = integer_gemm.padded(m) if m <= few else integers.tile_for(m, n, k, 2)

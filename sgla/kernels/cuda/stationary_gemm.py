@@ -1,0 +1,196 @@
+"""Launcher of ``stationary_gemm.cu``: linear layers for some rows with weights of 4 or 8 bits, fused with
+what stands before and after them, in which x stays in registers."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.cuda.integer_gemm import ALIGNED, padded, refuses
+from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
+from sgla.kernels.integers import BLOCK, Integers
+from sgla.kernels.rehearsal import under_way
+
+__all__ = ["ADD", "ALIGNED", "FLOAT32", "GELU", "SILU", "STORE", "refuses"]
+MAX_ROWS = 64  # of x
+MOST_WARPS = 16  # of a block
+MOST_SLICES = 8
+STAGES = 6  # at most
+SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
+REGISTERS = 64 << 10  # of a multiprocessor
+KEPT = 4  # tiles whose sums a cluster exchanges at a time
+PASSING = 8 * (2 * BLOCK + 16)  # bytes through which a warp's part of x goes
+P = ctypes.c_void_p
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride", "blocks")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Config(NamedTuple):
+    """How the work is cut. A warp keeps ``blocks`` of 128 channels of x and multiplies ``tiles`` of 16 weight
+    rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of a block
+    the same channels. ``per_sm`` blocks are on a multiprocessor."""
+
+    tiles: int = 1
+    blocks: int = 2
+    slices: int = 1
+    beside: int = 1
+    per_sm: int = 1
+
+
+class Shape(NamedTuple):
+    """A product as kernels see it: ``n`` output columns; ``rows``: of x, ``padded``."""
+
+    rows: int
+    n: int
+    k: int
+    bits: int
+    group: int
+    norm: bool
+    epilogue: int
+    whole: bool = True
+
+    @property
+    def gated(self) -> bool:
+        return self.epilogue in (SILU, GELU)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.k // BLOCK)
+
+    def columns(self, config: Config) -> int:
+        """Of the result, of a tile."""
+        return config.beside * config.tiles * 16 // (2 if self.gated else 1)
+
+
+class Plan(NamedTuple):
+    """What is compiled and launched for a shape. ``parts``: of the tiles, a cluster each."""
+
+    defines: dict[str, int]
+    shared: int
+    threads: int
+    parts: int
+
+
+def plan(shape: Shape, config: Config) -> Plan | None:
+    """None: it does not fit."""
+    groups, per = -(-shape.rows // 8), BLOCK // shape.group
+    deep = -(-shape.blocks // (config.slices * config.blocks))  # warps that share the k of a slice
+    warps = deep * config.beside
+    if warps > MOST_WARPS or shape.columns(config) > shape.n:
+        return None
+    if config.slices > 1 and (config.slices - 1) * deep * config.blocks >= shape.blocks:
+        return None
+    held = groups * config.blocks * (16 + 2 * per) + groups * (12 if groups == 1 else 8)
+    if held + 40 > min(255, REGISTERS // (warps * 32 * config.per_sm)):
+        return None
+    weight_rows = config.beside * config.tiles * 16
+    sums = 2 * deep * groups * 8 * (weight_rows + 4) * 4
+    passing = max(sums, warps * PASSING, deep * groups * 32)
+    share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
+    shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
+    stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
+    stages = min(STAGES, (SHARED // config.per_sm - 2048 - shared) // stage)
+    if stages < 2:
+        return None
+    own, loaded = shape.blocks * per, config.blocks * per  # words of constants
+    defines = {
+        "BITS": shape.bits,
+        "GROUP": shape.group,
+        "WHOLE": int(shape.whole),
+        "NT": groups,
+        "MT": config.tiles,
+        "KB": config.blocks,
+        "WK": deep,
+        "WN": config.beside,
+        "SLICES": config.slices,
+        "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
+        "STAGES": stages,
+        "RED_BYTES": passing,
+        "RESIDENT": config.per_sm,
+        "NORM": int(shape.norm),
+        "EPILOGUE": shape.epilogue,
+    }
+    tiles = -(-shape.n // shape.columns(config))
+    parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
+    return Plan(defines, -(-(stages * stage + shared) // 1024) * 1024, warps * 32, parts)
+
+
+@lru_cache(1 << 14)
+def default_config(shape: Shape) -> Config | None:
+    """The first that fits, or None."""
+    wanted = (
+        Config(1, blocks, slices, beside)
+        for slices in range(1, MOST_SLICES + 1)
+        for blocks in (2, 1)
+        for beside in (1,)
+    )
+    return next((config for config in wanted if plan(shape, config) is not None), None)
+
+
+@lru_cache(1 << 14)
+def serves(rows: int, n: int, k: int, bits: int, group: int) -> bool:
+    """Whether it multiplies by a weight ``[n, k]``, whatever stands before and after it."""
+    many = padded(rows)
+    shapes = Shape(many, n // 2, k, bits, group, True, SILU), Shape(many, n, k, bits, group, True, ADD)
+    return all(default_config(shape) is not None for shape in shapes)
+
+
+def linear(
+    x: Tensor,
+    weight: Integers,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    epilogue: int = STORE,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= ``MAX_ROWS``; see ``refuses``, and
+    ``skinny_gemm.linear`` for the rest."""
+    m, k = x.shape
+    n = weight.n // 2 if epilogue in (SILU, GELU) else weight.n
+    if out is None:
+        out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
+    shape = Shape(padded(m), n, k, weight.bits, weight.group, norm is not None, epilogue, weight.whole)
+    config = config or default_config(shape)
+    assert config is not None, f"no cut fits {shape}"
+    kernel, made = _kernel(shape, config)
+    tensors = x, *weight.tensors, norm, bias, out
+    params = _Params(
+        *(None if t is None else t.data_ptr() for t in tensors),
+        m, n, k, x.stride(0), out.stride(0), shape.blocks, eps,
+    )  # fmt: skip
+    parts = made.parts
+    if config.slices > 1 and not under_way():
+        parts = min(parts, _clusters(kernel, made.threads))
+    kernel.launch(parts * config.slices, made.threads, params)
+    return out
+
+
+@cache
+def _clusters(kernel: Kernel, threads: int) -> int:
+    return kernel.clusters(threads)
+
+
+@cache
+def _kernel(shape: Shape, config: Config) -> tuple[Kernel, Plan]:
+    made = plan(shape, config)
+    assert made is not None, f"{config} does not fit {shape}"
+    return _compiled(tuple(made.defines.items()), made.shared, config.slices), made
+
+
+@cache
+def _compiled(defines: tuple[tuple[str, int], ...], shared: int, slices: int) -> Kernel:
+    return Kernel("stationary_gemm.cu", "stationary_gemm", dict(defines), shared, slices)
