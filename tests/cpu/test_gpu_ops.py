@@ -28,7 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import few, rewrite, rules, tiles, whole_step
+from sgla.kernels.gpu import rewrite, rules, tiles, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -584,8 +584,7 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
 
     monkeypatch.setattr(skinny_gemm, "linear", product)
     monkeypatch.setattr(batch_gemm, "linear", product)
-    for part in (few, tiles):
-        monkeypatch.setattr(part, "SENDS", sends)
+    monkeypatch.setattr(tiles, "SENDS", sends)
     torch.manual_seed(0)
     table, w = pack(torch.randn(32, 512), "bf16"), pack(torch.randn(512, 512) / 24, "bf16")
     first, second, ranks = torch.rand(512), torch.rand(512), Doubling(norms, sends)

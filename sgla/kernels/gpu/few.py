@@ -16,7 +16,6 @@ from sgla.kernels.gpu.tuning import Product, algorithm_for
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import delta, elementwise
 
-SENDS = False  # whether products send what they make to other ranks themselves (bench/allreduce.py --layers)
 NAME = "few rows"  # of nodes that other rules look for
 E4M3 = "fp8", "fp8g128"  # storages
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
@@ -91,12 +90,7 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
 
 def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None:
     given, ranks = linear.given, total.given["ranks"]
-    if (
-        not SENDS
-        or linear.fn is not _run
-        or given["epilogue"] != skinny_gemm.STORE
-        or given["norm"] is not None
-    ):
+    if linear.fn is not _run or given["epilogue"] != skinny_gemm.STORE or given["norm"] is not None:
         return "what it makes is sent when all of it is there"
     if ranks.sending(work.rows(linear), given["weight"].shape[0]) is None:
         return "the ranks exchange fewer bytes at once"
