@@ -12,10 +12,13 @@ from sgla.errors import ConfigError
 from sgla.hub.gguf_layout import Layout
 
 RECURRENT = "attention.recurrent_layers"
+KDA = "kda.head_dim"
 _EVERY = 4  # layers there is one with attention, where no key says it
 
 
-def is_delta(keys: Mapping[str, Any], layer: int) -> bool:
+def is_delta(layout: Layout, keys: Mapping[str, Any], layer: int) -> bool:
+    if layout.deltas == "channels":
+        return not keys["attention.head_count_kv"][layer]
     if RECURRENT in keys:
         return bool(keys[RECURRENT][layer])
     return bool((layer + 1) % keys.get("full_attention_interval", _EVERY))
@@ -23,6 +26,8 @@ def is_delta(keys: Mapping[str, Any], layer: int) -> bool:
 
 def delta_sizes(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
     """Of the letters of ``HFTensor.dims``. Raises ConfigError for heads that do not divide."""
+    if layout.deltas == "channels":
+        return _channel_sizes(layout, keys)
     key, heads = keys["ssm.group_count"], keys["ssm.time_step_rank"]
     inner = keys["ssm.inner_size"]
     for name, count, whole in (("group_count", key, heads), ("time_step_rank", heads, inner)):
@@ -42,10 +47,30 @@ def delta_sizes(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def deltas(keys: Mapping[str, Any], sizes: Mapping[str, int], layers: int) -> dict[str, Any]:
+def _channel_sizes(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
+    counts, heads, width = keys["attention.head_count_kv"], keys["attention.head_count"], keys[KDA]
+    if len(counts) != keys["block_count"]:
+        raise ConfigError(f"{layout.name}.attention.head_count_kv has {len(counts)} values, not one a layer")
+    return {"w": keys["ssm.conv_kernel"], "j": heads * width, "z": heads, "p": width}
+
+
+def layer_widths(keys: Mapping[str, Any], sizes: Mapping[str, int], layer: int) -> dict[str, int]:
+    """Of the rows that Kimi's layers make of queries, and of what comes out of their heads."""
+    return {} if keys["attention.head_count_kv"][layer] else dict.fromkeys("uo", sizes["j"])
+
+
+def deltas(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], layers: int) -> dict[str, Any]:
     """In HF's words: which layers are delta nets, and their shape."""
+    kinds = ["linear_attention" if is_delta(layout, keys, i) else "full_attention" for i in range(layers)]
+    if layout.deltas == "channels":
+        return {
+            "layer_types": kinds,
+            "linear_conv_kernel_dim": sizes["w"],
+            "linear_head_dim": sizes["p"],
+            "linear_num_heads": sizes["z"],
+        }
     return {
-        "layer_types": ["linear_attention" if is_delta(keys, i) else "full_attention" for i in range(layers)],
+        "layer_types": kinds,
         "linear_conv_kernel_dim": sizes["w"],
         "linear_key_head_dim": keys["ssm.state_size"],
         "linear_value_head_dim": sizes["p"],

@@ -74,6 +74,8 @@ def latent(
         "attention.key_length": rank + rotated if mla else sizes["h"],
         "attention.value_length": rank if mla else sizes["y"],
     }
+    if layout.deltas:  # Kimi's converter writes a width that no layer has
+        del said["attention.value_length"], said["attention.head_count_kv"]
     for key, value in said.items():
         if keys.get(key, value) != value:
             raise ConfigError(f"{layout.name}.{key} is {keys[key]}, and only {value} is supported")

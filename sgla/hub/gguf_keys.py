@@ -16,7 +16,7 @@ from math import isfinite
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.hub.gguf_deltas import RECURRENT
+from sgla.hub.gguf_deltas import KDA, RECURRENT
 from sgla.hub.gguf_gemma import SPARSE
 from sgla.hub.gguf_layout import HF_KEYS, Layout
 
@@ -125,16 +125,14 @@ TOKEN = Number(whole=True)
 FLAG = Only((True, False))
 Rule = Number | Only | Text | Pattern | Flags | Some | Sizes
 
+PICKS = "attention.indexer.types"  # which layers have an indexer; others read what it picked
 LAYERS = 1024  # as config.json may have (``model.spec``)
 REQUIRED = ("block_count", "context_length", "embedding_length")
 _OF_ATTENTION = ("feed_forward_length", "attention.head_count")
 _OF_MIXTURES = ("expert_count", "expert_used_count")
-_OF_LATENTS = (
-    "attention.kv_lora_rank",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.dimension_count",
-)
+_OF_LATENTS = ("attention.kv_lora_rank", "attention.key_length", "rope.dimension_count")
+_MLA = ("attention.key_length_mla", "attention.value_length_mla")
+_OF_INDEXERS = tuple(f"attention.indexer.{name}" for name in ("head_count", "key_length", "top_k"))
 
 _OF_SCANS = tuple(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank"))
 _OF_GROUPS = ("ssm.group_count",)
@@ -185,8 +183,7 @@ _MIXTURE: dict[str, Rule] = {
     "interleave_moe_layer_step": Only((0, 1)),
 }
 _LATENT: dict[str, Rule] = {
-    "attention.key_length_mla": SIZE,
-    "attention.value_length_mla": SIZE,
+    **dict.fromkeys(_MLA, SIZE),
     "rope.scaling.yarn_log_multiplier": Number(),
     "rope.scaling.attn_factor": Only((1.0,)),
 }
@@ -239,6 +236,9 @@ _HONOURED: dict[str, Rule] = {
     "leading_dense_block_count": COUNT,
     "interleave_moe_layer_step": COUNT,
     "nextn_predict_layers": COUNT,
+    "attention.indexer.head_count": SIZE,
+    "attention.indexer.key_length": SIZE,
+    "attention.indexer.top_k": SIZE,
     "shortconv.l_cache": SIZE,
     "moe_latent_size": SIZE,
 }
@@ -259,6 +259,7 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table["expert_shared_count"] = Only((layout.missing["expert_shared_count"],))
     if layout.growing:
         table |= dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), Number())
+        table["attention.temperature_length"] = SIZE
         table["rope.scaling.type"] = Only(("yarn",))
     if "use_parallel_residual" in layout.known:
         table["use_parallel_residual"] = FLAG
@@ -272,7 +273,10 @@ def rules(layout: Layout) -> dict[str, Rule]:
     if layout.scans == "alone":
         table["feed_forward_length"] = Some()
         table["nextn_predict_layers"] = COUNT
-    if layout.deltas:
+    if layout.deltas == "channels":
+        table |= {"attention.head_count_kv": Some(), "attention.q_lora_rank": Only((0,))}
+        table |= dict.fromkeys((KDA, "ssm.conv_kernel"), SIZE)
+    elif layout.deltas:
         table |= dict.fromkeys((*_OF_SCANS, *_OF_GROUPS, "full_attention_interval"), SIZE)
         table |= {RECURRENT: Flags(), "rope.dimension_sections": Text(int), "nextn_predict_layers": COUNT}
     if layout.scans == "instead" and not layout.mixture:
@@ -281,6 +285,8 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table["attention.sliding_window_pattern"] = Pattern()
     if layout.kinds:
         table |= _KINDS
+    if "indexer_types" in layout.known:
+        table[PICKS] = Flags()
     if layout.altup:
         table |= {SPARSE: Text(float), "altup.active_idx": COUNT, "altup.num_inputs": FEW}
         table |= {"attention.shared_kv_layers": COUNT, "embedding_length_per_layer_input": SIZE}
@@ -385,14 +391,20 @@ def _required(layout: Layout) -> Iterator[str]:
             *(f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern")),
         )
     if layout.growing:
-        yield from ("attention.temperature_scale", "rope.scaling.type")
+        yield "rope.scaling.type"
+        if "attention.temperature_scale" not in layout.missing:
+            yield "attention.temperature_scale"
     if layout.scans != "only":
         yield from _OF_ATTENTION if "intermediate_size" in layout.known else _OF_ATTENTION[1:]
     if layout.mixture:
         yield from _OF_MIXTURES
     if layout.latent:
         yield from _OF_LATENTS
-    if layout.scans or layout.deltas:
+    if layout.indexed:
+        yield from _OF_INDEXERS
+    if layout.deltas == "channels":
+        yield from (KDA, "ssm.conv_kernel", "attention.head_count_kv", *_MLA)
+    elif layout.scans or layout.deltas:
         yield from _OF_SCANS if layout.first_mamba else (*_OF_SCANS, *_OF_GROUPS)
     if layout.scans not in ("", "only") or layout.convolves:
         yield "attention.head_count_kv"

@@ -22,9 +22,10 @@ class HFTensor(NamedTuple):
     part, u queries, g a head's part that is not rotated, y its value, o all values, b keys and values. Of
     Mamba 2 i all rows, c channels of the convolution, w its taps, j the values of all heads, z heads, x
     groups, p values of a group; w is also that of short convolutions. L is the latent of what experts read, E
-    what they read. Of Mamba 1 i, c, w and j, S values of a channel's state, R what time steps are made of, T
-    the same with B and C. Of gated delta nets i, c, w, j, z and p as of Mamba 2, Z twice z; Q are queries
-    with their gates."""
+    what they read. Of indexers H heads, D values of one, I of all. Of Mamba 1 i, c, w and j, S values of a
+    channel's state, R what time steps are made of, T the same with B and C. Of gated delta nets i, c, w, j, z
+    and p as of Mamba 2, Z twice z; Q are queries with their gates. Of Kimi's delta nets w, j, z and p as of
+    Mamba 2."""
 
     name: str
     dims: str
@@ -32,13 +33,13 @@ class HFTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a layer: the ``tensors`` of HF's class that its rows are, one below the other. ``layers``:
-    all, or those without or with experts. ``flag``: the key of HF's configuration that says whether there is
-    one. ``unless``: a size without which alone there is one, ``given``: one without which there is none.
-    ``mixer``: of layers that alone have one."""
+    """A tensor of a layer: the ``tensors`` of HF's class that its rows are, one below the other.
+    ``layers``: all, those without or with experts, or those with an indexer. ``flag``: the key of HF's
+    configuration that says whether there is one. ``unless``: a size without which alone there is one,
+    ``given``: one without which there is none. ``mixer``: of layers that alone have one."""
 
     tensors: tuple[HFTensor, ...]
-    layers: Literal["all", "dense", "sparse"] = "all"
+    layers: Literal["all", "dense", "sparse", "picks"] = "all"
     flag: str = ""
     unless: str = ""
     given: str = ""
@@ -49,8 +50,9 @@ class Stored:
 # layer, as attention and MLPs are in others, or in all layers, and nothing else is.
 Scans = Literal["", "instead", "beside", "alone", "only"]
 # How a class has the matrices of gated delta nets: queries, keys and values apart from their gates, or all
-# rows of a head of keys joined. Files of the first kind have the heads of values in another order.
-Deltas = Literal["", "apart", "joined"]
+# rows of a head of keys joined. Files of the first kind have the heads of values in another order. Kimi's
+# have a decay of each channel, and are in layers without KV heads.
+Deltas = Literal["", "apart", "joined", "channels"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class Layout:
         return "expert_layer_period" in self.known
 
     @property
+    def indexed(self) -> bool:
+        return "index_topk" in self.known
+
+    @property
     def rotates(self) -> bool:
         return "rope_theta" in self.known or "rope_theta" in self.names
 
@@ -154,6 +160,9 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
+    "attention.indexer.head_count": ("index_n_heads",),
+    "attention.indexer.key_length": ("index_head_dim",),
+    "attention.indexer.top_k": ("index_topk",),
     "shortconv.l_cache": ("conv_L_cache",),
     "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
     "moe_latent_size": ("moe_latent_size",),

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
-from sgla.hub.gguf_deltas import delta_sizes, deltas
+from sgla.hub.gguf_deltas import delta_sizes, deltas, layer_widths
 from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
 from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_heads import heads, latent
-from sgla.hub.gguf_keys import read_keys
+from sgla.hub.gguf_keys import PICKS, read_keys
 from sgla.hub.gguf_layout import (
     ALTUP,
     HF_KEYS,
@@ -122,14 +122,16 @@ class GGUFModel:
         if self.layout.altup:
             return sizes | stream_sizes(keys, self._rows("blk.0.laurel_l.weight"))
         if self.layout.deltas:
-            return sizes | delta_sizes(self.layout, keys)
+            sizes |= delta_sizes(self.layout, keys)
         if self.layout.scans or self.layout.convolves:
             return sizes | scan_sizes(self.layout, keys, self.layers)
         if not self.layout.latent:
             return sizes
         rotated, rank = keys["rope.dimension_count"], keys["attention.kv_lora_rank"]
         still = keys.get("attention.key_length_mla", head_dim) - rotated
-        value = keys.get("attention.value_length_mla", keys["attention.value_length"])
+        value = keys.get("attention.value_length_mla", keys.get("attention.value_length", hidden // heads))
+        scorers = keys.get("attention.indexer.head_count", 0)
+        score_dim = keys.get("attention.indexer.key_length", 0)
         if still < 1:
             raise ConfigError(
                 f"{self.architecture}.rope.dimension_count is {rotated}, which is all of a head's key"
@@ -143,12 +145,19 @@ class GGUFModel:
             "y": value,
             "o": heads * value,
             "b": heads * (still + value),
+            "H": scorers,
+            "D": score_dim,
+            "I": scorers * score_dim,
         }
 
     def sizes_of(self, tensor: str) -> dict[str, int]:
         """The same, as this tensor has them."""
         layer = tensor.split(".")[1] if tensor.startswith("blk.") else ""
-        return self.sizes | layer_sizes(self.keys, int(layer)) if self.layout.kinds and layer else self.sizes
+        if layer and self.layout.kinds:
+            return self.sizes | layer_sizes(self.keys, int(layer))
+        if layer and self.layout.deltas == "channels":
+            return self.sizes | layer_widths(self.keys, self.sizes, int(layer))
+        return self.sizes
 
     def _rows(self, name: str) -> int:
         return self._tensors[name].shape[0] if name in self._tensors else 0
@@ -160,7 +169,9 @@ class GGUFModel:
         if layout.mscales and LONG in self._tables:
             return (_MAGNITUDE.format(layout.name, keys["rope.scaling.attn_factor"]),)
         name = layout.model_type
-        grouped = name == "deepseek_v3" or (name == "deepseek_v2" and self.sizes["e"] >= GROUPED)
+        grouped = name in ("deepseek_v3", "deepseek_v32") or (
+            name == "deepseek_v2" and self.sizes["e"] >= GROUPED
+        )
         return (_GROUPS.format(layout.name),) if grouped and "expert_group_count" not in keys else ()
 
     def config(self) -> dict[str, Any]:
@@ -193,7 +204,9 @@ class GGUFModel:
         sparse = [i for i in range(self.layers) if self._is_sparse(i)]
         config |= scans(layout, keys, self.sizes, self.layers, sparse)
         config |= streams(layout, keys, self.sizes, self.layers) if layout.altup else {}
-        config |= deltas(keys, self.sizes, self.layers) if layout.deltas else {}
+        config |= deltas(layout, keys, self.sizes, self.layers) if layout.deltas else {}
+        if "indexer_types" in layout.known:
+            config["indexer_types"] = ["full" if self._picks(i) else "shared" for i in range(self.layers)]
         if not layout.rotates:
             return config
         base = layout.names.get("rope_theta", "rope_theta")
@@ -342,7 +355,9 @@ class GGUFModel:
         found = {
             name: stored.tensors
             for name, stored in self.layout.tensors.items()
-            if stored.layers in ("all", kind) and stored.mixer in ("", mixer) and self._is_there(stored)
+            if (stored.layers in ("all", kind) or (stored.layers == "picks" and self._picks(layer)))
+            and stored.mixer in ("", mixer)
+            and self._is_there(stored)
         }
         if self.layout.kinds or self.layout.altup:
             found = {
@@ -364,6 +379,17 @@ class GGUFModel:
         if reads(self.keys, self.layers, layer):
             return name.startswith(("attn_k", "attn_v"))
         return self.layout.kinds and name == "attn_v.weight" and not slides(self.keys, layer)
+
+    def _picks(self, layer: int) -> bool:
+        """Whether it has an indexer. Where no key says which have, those do whose tensors are there."""
+        if "indexer_types" not in self.layout.known:
+            return self.layout.indexed
+        kinds = self.keys.get(PICKS)
+        if kinds is None:
+            return f"blk.{layer}.indexer.attn_k.weight" in self._tensors
+        if len(kinds) not in (self.layers, self.keys["block_count"]):
+            raise ConfigError(f"{self.architecture}.{PICKS} has {len(kinds)} values, not one a layer")
+        return bool(kinds[layer])
 
     def _is_sparse(self, layer: int) -> bool:
         if not self.layout.mixture:

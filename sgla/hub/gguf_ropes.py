@@ -45,14 +45,25 @@ def rope_scaling(layout: Layout, keys: Mapping[str, Any], tables: Tables) -> dic
         scaling |= layout.yarn
         warmer = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
         if layout.growing:
-            key = "attention.temperature_scale"
-            magnitude = {"mscale": warmer, "mscale_all_dim": warmer} if warmer else {}
-            return scaling | magnitude | {"llama_4_scaling_beta": keys[key]}
+            return scaling | _growing(layout, keys, 10 * warmer if layout.latent else warmer)
         if warmer:
             scaling["mscale_all_dim"] = 10 * warmer
         stretched = factor > 1 and not layout.latent
         scaling["attention_factor"] = attention * (0.1 * log(factor) + 1.0 if stretched else 1.0)
     return scaling
+
+
+def _growing(layout: Layout, keys: Mapping[str, Any], warmer: float) -> dict[str, Any]:
+    """Of queries that grow with their positions."""
+    scale, length = ("attention.temperature_" + name for name in ("scale", "length"))
+    trained = keys.get("rope.scaling.original_context_length")
+    if keys.get(length, trained) != trained:
+        raise ConfigError(
+            f"{layout.name}.{length} is {keys[length]}, and only rope.scaling.original_context_length, "
+            f"{trained}, is supported"
+        )
+    magnitude = {"mscale": warmer, "mscale_all_dim": warmer} if warmer else {}
+    return magnitude | {"llama_4_scaling_beta": keys.get(scale, layout.missing.get(scale))}
 
 
 def _longrope(layout: Layout, keys: Mapping[str, Any], factor: float, tables: Tables) -> dict[str, Any]:
@@ -62,13 +73,14 @@ def _longrope(layout: Layout, keys: Mapping[str, Any], factor: float, tables: Ta
         raise ConfigError(
             f"{layout.name}.rope.scaling.type is {kind} with a factor of {factor:g}, and {LONG} is longrope's"
         )
-    for key in (f"rope.scaling.{name}" for name in ("original_context_length", "attn_factor")):
-        if key not in keys:
+    trained, attention = (f"rope.scaling.{name}" for name in ("original_context_length", "attn_factor"))
+    for key in (trained, attention):
+        if key not in keys and key not in layout.missing:
             raise ConfigError(f"the GGUF metadata lacks {layout.name}.{key}")
     magnitudes = ("short_mscale", "long_mscale") if layout.mscales else ("attention_factor",)
     return {
         "rope_type": "longrope",
         "short_factor": tables.get(SHORT, []),
         "long_factor": tables.get(LONG, []),
-        "original_max_position_embeddings": keys["rope.scaling.original_context_length"],
-    } | dict.fromkeys(magnitudes, keys["rope.scaling.attn_factor"])
+        "original_max_position_embeddings": keys.get(trained, keys["context_length"]),
+    } | dict.fromkeys(magnitudes, keys.get(attention, layout.missing.get(attention)))

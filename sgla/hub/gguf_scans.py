@@ -23,7 +23,7 @@ def mixer_of(layout: Layout, keys: Mapping[str, Any], layer: int) -> str:
     if layout.scans == "only":
         return "mamba"
     if layout.deltas:
-        return "delta" if is_delta(keys, layer) else "attention"
+        return "delta" if is_delta(layout, keys, layer) else "attention"
     if layout.scans == "alone" and keys[_WIDTHS][layer]:
         return "mlp"
     other = "conv" if layout.convolves else "mamba" if layout.scans in ("instead", "alone") else ""

@@ -213,8 +213,11 @@ class Build:
     def kind_of(self, *modules: str, gathers: bool = False) -> str:
         """The storage of linear layers that are multiplied as one. ``gathers``: they bring their inputs into
         the order that the file wants, without which it may be that of floating-point numbers."""
-        if not self.as_stored or self.kinds:
-            return self.kinds.get(f"{modules[0]}.weight", self.kind)
+        if self.kinds:
+            found = {self.kinds[name] for module in modules if (name := f"{module}.weight") in self.kinds}
+            return common(found or {self.kind}, self.plain)
+        if not self.as_stored:
+            return self.kind
         if self.scattered(*modules) and not gathers:
             return self.plain
         stored = [module for module in modules if module in self.modules] or modules

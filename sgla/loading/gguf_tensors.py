@@ -13,6 +13,7 @@ from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Values
 from sgla.model.delta_spec import DeltaSpec
+from sgla.model.kimi_spec import KimiDeltaSpec
 from sgla.model.latent_spec import LatentSpec
 from sgla.model.mamba_spec import BesideSpec, FirstMambaSpec, MambaSpec
 from sgla.model.read import read_decoder
@@ -28,6 +29,7 @@ CONVOLUTIONS = ("conv1d.weight", "conv.weight")
 _SCANS = (".mamba.", ".conv.", ".mixer.", ".linear_attn.")
 _DELTA = "linear_attn.in_proj"
 OF_FIRST = (*CONVOLUTIONS, "A_log")
+OF_CHANNELS = (*(f".{part}_conv1d.weight" for part in "qkv"), ".A_log")
 OF_SCANS = (*CONVOLUTIONS, "A_log", "D", "norm.weight")
 
 
@@ -53,6 +55,8 @@ def kinds_of_file(
         if isinstance(mamba, MambaSpec | FirstMambaSpec):
             parts = (f"{name}.{part}_proj" for name in ("mamba", "mixer") for part in ("x", "out"))
             cut |= dict.fromkeys(parts, mamba.inner // ranks)
+        if isinstance(attention, KimiDeltaSpec):
+            cut["self_attn.o_proj"] = attention.count // ranks * attention.dim
         if isinstance(attention, DeltaSpec):
             cut["linear_attn.out_proj"] = attention.values // ranks * attention.value_dim
         for part, columns in cut.items():
@@ -80,6 +84,7 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
     """The tensors of a GGUF file under the names that layers declare."""
     first = source.gguf().layout.first_mamba
     joined = source.gguf().layout.deltas == "joined"
+    channels = source.gguf().layout.deltas == "channels"
     for name, value in source.gguf().numbers():
         yield name, Values(torch.from_numpy(value))
     halves: dict[str, dict[str, LazyTensor]] = {}
@@ -88,7 +93,10 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
         if not half:
             scan = next((end for part in _SCANS if (end := tensor.name.partition(part)[2])), "")
             known = OF_FIRST if first else OF_SCANS
-            yield tensor.name, OfScan(scan, tensor, first) if scan in known else Blocks(tensor)
+            if channels and tensor.name.endswith(OF_CHANNELS):
+                yield tensor.name, OfChannels(tensor)
+            else:
+                yield tensor.name, OfScan(scan, tensor, first) if scan in known else Blocks(tensor)
             continue
         both = halves.setdefault(module, {})
         both[half] = tensor
@@ -169,6 +177,26 @@ class OfScan:
     def dense(self, rows: range | None = None) -> Tensor:
         values = torch.from_numpy(self.tensor.numpy()).reshape(self.shape)
         values = torch.log(-values) if self.name == "A_log" else values
+        return values if rows is None else values[rows.start : rows.stop]
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
+
+
+@dataclass(frozen=True)
+class OfChannels:
+    """A convolution of a Kimi delta net, or its ``A_log``, of which the file has what is made of it."""
+
+    tensor: LazyTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.tensor.shape
+        return (1, 1, rows, 1) if self.tensor.name.endswith(".A_log") else (rows, 1, columns)
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        values = torch.from_numpy(self.tensor.numpy()).reshape(self.shape)
+        values = torch.log(-values) if self.tensor.name.endswith(".A_log") else values
         return values if rows is None else values[rows.start : rows.stop]
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:

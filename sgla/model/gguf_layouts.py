@@ -44,7 +44,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         last_norm=gguf.last_norm,
         by_width=gguf.by_width,
         windows_optional=gguf.windows_optional,
-        longrope=family.longrope,
+        longrope=family.longrope or gguf.longrope,
         mscales=family.mscales,
         yarn={"truncate": rope["truncate"]} if "truncate" in rope else {},
         stretched="factor" in rope,
@@ -94,14 +94,17 @@ def _parts(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         yield from mamba(family, "" if gguf.scans == "beside" else "mamba")
     if gguf.scans == "only":
         return
-    mixer = _latent() if _is_latent(family) else _attention(family, bool(gguf.deltas))
+    mixer = _latent(family) if _is_latent(family) else _attention(family, bool(gguf.deltas))
     if gguf.scans in ("instead", "alone") or gguf.convolves or gguf.deltas:
-        mixer = ((name, replace(stored, mixer="attention")) for name, stored in mixer)
+        both = ("attn_q.weight", "attn_output.weight") if gguf.deltas == "channels" else ()
+        mixer = (
+            (name, stored if name in both else replace(stored, mixer="attention")) for name, stored in mixer
+        )
     yield from mixer
     if gguf.convolves:
         yield from _convolution()
     if gguf.deltas:
-        yield from _delta(gguf)
+        yield from _channel_delta() if gguf.deltas == "channels" else _delta(gguf)
     mlp = _mlp(family, gguf)
     if gguf.scans == "alone":
         mlp = ((name, replace(stored, mixer="mlp")) for name, stored in mlp)
@@ -135,7 +138,7 @@ def _attention(family: Family, gated: bool = False) -> Iterator[tuple[str, Store
         yield "attn_sinks.weight", one("self_attn.sinks", "n")
 
 
-def _latent() -> Iterator[tuple[str, Stored]]:
+def _latent(family: Family) -> Iterator[tuple[str, Stored]]:
     """Of the matrix that makes keys and values of the latent newer files have two, of which that of the keys
     is transposed."""
     yield "attn_q.weight", one("self_attn.q_proj.weight", "ud", unless="a")
@@ -148,6 +151,15 @@ def _latent() -> Iterator[tuple[str, Stored]]:
     yield "attn_k_b.weight", one("self_attn.k_b_proj.weight", "nrg")
     yield "attn_v_b.weight", one("self_attn.v_b_proj.weight", "nyr")
     yield "attn_output.weight", one("self_attn.o_proj.weight", "do")
+    if "index_topk" in family.defaults:
+        for name, hf, dims in (
+            ("attn_q_b.weight", "wq_b.weight", "Ia"),
+            ("attn_k.weight", "wk.weight", "Dd"),
+            ("k_norm.weight", "k_norm.weight", "D"),
+            ("k_norm.bias", "k_norm.bias", "D"),
+            ("proj.weight", "weights_proj.weight", "Hd"),
+        ):
+            yield f"indexer.{name}", one(f"self_attn.indexer.{hf}", dims, layers="picks")
 
 
 def _convolution() -> Iterator[tuple[str, Stored]]:
@@ -173,6 +185,24 @@ def _delta(gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         ("ssm_out.weight", "out_proj.weight", "dj"),
     ):
         yield name, one(f"linear_attn.{hf}", dims, mixer="delta")
+
+
+def _channel_delta() -> Iterator[tuple[str, Stored]]:
+    """Beside what latent attention calls alike: the matrices of queries and of what comes out."""
+    for name, hf, dims in (
+        ("attn_k.weight", "k_proj.weight", "jd"),
+        ("attn_v.weight", "v_proj.weight", "jd"),
+        *((f"ssm_conv1d_{part}.weight", f"{part}_conv1d.weight", "jw") for part in "qkv"),
+        ("ssm_f_a.weight", "f_a_proj.weight", "pd"),
+        ("ssm_f_b.weight", "f_b_proj.weight", "jp"),
+        ("ssm_g_a.weight", "g_a_proj.weight", "pd"),
+        ("ssm_g_b.weight", "g_b_proj.weight", "jp"),
+        ("ssm_beta.weight", "b_proj.weight", "zd"),
+        ("ssm_a", "A_log", "z1"),
+        ("ssm_dt.bias", "dt_bias", "j"),
+        ("ssm_norm.weight", "o_norm.weight", "p"),
+    ):
+        yield name, one(f"self_attn.{hf}", dims, mixer="delta")
 
 
 def _mamba(family: Family, mixer: Any) -> Iterator[tuple[str, Stored]]:

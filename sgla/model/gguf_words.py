@@ -100,4 +100,5 @@ class Gguf:
     last_norm: str = "output_norm"
     shared: bool = False
     dense: bool = False
+    longrope: bool = False
     windows_optional: bool = False

@@ -47,6 +47,10 @@ _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
     r"|\s+(?!\S)|\s+"
 )
+_EXAONE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 
 # ``pre`` -> regular expressions, each of which splits what the one before it left whole.
 _GROUPS: dict[tuple[str, ...], list[str]] = {
@@ -54,12 +58,13 @@ _GROUPS: dict[tuple[str, ...], list[str]] = {
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): [r"\p{N}", GPT2],
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): [LLAMA3],
     ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"): [LLAMA3],
-    ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "kormo"): [QWEN2],
+    ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "kormo", "solar-open", "grok-2"): [QWEN2],
     ("qwen35",): [QWEN35],
     ("tekken",): [TEKKEN],
     ("gpt-4o", "llama4", "kanana2", "minimax-m2"): [GPT4O],
     ("kimi-k2",): [KIMI],
     ("seed-coder",): [_SEED],
+    ("exaone-moe",): [_EXAONE],
     ("bailingmoe", "bailingmoe2", "llada-moe"): [_BAILING],
     ("falcon",): [r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"],
     ("bloom", "gpt3-finnish"): [r" ?[^(\s|.,!?…。，、।۔،)]+"],

@@ -4,10 +4,11 @@ does, against HF transformers."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -91,14 +92,16 @@ def write(
     quantized: Type | None = None,
     change: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
     packed: str = "_exps.weight",
+    wide: Mapping[str, Type] = MappingProxyType({}),
     **changes: Any,
 ) -> Path:
     """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of
-    matrices whose names have ``packed``. ``change``: of the tensors, by their names in the file."""
+    matrices whose names have ``packed``, but for those that ``wide`` names. ``change``: of the tensors, by
+    their names in the file."""
     config = hf.config.to_dict()
     layers = hf.config.num_hidden_layers
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, changes.pop("architecture", gguf.MODEL_ARCH_NAMES[arch]))
     rope = config.get("rope_parameters") or {"rope_theta": 10000.0, "rope_type": "default"}
     rope = rope.get("full_attention", rope)
     keys = {name: config[key] for key, name in KEYS.items() if config.get(key) is not None}
@@ -147,7 +150,8 @@ def write(
     change(tensors)
     for name, values in tensors.items():
         if quantized is not None and re.search(packed, name):
-            writer.add_tensor(name, quantize(values, quantized), raw_dtype=quantized)
+            kind = wide.get(name.split(".", 2)[-1], quantized)
+            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()
@@ -179,6 +183,10 @@ def converted(
             tensor = tensor.unflatten(0, (heads["q"], 3, -1)).transpose(0, 1).flatten(0, 2)
         if ".act_fn." in name:
             continue
+        if arch == Arch.KIMI_LINEAR:
+            name, tensor = of_channels(name, tensor)
+        if arch == Arch.MISTRAL4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            name += ".weight"
         if arch == Arch.GEMMA3N and (stack := re.search(r"(altup_\w+)\.(\d)\.weight$", name)):
             experts.setdefault(f"model.{stack[1]}.weight", {})[int(stack[2])] = tensor
             continue
@@ -207,7 +215,7 @@ def converted(
             name = re.sub(r"^backbone(.*)\.mixer\.", r"model\1.mlp.", name)
             name = name.replace(".feed_forward.", ".mlp.") if arch == Arch.JAMBA else name
             experts.setdefault(name.replace(expert[0], ".experts."), {})[int(expert[1])] = tensor
-        elif name.endswith("kv_b_proj.weight"):
+        elif name.endswith("kv_b_proj.weight") and arch != Arch.MINICPM3:
             still = config["qk_nope_head_dim"]
             both = tensor.unflatten(0, (config["num_attention_heads"], -1))
             found[name.replace("kv_b", "k_b")] = both[:, :still].transpose(1, 2)
@@ -265,6 +273,14 @@ def of_delta(name: str, tensor: torch.Tensor, arch: Arch, config: dict[str, Any]
         start, rest = tensor.split([first, tensor.shape[at] - first], at)
         rest = rest.unflatten(at, (keys, values // keys, each)).transpose(at, at + 1)
         tensor = torch.cat([start, rest.flatten(at, at + 2)], at)
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor
+
+
+def of_channels(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A tensor of Kimi Linear, whose dense MLP transformers calls otherwise than published files do."""
+    if name.endswith(".A_log"):
+        tensor = -tensor.exp()
+    name = re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name)
     return name.replace(".dt_bias", ".dt_proj.bias"), tensor
 
 
@@ -636,6 +652,20 @@ LATENT_KEYS = {
     "attention__value_length_mla": 16,
     "rope__dimension_count": 8,
 }
+DENSE["minicpm3"] = (
+    Arch.MINICPM3,
+    "minicpm3",
+    LATENT | TIED | {"q_lora_rank": 24, "rope_parameters": LONGROPE | {"attention_factor": 1.0}},
+    {"attention__key_length": 24, "rope__dimension_count": 8}
+    | dict.fromkeys(("rope__scaling__original_context_length", "rope__scaling__attn_factor")),
+)
+INDEXED = {"q_lora_rank": 24, "index_topk": 16, "index_n_heads": 12, "index_head_dim": 16}
+INDEXER_KEYS = {
+    "attention__indexer__head_count": 12,
+    "attention__indexer__key_length": 16,
+    "attention__indexer__top_k": 16,
+}
+GROWING = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 SIGMOID = {"expert_gating_func": 2}
 HYBRID = GRANITE | {
@@ -667,6 +697,56 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_5_moe_text",
         DELTA | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72, "intermediate_size": ...},
         DELTA_KEYS | {"full_attention_interval": 2},
+    ),
+    "glm-5": (
+        Arch.GLM_DSA,
+        "glm_moe_dsa",
+        LATENT | ROUTED | INDEXED | {"first_k_dense_replace": 1, "index_topk_freq": 2},
+        LATENT_KEYS
+        | SIGMOID
+        | INDEXER_KEYS
+        | {"expert_weights_norm": True}
+        | {"attention__indexer__types": [True, True, False]},
+    ),
+    "glm-5, types not said": (
+        Arch.GLM_DSA,
+        "glm_moe_dsa",
+        LATENT | ROUTED | INDEXED | {"first_k_dense_replace": 2, "index_topk_freq": 2},
+        LATENT_KEYS | INDEXER_KEYS | {"expert_weights_norm": True},
+    ),
+    "deepseek-v3.2": (
+        Arch.GLM_DSA,
+        "deepseek_v32",
+        LATENT
+        | GROUPS
+        | INDEXED
+        | {"first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        LATENT_KEYS
+        | SIGMOID
+        | INDEXER_KEYS
+        | {"architecture": "deepseek32", "expert_weights_norm": True}
+        | {"rope__scaling__yarn_log_multiplier": 0.1},
+    ),
+    "mistral 4": (
+        Arch.MISTRAL4,
+        "mistral4",
+        LATENT | ROUTED | {"q_lora_rank": 24, "rope_parameters": YARN | GROWING},
+        LATENT_KEYS
+        | {"rope__scaling__yarn_log_multiplier": 0.1, "expert_weights_norm": True}
+        | {"attention__temperature_scale": 0.3, "attention__temperature_length": 32},
+    ),
+    "kimi linear": (
+        Arch.KIMI_LINEAR,
+        "kimi_linear",
+        LATENT
+        | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 3, "linear_conv_kernel_dim": 4}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2},
+        LATENT_KEYS
+        | SIGMOID
+        | {"attention__head_count_kv": [0, 1] * 2, "attention__value_length": 72, "context_length": 512}
+        | {"expert_used_count": 2, "expert_shared_count": 1, "kda__head_dim": 8, "ssm__conv_kernel": 4},
     ),
     "glm-4.7-flash": (
         Arch.DEEPSEEK2,
@@ -910,6 +990,9 @@ def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
         ("gemma4", "attention__sliding_window", 5),
         ("apertus", "rope__freq_base", 50.0),
         ("phimoe", "rope__scaling__attn_factor", 1.0),
+        ("glm-5", "attention__indexer__top_k", 5),
+        ("mistral 4", "attention__temperature_scale", 3.0),
+        ("kimi linear", "expert_weights_norm", False),
     ],
 )
 def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Saved) -> None:
@@ -959,6 +1042,13 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("deepseek-v2", "expert_weights_norm", True),
         ("deepseek-v3", "attention__scale", 0.2),
         ("deepseek-v3", "attention__head_count_kv", 3),
+        ("deepseek-v3", "attention__indexer__top_k", 16),
+        ("glm-5", "attention__indexer__types", [True, False]),
+        ("glm-5", "attention__indexer__top_k", None),
+        ("mistral 4", "attention__temperature_length", 64),
+        ("kimi linear", "attention__q_lora_rank", 24),
+        ("kimi linear", "attention__head_count_kv", [0, 1, 0]),
+        ("kimi linear", "kda__head_dim", None),
         ("glm-4.5", "expert_shared_feed_forward_length", 64),
         ("gpt-oss", "swiglu_clamp_exp", [7.0, 7.0, 7.0]),
         ("granite hybrid", "attention__head_count_kv", [0, 2]),
@@ -1171,6 +1261,21 @@ def test_quantized_delta_nets(name: str, kind: Type, tmp_path: Path) -> None:
     for exact, rounded in ((plain.inputs, kept.inputs), (plain.out.weight, kept.out.weight)):
         assert rounded.kind != "f32"
         assert (exact.dequant() - rounded.dequant()).norm() < 0.01 * exact.dequant().norm()
+
+
+@torch.no_grad()
+def test_matrices_that_are_multiplied_as_one_keep_the_numbers_of_each(tmp_path: Path) -> None:
+    """A latent's matrices, of which the file has one in 8 bits."""
+    arch, model_type, layout, keys = MIXTURES["kimi linear"]
+    hf = save_checkpoint(tmp_path, model_type, **layout | {"hidden_size": 96})
+    file = tmp_path / "packed.gguf"
+    wide = dict.fromkeys(("attn_kv_a_mqa.weight", "ssm_g_a.weight"), Type.Q8_0)
+    packed = r"attn_q\.|attn_kv_a_mqa|ssm_[fg]_a|ssm_beta"
+    write(tmp_path, hf, arch, Type.Q4_0, packed=packed, wide=wide, **keys).rename(file)
+    kept, floats = (load_model(open_source(file), "float32", kind) for kind in ("gguf", None))
+    assert kept.blocks[1].attention.down.weight.kind == kept.blocks[0].attention.narrow.weight.kind == "q8_0"
+    expected = Eager(floats).prompt_logprobs(PROMPTS)
+    torch.testing.assert_close(Eager(kept).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-3)
 
 
 @torch.no_grad()

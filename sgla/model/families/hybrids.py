@@ -260,6 +260,15 @@ FAMILIES = {
             (".w2.", ".down_proj."),
             (".w3.", ".up_proj."),
         ),
+        gguf=(
+            Gguf(
+                "kimi-linear",
+                tensors=BALANCED,
+                missing={"expert_weights_norm": True},
+                gating=(SIGMOID,),
+                deltas="channels",
+            ),
+        ),
     ),
     "BailingHybridForCausalLM": Family(
         ("bailing_hybrid",),

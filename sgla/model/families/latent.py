@@ -59,6 +59,13 @@ FAMILIES = {
         model="sgla.model.latent:Latent",
         nulls=HEAD_DIM + KV_HEADS + ("v_head_dim",),
         attention="sgla.model.latent_spec:read",
+        gguf=(
+            Gguf(
+                "minicpm3",
+                longrope=True,
+                missing={"rope.scaling.original_context_length": None, "rope.scaling.attn_factor": 1.0},
+            ),
+        ),
     ),
     "DeepseekV2ForCausalLM": Family(
         ("deepseek_v2",),
@@ -150,6 +157,7 @@ FAMILIES = {
         attention="sgla.model.indexed_spec:deepseek",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
+        gguf=(Gguf("deepseek32", tensors=BALANCED, gating=(SIGMOID,)),),
     ),
     "GlmMoeDsaForCausalLM": Family(
         ("glm_moe_dsa",),
@@ -176,6 +184,7 @@ FAMILIES = {
         attention="sgla.model.indexed_spec:glm",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
+        gguf=(Gguf("glm-dsa", tensors=BALANCED, gating=(0, SIGMOID)),),
     ),
     "Mistral4ForCausalLM": Family(
         ("mistral4",),
@@ -211,6 +220,8 @@ FAMILIES = {
         attention="sgla.model.latent_spec:growing",
         mixture="sgla.model.mixture_spec:mistral4",
         interleaved=True,
+        growing=True,
+        gguf=(Gguf("mistral4", missing={"attention.temperature_scale": 0.1}),),
         outer=MISTRAL3,
     ),
     "YoutuForCausalLM": Family(
