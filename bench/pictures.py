@@ -127,7 +127,7 @@ def tower(args: argparse.Namespace) -> None:
     from sgla.loading.tower import load_tower
     from sgla.media.picture import Picture
     from sgla.media.prepare import arrays_of
-    from sgla.model.vision import VISIONS
+    from sgla.model.vision.table import VISIONS
     from sgla.worker import seeing
 
     config = json.loads((args.model / "config.json").read_text())

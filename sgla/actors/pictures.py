@@ -28,9 +28,10 @@ from sgla.model.vision.sizes import OF_VIDEOS, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 from sgla.per_client import PerClient
 
-MODULES = {
-    "image": ("sgla.media.without_torch", "sgla.media.prepare", "transformers.image_processing_backends"),
-    "audio": ("sgla.media.without_torch", "sgla.media.prepare", "transformers.feature_extraction_utils"),
+MODULES = ("sgla.media.without_torch", "sgla.media.prepare")
+OF_KIND = {
+    "image": "transformers.image_processing_backends",
+    "audio": "transformers.feature_extraction_utils",
 }
 MOST = 1 << 28  # bytes of what is made of one picture
 TOGETHER = 1 << 31  # of all that are there
@@ -41,6 +42,8 @@ PREPARE_SOUNDS = {  # by ``Vision.heard``
     "once": "sgla.media.prepare:prepare_sound",
     "windows": "sgla.media.prepare:prepare_windows",
     "chunks": "sgla.media.prepare:prepare_chunks",
+    "trimmed": "sgla.media.prepare:prepare_trimmed",
+    "masked": "sgla.media.prepare:prepare_masked",
 }
 T = TypeVar("T")
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
@@ -81,7 +84,8 @@ class PictureRoom:
         film = vision.film
         self._film = "" if film is None else film.processor
         self._paced = {} if film is None or film.paced is None else {"tokens_per_second": film.paced(config)}
-        self._pool = Pool(processes, seconds=seconds, modules=MODULES[vision.kind])
+        modules = [*MODULES, *(OF_KIND[kind] for kind in vision.takers if kind in OF_KIND)]
+        self._pool = Pool(processes, seconds=seconds, modules=modules)
         self._turns = PerClient(max(1, processes - 1))
         self._making: dict[bytes, asyncio.Future[None]] = {}  # by digest
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
@@ -93,7 +97,7 @@ class PictureRoom:
     async def wake(self) -> None:
         """Start a process, which imports transformers for seconds: no picture has to wait for that."""
         with suppress(BadRequest):
-            settings = self._settings_of(False, self._sizes)
+            settings = self._settings_of(self._vision.kind, self._sizes)
             await self._pool.run(WAKE, self._processor, settings, result=type(None))
 
     def _asked(self, sizes: Mapping[str, Any], several: bool = False) -> Asked:
@@ -103,8 +107,11 @@ class PictureRoom:
         mark = hashlib.sha256(said).digest() if given or several else b""
         return Asked(mark, given, several)
 
-    def _settings_of(self, videos: bool, given: Mapping[str, Any]) -> str:
+    def _settings_of(self, kind: str, given: Mapping[str, Any]) -> str:
         """Those of the files with ``given`` ones: JSON."""
+        if kind == "audio":
+            return json.dumps(dict(self._settings.sounds))
+        videos = kind == "video"
         known = self._settings.videos if videos else self._settings.images
         hidden = {name for each in given for name in BEFORE.get(each, ())}
         known = {name: known[name] for name in known if name not in hidden}
@@ -188,7 +195,9 @@ class PictureRoom:
             )
 
     async def _one(self, picture: Medium, client: str, asked: Asked) -> Prepared:
-        digest = hashlib.sha256(picture.digest + asked.mark).digest() if asked.mark else picture.digest
+        digest = picture.digest
+        if asked.mark and not isinstance(picture, Sound):
+            digest = hashlib.sha256(digest + asked.mark).digest()
         while True:
             known = self._there.get(digest)
             if known is not None:
@@ -224,12 +233,14 @@ class PictureRoom:
 
     def _task(self, picture: Medium, asked: Asked) -> tuple[Any, ...]:
         """Of a process: the function, and all but its last two arguments."""
-        settings = self._settings_of(isinstance(picture, Video), asked.sizes)
+        settings = self._settings_of(kind_of(picture), asked.sizes)
         if isinstance(picture, Video):
             return PREPARE_VIDEO, picture, self._film, settings, self._paced
         if isinstance(picture, Sound):
-            prepare = PREPARE_LOG_MEL if self._vision.crossed else PREPARE_SOUNDS[self._vision.heard]
-            return prepare, picture, self._processor, settings
+            hearing = self._vision.hearing
+            assert hearing is not None
+            prepare = PREPARE_LOG_MEL if hearing.crossed else PREPARE_SOUNDS[hearing.heard]
+            return prepare, picture, hearing.processor_of(self._settings), settings
         return PREPARE, picture, self._processor, settings, self._extra, asked.several
 
     async def _features(

@@ -18,6 +18,10 @@ from sgla.hub.quantized import PART, QUANTIZATION, beginnings
 
 MAX_JSON = 16 << 20  # bytes of a configuration
 MAX_INDEX = 64 << 20  # bytes of an index of tensors
+THINKERS = {  # by model_type
+    "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
 MAX_ENDS = 1024  # ids that end a generation
 
 
@@ -104,12 +108,21 @@ def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | 
         raise ConfigError(
             f"{path} has no config.json" + (", and several .gguf files: name one" if found else "")
         )
-    config, generation = read_object(path / "config.json"), path / "generation_config.json"
+    config, generation = thinking(read_object(path / "config.json")), path / "generation_config.json"
     generation_config = read_object(generation) if generation.is_file() else {}
     if load_format == "dummy":
         return ModelSource("dummy", path, (), config, generation_config)
     kind, files = weight_files(path, load_format)
     return ModelSource(kind, path, files, config, generation_config)
+
+
+def thinking(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that thinks and speaks, what thinks: the configuration that it has where it stands alone."""
+    inner = config.get("thinker_config")
+    if not isinstance(inner, dict) or inner.get("model_type") not in THINKERS:
+        return config
+    dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    return {**dtype, **inner, "architectures": [THINKERS[inner["model_type"]]]}
 
 
 def _open_gguf(path: Path, load_format: str, layouts: Layouts | None) -> ModelSource:

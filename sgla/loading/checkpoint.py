@@ -22,6 +22,8 @@ from sgla.quant.weight import SourceTensor, Weight, storage
 
 # Where multimodal checkpoints keep their language model.
 PREFIXES = (
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("language_model.model.", "model."),

@@ -23,8 +23,10 @@ def features_of(module: Any, given: Mapping[str, Tensor]) -> Tensor:
     ``[1, mels, frames]``, and ``attention_mask`` int ``[1, frames]``, 1 where there is sound; or what the
     module's own ``get_audio_features`` takes."""
     if "attention_mask" not in given:
-        whole: Tensor = module.get_audio_features(**given, return_dict=True).pooler_output
-        return whole.reshape(-1, whole.shape[-1])
+        told = module.get_audio_features(**given, return_dict=True)
+        whole: Tensor = told.pooler_output.reshape(-1, told.pooler_output.shape[-1])
+        seen = getattr(told, "attention_mask", None)
+        return whole if seen is None else whole[seen.flatten()]
     mask = given["attention_mask"]
     heard, count = (int(n) for n in module.audio_tower._get_feat_extract_output_lengths(mask.sum()))
     room = (mask.shape[1] - 2) // 2 + 1

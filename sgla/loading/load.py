@@ -33,7 +33,7 @@ from sgla.model.read import read_decoder
 from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import FOUR_BITS, as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
-from sgla.model.vision import VISIONS
+from sgla.model.vision.table import VISIONS
 from sgla.quant.fp8 import Fp8
 from sgla.quant.method import FLOATS, PLAIN
 from sgla.quant.weight import Make, SourceTensor, Weight, anywhere, storage
@@ -117,10 +117,9 @@ def load_model(
 
 def towers_of(architecture: str) -> tuple[str, ...]:
     """Beginnings of the names of tensors that make features of pictures or sounds, which
-    ``loading/tower.py`` loads."""
+    ``loading/tower.py`` loads, or that nothing is made with."""
     vision = VISIONS.get(architecture) or HEARINGS.get(architecture)
-    parts = () if vision is None else vision.parts
-    return tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in parts)
+    return () if vision is None else (*vision.names_of_parts, *vision.unread)
 
 
 def renaming(architecture: str) -> Callable[[str], str]:

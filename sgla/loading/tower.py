@@ -24,7 +24,7 @@ READ = (
     *("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images"),
     *("image_position_ids", "target_sizes", "pixel_values_videos"),
 )
-HEARD = ("input_features", "attention_mask", "input_features_mask", "log_mel")
+HEARD = ("input_features", "attention_mask", "input_features_mask", "feature_attention_mask", "log_mel")
 TEXTS = ("language_model", "text_model", "decoder")
 
 
@@ -85,14 +85,14 @@ class Tower:
         given: dict[str, Any] = {
             name: self._put(name, values) for name, values in arrays.items() if name in READ + HEARD
         }
-        if self._apart:
-            given[GRID] = steps_of(given[GRID])
-        if self.grids is not None:
-            given |= self.grids.of(given[GRID])
         if "log_mel" in given:
             return Features(heard(self.module, given["log_mel"]), [])
         if "input_features" in given:
             return Features(features_of(self.module, given), [])
+        if self._apart:
+            given[GRID] = steps_of(given[GRID])
+        if self.grids is not None:
+            given |= self.grids.of(given[GRID])
         films = "pixel_values_videos" in given
         see = self.module.get_video_features if films else self.module.get_image_features
         made = see(**given, return_dict=True)
@@ -166,7 +166,7 @@ def load_tower(
     from transformers.utils import logging
 
     config = small_config(source.config)
-    if vision.kind == "image" and getattr(config, "audio_config", None) is not None:
+    if vision.hearing is None and getattr(config, "audio_config", None) is not None:
         config.audio_config = None  # another tower, which nothing is shown to
     settings: dict[str, Any] = {"config": config, "dtype": dtype}
     if source.kind == "dummy":

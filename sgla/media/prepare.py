@@ -16,6 +16,7 @@ from sgla.media.sound import RATE, Sound
 from sgla.media.video import Video
 
 FRAMES = 3000  # of a spectrogram that are made at a time
+LONGEST = 30.0  # seconds that Gemma's extractors make something of
 FEW = 1024  # values of an array that are told
 DTYPES = {np.dtype(name) for name in ("float32", "int64", "int32", "bool", "uint8")}
 
@@ -119,6 +120,59 @@ def chunks_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:
     }
 
 
+def prepare_trimmed(
+    sound: Sound, processor: str, settings: str, file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """As ``prepare_sound``, without the silence behind the sound."""
+    return written(trimmed_of(sound, processor, settings), "sound", file, most)
+
+
+def trimmed_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:
+    """By name, in numpy. Raises InvalidField for what the model cannot hear at once."""
+    extractor = processor_of(processor, settings)
+    check_length(sound, extractor.n_samples / RATE)
+    samples = np.frombuffer(sound.samples, np.float32)
+    frames = -(-len(samples) // extractor.hop_length)
+    silence = min(extractor.n_fft, extractor.n_samples - len(samples))  # what the last frames see of it
+    samples = np.pad(samples, (0, silence))
+    how = {"padding": False, "truncation": False, "return_tensors": "np"}
+    (made,) = extractor(samples, sampling_rate=RATE, **how)["input_features"]
+    return {
+        "input_features": np.ascontiguousarray(made[None, :, :frames], np.float32),
+        "feature_attention_mask": np.ones((1, frames), np.int64),
+        "frames": np.array([frames]),
+    }
+
+
+def prepare_masked(
+    sound: Sound, processor: str, settings: str, file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """As ``prepare_sound``, by an extractor that says which frames are of the sound."""
+    return written(masked_of(sound, processor, settings), "sound", file, most)
+
+
+def masked_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:
+    """By name, in numpy. Raises InvalidField for what the model cannot hear at once."""
+    check_length(sound, LONGEST)
+    extractor = processor_of(processor, settings)
+    made = extractor([np.frombuffer(sound.samples, np.float32)], return_tensors="np")
+    mask = made["input_features_mask"].astype(bool)
+    return {
+        "input_features": np.ascontiguousarray(made["input_features"], np.float32),
+        "input_features_mask": mask,
+        "frames": np.array([mask.shape[1], mask.sum()]),
+    }
+
+
+def check_length(sound: Sound, longest: float) -> None:
+    """Raises InvalidField for one of more seconds."""
+    if sound.seconds > longest:
+        raise InvalidField(
+            f"a sound has {sound.seconds:.1f} s, and this model hears {longest:g} s; send it in pieces",
+            param="messages",
+        )
+
+
 def prepare_video(
     video: Video, processor: str, settings: str, asked: dict[str, Any], file: str, most: int
 ) -> list[tuple[str, str, list[int], int, list[int]]]:
@@ -167,11 +221,7 @@ def _long(extractor: Any, samples: Any) -> Any:
 def heard_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:
     """By name, in numpy. Raises InvalidField for what the model cannot hear at once."""
     extractor = processor_of(processor, settings)
-    if sound.seconds > (longest := extractor.n_samples / RATE):
-        raise InvalidField(
-            f"a sound has {sound.seconds:.1f} s, and this model hears {longest:g} s; send it in pieces",
-            param="messages",
-        )
+    check_length(sound, extractor.n_samples / RATE)
     samples = np.frombuffer(sound.samples, np.float32)
     made = extractor(samples, sampling_rate=RATE, return_attention_mask=True, return_tensors="np")
     mask = made["attention_mask"]

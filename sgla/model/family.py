@@ -59,6 +59,7 @@ class Family:
     outer: Family | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = ()  # keys of an ``outer`` that the language model reads, too
+    either_ties: bool = False  # of an ``outer``: its embeddings are tied, or those of its language model
     of_checkpoints: bool = False  # transformers has no such class: its code comes with checkpoints
     layers_differ: bool = False  # heads, KV heads, head_dim and widths of MLPs may be lists
     pooled: bool = False

@@ -117,7 +117,9 @@ def _text(architecture: str, outer: Family | None, config: Mapping[str, Any]) ->
     check_keys(architecture, outer, config)
     whole = Reader(architecture, {**outer.defaults, **config})
     text, tied = whole.table("text_config", nulls=True), whole.flag("tie_word_embeddings")
-    if text.get("tie_word_embeddings", tied) != tied:
+    if outer.either_ties:
+        tied = tied or text.get("tie_word_embeddings") is True
+    elif text.get("tie_word_embeddings", tied) != tied:
         raise ConfigError("config.json: tie_word_embeddings is another one in text_config", param="model")
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
     beside = {key: whole.values[key] for key in outer.beside}

@@ -135,8 +135,6 @@ def check_architecture(name: str) -> None:
     folded = {known.lower(): known for known in alike}
     near = [folded[found] for found in difflib.get_close_matches(name[:99].lower(), folded, 1, 0.95)]
     hint = f" Did you mean {near[0]}?" if near else ""
-    if name.startswith("Qwen2_5Omni"):  # sounds and pictures in one model, and an answer that is spoken
-        hint = " Qwen2.5-VL takes pictures and videos, and Qwen2-Audio sounds."
     if name in ("NewModel", "NewForMaskedLM", "NewForSequenceClassification"):  # GTE's own code
         hint = f" A conversion for transformers is, {name.replace('New', 'Gte', 1)}."
     raise ConfigError(

@@ -22,9 +22,7 @@ class Speller:
 
     def __init__(self, vision: Vision, config: Mapping[str, Any], settings: Settings) -> None:
         self.vision, self._config, self._settings = vision, config, settings
-        self._takers: dict[str, Vision | Film] = {vision.kind: vision}
-        if vision.film is not None:
-            self._takers["video"] = vision.film
+        self._takers: dict[str, Vision | Film] = vision.takers
         self._tokens = {taker.token_of(config) for taker in self._takers.values()}
 
     def prompt(
@@ -132,7 +130,8 @@ class Speller:
                 made += before
                 first = len(made) if first < 0 else first
                 made += [token] * count
-            placed.append(Placed(first, len(made), picture, self.vision.together))
+            whole = self.vision.together and picture.kind != "audio"
+            placed.append(Placed(first, len(made), picture, whole))
         made += rest
         if self.vision.prefix:
             placed.insert(0, _prefix(made, pictures))

@@ -47,6 +47,6 @@ def open_listening(
     own = sum(-(-layer.heads // ranks) * layer.head_dim for layer in spec.attention)
     tables = 2 * slots * spec.heard * own * plain.itemsize
     ledger = {"tower": tower.nbytes, "sounds": CACHED, "cross": tables}
-    speech = read_speech(source, settings_of(source.folder).images)
+    speech = read_speech(source, dict(settings_of(source.folder).sounds))
     listening = Listening(FeatureCache(tower, spec.hidden, CACHED), spec.heard, plain, count)
     return listening, Seeing(CACHED + tables, ledger, {"audio": vision.media}, "", speech)

@@ -212,6 +212,7 @@ class Pictures:
                 if (
                     read
                     and placed.picture.arrays
+                    and placed.picture.kind != "audio"
                     and i not in shown.features
                     and placed.picture.digest not in self._cache
                 ):
@@ -248,6 +249,8 @@ def grid_of(placed: list[Placed], parts: list[Places], end: int, merged: int) ->
     grid, at, position = np.zeros((3, end), np.int64), 0, 0
     for entry, tokens in zip(placed, parts):
         told = {array.name: array.values for array in entry.picture.arrays}
+        if "image_grid_thw" not in told:  # tokens of a sound come one behind the other, as texts do
+            continue
         _, rows, columns = (length // merged for length in told["image_grid_thw"])
         # The frames of a video may have texts between them; then each has a grid of its own.
         for run in np.split(tokens, np.flatnonzero(np.diff(tokens) > 1) + 1):

@@ -73,7 +73,7 @@ def open_pictures(
     if device.type == "cuda" and vision.kind == "image" and config.encode_url is None:
         pictures.example = example_of(source, vision, LARGE)
     identity = {} if config.encode_url is None else encode_identity(config, source, plain)
-    media = {vision.kind: vision.media} | ({} if vision.film is None else {"video": vision.film.media})
+    media = {kind: taker.media for kind, taker in vision.takers.items()}
     return pictures, Seeing(kept, ledger, media, note, None, vision.dictation, identity)
 
 

@@ -685,8 +685,3 @@ def test_no_value_in_a_text_config_ends_in_a_traceback(value: Any) -> None:
         for key in ("model_type", "architectures", "layer_types", "rope_parameters", "rope_scaling"):
             with contextlib.suppress(ConfigError):
                 read_spec(config | {"text_config": config["text_config"] | {key: value}})
-
-
-def test_a_family_with_sounds_and_pictures_is_refused_with_what_is_there() -> None:
-    with pytest.raises(ConfigError, match="Qwen2.5-VL takes pictures and videos, and Qwen2-Audio sounds"):
-        read_spec({"architectures": ["Qwen2_5OmniForConditionalGeneration"]})

@@ -18,7 +18,7 @@ from sgla.media import prepare
 from sgla.media.picture import Picture
 from sgla.messages import Submit
 from sgla.model.read import read_decoder
-from sgla.model.vision import VISIONS
+from sgla.model.vision.table import VISIONS
 from sgla.worker.cpu import CpuRunner
 
 
@@ -79,7 +79,7 @@ def gemma3(folder: Path) -> Model:
     return save_model(folder, "Gemma3ForConditionalGeneration", config, images)
 
 
-def gemma4(folder: Path, **text: Any) -> Model:
+def gemma4(folder: Path, sounds: dict[str, Any] | None = None, seed: int = 0, **text: Any) -> Model:
     from transformers import Gemma4Config
 
     tower = {
@@ -110,11 +110,12 @@ def gemma4(folder: Path, **text: Any) -> Model:
         boi_token_id=token("<|image>"),
         eoi_token_id=token("<image|>"),
         video_token_id=token("<|video|>"),
-        audio_token_id=309,
+        audio_token_id=token("<|audio|>"),
+        audio_config=sounds,
     )
     images = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2}
-    images["max_soft_tokens"] = 70
-    return save_model(folder, "Gemma4ForConditionalGeneration", config, images)
+    images |= {"max_soft_tokens": 70, "feature_size": 8}
+    return save_model(folder, "Gemma4ForConditionalGeneration", config, images, seed)
 
 
 def gemma4_large(folder: Path) -> Model:
@@ -122,9 +123,10 @@ def gemma4_large(folder: Path) -> Model:
     return gemma4(folder, use_bidirectional_attention="vision", attention_k_eq_v=True, **experts)
 
 
-def gemma4_small(folder: Path) -> Model:
+def gemma4_small(folder: Path, sounds: dict[str, Any] | None = None, seed: int = 0) -> Model:
+    """``sounds``: of a tower for these."""
     own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TEXT["vocab_size"]}
-    return gemma4(folder, num_kv_shared_layers=2, use_double_wide_mlp=True, **own)
+    return gemma4(folder, sounds, seed, num_kv_shared_layers=2, use_double_wide_mlp=True, **own)
 
 
 def qwen_vl(

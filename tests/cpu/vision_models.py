@@ -16,11 +16,12 @@ from sgla.hub.source import ModelSource, open_source
 from sgla.loading.tower import READ
 from sgla.media.film import filmed
 from sgla.media.picture import Picture
-from sgla.media.prepare import arrays_of, prepare, written
+from sgla.media.prepare import arrays_of, masked_of, prepare, trimmed_of, written
+from sgla.media.sound import Sound
 from sgla.media.video import Video
 from sgla.messages import Array, Prepared, Submit
-from sgla.model.vision import vision_for
 from sgla.model.vision.served import settings_of
+from sgla.model.vision.table import vision_for
 from sgla.text.pictures import Speller
 
 TEXT = {
@@ -44,6 +45,8 @@ WORDS = (
     *("<|video|>", "<|kimi_k25_video_placeholder|>", "<video>"),
     *("<|media_pad|>", "<slice>", "</slice>", "</image>"),
     *("<|image>", "<|image|>", "<image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    *("<|vision_bos|>", "<|IMAGE|>", "<|VIDEO|>", "<|vision_eos|>"),
+    *("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>", "<|audio>", "<|audio|>", "<audio|>"),
 )
 FIRST = 262  # the token of the first of them
 
@@ -95,7 +98,18 @@ class Model(NamedTuple):
         videos = json.dumps(settings_of(self.folder).videos)
         return filmed(video, film.processor, videos, paced, 1 << 26)
 
-    def prepared(self, shown: Picture | Video, several: bool = False) -> Prepared:
+    def heard(self, sound: Sound) -> dict[str, Any]:
+        """What is made of a sound."""
+        hearing, settings = self.speller.vision.hearing, settings_of(self.folder)
+        assert hearing is not None
+        make = {"trimmed": trimmed_of, "masked": masked_of}[hearing.heard]
+        return make(sound, hearing.processor_of(settings), json.dumps(dict(settings.sounds)))
+
+    def prepared(self, shown: Picture | Video | Sound, several: bool = False) -> Prepared:
+        if isinstance(shown, Sound):
+            sound = str(self.folder / f"{shown.digest.hex()}.bin")
+            arrays = [Array(*fields) for fields in written(self.heard(shown), "sound", sound, 1 << 26)]
+            return Prepared(shown.digest, sound, arrays, "audio")
         if isinstance(shown, Video):
             video = str(self.folder / f"{shown.digest.hex()}.bin")
             arrays = [Array(*fields) for fields in written(self.filmed(shown), "video", video, 1 << 26)]
@@ -105,8 +119,12 @@ class Model(NamedTuple):
         made = prepare(shown, self.processor, self.settings, self.asked(), several, str(file), 1 << 26)
         return Prepared(digest, str(file), [Array(*fields) for fields in made])
 
-    def submit(self, rid: str, text: str, shown: Sequence[Picture | Video], max_new: int = 32) -> Submit:
+    def submit(
+        self, rid: str, text: str, shown: Sequence[Picture | Video | Sound], max_new: int = 32
+    ) -> Submit:
         text = text.replace("<image>", self.speller.vision.media)
+        if (hearing := self.speller.vision.hearing) is not None:
+            text = text.replace("<sound>", hearing.media)
         if (film := self.speller.vision.film) is not None:
             text = text.replace("<video>", film.media.rstrip())
         several = self.speller.vision.alone and len(shown) > 1

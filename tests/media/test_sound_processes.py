@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import wave
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 from sgla.actors.ingress import PROCESS
 from sgla.actors.pictures import PictureRoom
 from sgla.errors import InvalidField
+from sgla.media.picture import Picture
 from sgla.media.pool import Pool
-from sgla.media.prepare import heard_of
+from sgla.media.prepare import heard_of, trimmed_of
 from sgla.media.sound import RATE, Hearable, Sound
 from sgla.model.hearing.qwen2_audio import QWEN2_AUDIO
+from sgla.model.vision.omni import QWEN2_5_OMNI
 from sgla.model.vision.spec import Settings
 
 EXTRACTOR = {"feature_size": 16, "chunk_length": 2}
@@ -35,7 +38,7 @@ def wav(samples: np.ndarray) -> bytes:
 async def test_a_file_becomes_what_a_tower_reads() -> None:
     samples = np.random.default_rng(0).integers(-9000, 9000, RATE)
     pool = Pool(processes=1, memory=PROCESS, modules=["sgla.media.decode"])
-    room = PictureRoom(QWEN2_AUDIO, {}, Settings(EXTRACTOR, {}))
+    room = PictureRoom(QWEN2_AUDIO, {}, Settings(EXTRACTOR, {}, sounds=EXTRACTOR))
     try:
         asked = "sgla.media.listen:sound", wav(samples), "file", Hearable(1 << 20, 10.0)
         heard = await pool.run(*asked, result=Sound)
@@ -53,4 +56,25 @@ async def test_a_file_becomes_what_a_tower_reads() -> None:
         assert os.path.exists(first.file)
     finally:
         await pool.close()
+        await room.close()
+
+
+async def test_sounds_are_prepared_beside_pictures() -> None:
+    """Whose sizes are nothing to them."""
+    patches = {"patch_size": 4, "min_pixels": 64, "max_pixels": 512}
+    room = PictureRoom(QWEN2_5_OMNI, {}, Settings(patches, {}, sounds=EXTRACTOR))
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
+    picture = Picture.of(20, 30, pixels.tobytes())
+    heard = Sound.of(np.random.default_rng(0).normal(0, 0.1, RATE).astype(np.float32).tobytes())
+    try:
+        shown, sound = await room.prepare([picture, heard], "a", {"max_pixels": 256})
+        assert [shown.kind, sound.kind] == ["image", "audio"]
+        assert {array.name for array in shown.arrays} == {"pixel_values", "image_grid_thw"}
+        assert sound.digest == heard.digest
+        expected = trimmed_of(heard, "WhisperFeatureExtractor", json.dumps(EXTRACTOR))
+        data = Path(sound.file).read_bytes()
+        for array in sound.arrays:
+            whole = np.frombuffer(data, array.dtype, int(np.prod(array.shape)), array.first)
+            np.testing.assert_allclose(whole.reshape(array.shape), expected[array.name], atol=1e-4)
+    finally:
         await room.close()

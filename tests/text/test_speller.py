@@ -6,8 +6,8 @@ import pytest
 
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import Array, Job, Placed, Prepared, SamplingParams
-from sgla.model.vision import VISIONS
 from sgla.model.vision.spec import Settings
+from sgla.model.vision.table import VISIONS
 from sgla.text.pictures import Speller
 
 LLAVA = {"image_token_index": 32, "vision_config": {"patch_size": 14}}

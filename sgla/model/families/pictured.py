@@ -98,7 +98,7 @@ _QWEN2_VL = replace(
         "rope_theta": 1e6,
     },
     nulls=(*KV_HEADS, "sliding_window", "max_window_layers", "use_sliding_window", "rope_theta"),
-    outer=Family(("qwen2_vl",), _TOWER | _QWEN_TOKENS),
+    outer=Family(("qwen2_vl",), _TOWER | _QWEN_TOKENS, either_ties=True),
     sections=True,
     pooled=True,
     gguf=(),
@@ -136,6 +136,18 @@ _QWEN3_VL_MOE = replace(
     pooled=False,
     gguf=(),
 )
+_OMNI = {
+    "tie_word_embeddings": True,  # of its language model, where nothing is said
+    "audio_config": None,
+    "audio_token_index": 151646,
+    "image_token_index": 151655,
+    "video_token_index": 151656,
+    "audio_start_token_id": 151647,
+    "audio_end_token_id": 151648,
+    "user_token_id": 872,
+    "position_id_per_seconds": 25,
+    "seconds_per_chunk": 2,
+}
 _GLM_TOKENS = {
     "image_token_id": 151343,
     "video_token_id": 151344,
@@ -252,11 +264,28 @@ PICTURED = {
     ),
     # No file names it: PaliGemma 2 calls itself as PaliGemma does.
     "PaliGemma2ForConditionalGeneration": _read_as_prefix(GEMMA["Gemma2ForCausalLM"]),
+    "Qwen2_5OmniThinkerForConditionalGeneration": replace(
+        _QWEN2_VL,
+        types=("qwen2_5_omni_text",),
+        defaults={
+            **_QWEN2_VL.defaults,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_window_layers": 28,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+        outer=Family(("qwen2_5_omni_thinker",), _TOWER | _OMNI, {"ignore_index": -100}, either_ties=True),
+        pooled=False,
+    ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(
         _QWEN2_VL,
         types=("qwen2_5_vl_text", "qwen2_5_vl"),
-        outer=Family(("qwen2_5_vl",), _TOWER | _QWEN_TOKENS),
+        outer=Family(("qwen2_5_vl",), _TOWER | _QWEN_TOKENS, either_ties=True),
     ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,

@@ -36,12 +36,16 @@ def turned(config: Config) -> tuple[list[int], bool]:
     return rope_of(config).get("mrope_section", [11, 11, 10]), True
 
 
+def tokens_of(config: Config, shown: Prepared) -> int:
+    return prod(values(shown, "image_grid_thw")) // merged(config) ** 2
+
+
 def spelled(config: Config, settings: Settings, picture: Prepared) -> Spelled:
-    return Spelled(TOKEN, (prod(values(picture, "image_grid_thw")) // merged(config) ** 2,))
+    return Spelled(TOKEN, (tokens_of(config, picture),))
 
 
 def filmed(config: Config, settings: Settings, video: Prepared) -> Spelled:
-    return Spelled(FRAMES, (prod(values(video, "image_grid_thw")) // merged(config) ** 2,))
+    return Spelled(FRAMES, (tokens_of(config, video),))
 
 
 def told_the_time(config: Config, settings: Settings, video: Prepared) -> Spelled:

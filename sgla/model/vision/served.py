@@ -14,9 +14,9 @@ from sgla.hub.source import ModelSource, read_object
 from sgla.media.sound import RATE
 from sgla.model.hearing import HEARINGS
 from sgla.model.registry import architecture_of
-from sgla.model.vision import vision_for
 from sgla.model.vision.sizes import PARAM, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
+from sgla.model.vision.table import vision_for
 
 NEEDED = {"image": "PIL", "audio": "av"}  # packages
 IMAGES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -28,15 +28,15 @@ def settings_of(folder: Path) -> Settings:
     names = IMAGES, PROCESSOR, VIDEOS
     found = {name: read_object(folder / name) for name in names if (folder / name).is_file()}
     processor = found.get(PROCESSOR, {})
-    nested = processor.get("image_processor", processor.get("feature_extractor"))
-    images = nested if isinstance(nested, dict) else found.get(IMAGES, {})
-    videos = processor.get("video_processor")
-    return Settings(images, processor, videos if isinstance(videos, dict) else found.get(VIDEOS, images))
+    nested = {name: value for name, value in processor.items() if isinstance(value, dict)}
+    plain = found.get(IMAGES, {})
+    images, sounds = nested.get("image_processor", plain), nested.get("feature_extractor", plain)
+    return Settings(images, processor, nested.get("video_processor", found.get(VIDEOS, images)), sounds)
 
 
 def tower_bytes(source: ModelSource, vision: Vision) -> int:
     """Of the weights in safetensors files that are not of the language model. Raises ConfigError."""
-    names = tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in vision.parts)
+    names = vision.names_of_parts
     total = 0
     for path in source.files:
         try:
@@ -95,14 +95,17 @@ def vision_of(config: Config, source: ModelSource) -> tuple[Vision | None, str]:
     with faults_of_settings():
         checked_sizes(vision, config.mm_processor_kwargs)
     settings = settings_of(source.folder)
-    rate = settings.images.get("sampling_rate", RATE)
+    known = settings.images if vision.kind == "image" else settings.sounds
+    rate = settings.sounds.get("sampling_rate", RATE)
     reasons = {
         f"{vision.things} need the extra 'mm': pip install 'sgla[mm]'": find_spec(NEEDED[vision.kind])
         is None,
-        f"the model has no {IMAGES}": not settings.images,
+        f"the model has no {IMAGES}": not known,
         f"towers are not read from files of the kind {source.kind}": source.kind
         not in ("safetensors", "dummy"),
-        f"they are sampled at {rate} Hz": vision.kind == "audio" and rate != RATE,
+        f"{'they' if vision.kind == 'audio' else 'sounds'} are sampled at {rate} Hz": (
+            vision.hearing is not None and rate != RATE
+        ),
         "--enable-lora": config.enable_lora,
         f"--speculative-algorithm {config.speculative_algorithm}": bool(config.speculative_algorithm),
         f"--device {config.device}": vision.crossed and config.device != "cpu",
