@@ -41,6 +41,14 @@ class Taken(NamedTuple):
     known: set[int]
 
 
+class Forced(NamedTuple):
+    """``tokens`` that a grammar forces from the ``position`` of a slot on."""
+
+    slot: int
+    position: int
+    tokens: list[int]
+
+
 def mask_threads() -> int:
     return max(1, min(THREADS, len(os.sched_getaffinity(0)) // 2))
 
@@ -68,6 +76,7 @@ class Constraints:
         self._sampled = np.zeros(slots, bool)  # wants to be told of no token that is not sampled
         # Positions before are not sampled: a grammar has forced their tokens.
         self._known = np.zeros(slots, np.int32)
+        self._furthest: dict[int, tuple[int, Constraint]] = {}  # by slot, of the latest masks
         self._executor = LLExecutor(mask_threads())
         self._rows = torch.zeros(rows, dtype=torch.int32, pin_memory=pin)
         self._ends = torch.zeros(rows, dtype=torch.int32, pin_memory=pin)
@@ -101,6 +110,7 @@ class Constraints:
         begun: list[Constraint | None] = []
         failed: list[tuple[int, str]] = []
         behind: dict[int, Constraint] = {}  # by slot, of the rows so far
+        self._furthest = {}
         for i in np.flatnonzero(self._has[slots] & (positions > 0)).tolist():
             slot, position, place = int(slots[i]), int(positions[i]), len(rows)
             guessed, constraint = 0 < i < len(read) and slots[i - 1] == slot, None
@@ -117,7 +127,7 @@ class Constraints:
                     if not guessed:  # else it is the guess that cannot stand there
                         failed.append((i, str(error)))
                     continue
-                behind[slot] = constraint
+                behind[slot], self._furthest[slot] = constraint, (position, constraint)
                 if constraint.open:
                     continue
                 if constraint.matcher is not None:
@@ -146,6 +156,15 @@ class Constraints:
         self._rows.numpy()[:count] = rows
         parts = [self._rows, self._words, *([self._ends] if ends[:count].any() else [])]
         return Masks(*(x[:count].to(device, non_blocking=True) for x in parts)), failed
+
+    def forced(self) -> list[Forced]:
+        """Of the rows that ``masks`` was asked for the last time, behind what they read; nothing where other
+        ranks would have to be told."""
+        if not self._skip_forced:
+            return []
+        furthest = ((slot, *found) for slot, found in self._furthest.items())
+        runs = (Forced(slot, position, made.forced()) for slot, position, made in furthest)
+        return [run for run in runs if run.tokens]
 
     def take(self, slots: Int32s, positions: Int32s, tokens: Int32s) -> Taken:
         """``tokens`` have been sampled for ``positions`` of ``slots``; negative ones are none. What is forced

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sgla.kernels.ops import Layer
 from sgla.messages import VERIFIED, StepPlan
 from sgla.worker.device_state import upload
-from sgla.worker.flights import Flight
+from sgla.worker.flights import LATE, Flight
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import Capture, DecodeGraphs, seconds_of
 from sgla.worker.pace import Curve, Pace
@@ -26,7 +26,6 @@ from sgla.worker.verify import DeviceDrafts
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two tokens at least
 COUNTS = (*range(1, 9), 12, 16, 24, 32, 48)  # guesses of a row: one that may make another number is padded
 RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
-LATE = 4  # steps behind which all that were launched before are over: more than may be in flight
 
 
 class Chains(ABC):

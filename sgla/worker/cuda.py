@@ -109,6 +109,8 @@ class CudaRunner(GpuExperts):
             out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
             flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
             flight.extras = extras
+        if self.outputs is not None:
+            self.outputs.remember(flight)
         if self.chains is not None and (graph or verify is not None):
             self.chains.remember(flight, rows if graph else 0)
         return flight
@@ -132,6 +134,8 @@ class CudaRunner(GpuExperts):
         """What its rows guess, and the plan with a row for each of that."""
         if plan.new:
             drafts.admit(plan.new)
+        if self.outputs is not None:
+            self.outputs.learn(plan)
         if self.chains is not None:
             plan = self.chains.limit_drafts(plan)
         guided = self.constraints is not None and self.constraints.any(column(plan.slots))

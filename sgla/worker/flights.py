@@ -20,6 +20,8 @@ from sgla.worker.pooler import add_vectors
 from sgla.worker.state import Int32s, column
 from sgla.worker.verify import Verify
 
+LATE = 4  # steps behind which all that were launched before are over: more than may be in flight
+
 
 class Extras(NamedTuple):
     """What some steps bring beside tokens, pinned: ``vectors``, with their rows, of prompts that are
@@ -57,6 +59,16 @@ class Flight:
     @property
     def step(self) -> int:
         return self.plan.step
+
+    def brought(self) -> list[tuple[int, list[int]]]:
+        """Slots of the rows that sample, and their tokens. ``end`` has passed."""
+        assert self.tokens is not None
+        tokens = self.tokens.numpy()[: self.count].tolist()
+        if self.verify is not None:
+            return self.verify.came_of(tokens)
+        rows = np.flatnonzero(np.frombuffer(self.plan.flags, np.uint8) & SAMPLE)
+        slots = column(self.plan.slots)[rows].tolist()
+        return [(slot, [token]) for slot, token in zip(slots, tokens) if token >= 0]
 
     @property
     def done(self) -> bool:
@@ -113,6 +125,8 @@ class Flights:
             flight.on_host = slots, positions
         masks, flight.unmet = self._constraints.masks(slots, positions, flight.out.device, read)
         self._sample(flight, masks)
+        if flight.verify is not None:
+            flight.verify.know(self._constraints)
 
     def _sample(self, flight: Flight, masks: Masks | None) -> None:
         verify = flight.verify

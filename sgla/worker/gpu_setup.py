@@ -14,6 +14,7 @@ from sgla.messages import CacheGroup, Facts, Progress, StepCost
 from sgla.model.diffusion_gemma_spec import denoising_of
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
+from sgla.worker.device_outputs import DeviceOutputs
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
@@ -41,9 +42,11 @@ MIXED, HEAVY = 512, 4 << 30
 class GpuSetup(GpuModel):
     """Ready to run steps: ``graphs`` of decode rows and ``prompts`` of mixed steps, if the attention
     ``_captures``; ``flights``, which draw; ``constraints`` on the rank that samples; ``identity`` of the KV
-    in tiers, if there are any; ``host``: that in the host's memory."""
+    in tiers, if there are any; ``host``: that in the host's memory; ``outputs``: where these are looked up
+    for guesses."""
 
     host: HostTier | None = None
+    outputs: DeviceOutputs | None = None
     canvases: GpuCanvases | None = None  # of a model that writes blocks
 
     def _settle(self, config: Config) -> None:
@@ -96,6 +99,8 @@ class GpuSetup(GpuModel):
             host = steps.tables.host.tokens
             rows = steps.rows
             self.constraints = Constraints(host, vocab, self.matchers, skip_forced, pin=True, rows=rows)
+        if steps.drafts is not None and steps.drafts.searches:
+            self.outputs = DeviceOutputs(steps.slots + 1, steps.drafts.others.answers)
         labels = self.pooling is None
         self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
 

@@ -120,7 +120,7 @@ class NGrams:
             return
         first = wanted.first
         for slot, at, count in zip(wanted.slots[first], wanted.positions[first], counts):
-            self._others.add(slot, self._tables.tokens[slot, at : at + count])
+            self._others.add(slot, self._tables.tokens[slot, at : at + count].tolist())
 
 
 class Both:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from sgla.kernels.gpu.states import DeviceStates
 from sgla.kernels.triton import drafts
+from sgla.kernels.triton.drafts import Others
 from sgla.messages import SAMPLE, VERIFIED, Failed, NewRow, StepPlan, StepResult
+from sgla.sampling.constraints import Constraints, Forced
 from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables, upload
 from sgla.worker.ngrams import FIRST, LONGEST, SHORTEST
+from sgla.worker.others import BITS, PRIME, ROOM, RUN
 from sgla.worker.rewind import Units
 from sgla.worker.state import Int32s, column
 
@@ -24,7 +27,8 @@ from sgla.worker.state import Int32s, column
 class DeviceDrafts:
     """What ``NGrams`` and ``SlotTables`` know of each slot on a CPU, int32[slots + 1] each on the GPU.
     ``searches``: guesses are looked for in what has come; else a model has put them into the token table.
-    ``units``: of layers that keep states, if there are any."""
+    ``units``: of layers that keep states, if there are any; ``others``: what is known beside a row's own
+    text, which ``DeviceOutputs`` fills."""
 
     units: Units | None = None
 
@@ -33,17 +37,37 @@ class DeviceDrafts:
         self.host = tables.host
         shape = 3, len(tables.tokens)
         self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
-        self._behind = np.zeros(len(tables.tokens), bool)  # slots whose ``computed`` is of an earlier step
+        slots = len(tables.tokens)
+        self.others = Others(
+            torch.zeros((1 << BITS) + ROOM + VERIFIED, dtype=torch.int32, device="cuda"),
+            torch.zeros(slots, dtype=torch.int32, device="cuda"),
+            torch.zeros(slots, VERIFIED + 2, dtype=torch.int32, device="cuda"),
+            (RUN, BITS, PRIME),
+        )
+        self._behind = np.zeros(slots, bool)  # slots whose ``computed`` is of an earlier step
 
     def admit(self, rows: list[NewRow]) -> None:
         """Requests take slots."""
-        slots, limits = upload(np.array([[new.slot, new.limit] for new in rows]).T)
+        slots, limits, apart = upload(np.array([[new.slot, new.limit, new.apart] for new in rows]).T)
         self.limits.index_copy_(0, slots.long(), limits)
         self.trusts.index_fill_(0, slots.long(), FIRST)
+        if self.searches:
+            self.others.apart.index_copy_(0, slots.long(), apart)
+            self.others.forced.index_fill_(0, slots.long(), 0)
 
     def skip(self, plan: StepPlan) -> None:
         """A step in which no row guesses: the host knows how far its rows will get."""
         self._behind[column(plan.slots)] = True
+
+    def tell(self, forced: list[Forced]) -> None:
+        """What grammars force."""
+        if not forced:
+            return
+        rows = np.zeros((len(forced), VERIFIED + 3), np.int32)
+        for row, (slot, position, tokens) in zip(rows, forced):
+            row[:3], row[3 : 3 + len(tokens)] = (slot, position, len(tokens)), tokens
+        told = upload(rows)
+        self.others.forced.index_copy_(0, told[:, 0].long(), told[:, 1:])
 
     def begin(self, slots: Int32s, starts: Int32s) -> None:
         """Rows of ``slots`` guess. Those that did not in their step before begin at ``starts``."""
@@ -114,7 +138,7 @@ class Verify:
         if self._leading and state.searches:
             drafts.guess(
                 self._columns, state.tokens, state.computed, state.limits, state.trusts, *rows, state.padding,
-                (LONGEST, SHORTEST), VERIFIED,
+                (LONGEST, SHORTEST), VERIFIED, state.others,
             )  # fmt: skip
         elif self._leading:
             drafts.place(self._columns, state.computed, state.limits, *rows, state.padding, VERIFIED)
@@ -168,6 +192,18 @@ class Verify:
         is over."""
         counts, guessed = self._counts.numpy()
         return self._slots, guessed, np.maximum(counts - 1, 0)
+
+    def know(self, constraints: Constraints) -> None:
+        """What grammars force behind its rows, for the guesses of the next step."""
+        if self._state.searches:
+            self._state.tell(constraints.forced())
+
+    def came_of(self, tokens: list[int]) -> list[tuple[int, list[int]]]:
+        """Slots of the rows that sample, and what each brings of the ``tokens`` of ``plan``. The step is
+        over."""
+        counts = self._counts.numpy()[0].tolist()
+        parts = zip(self._slots.tolist(), self._first.tolist(), counts)
+        return [(slot, [t for t in tokens[at : at + count] if t >= 0]) for slot, at, count in parts]
 
     def fold(self, result: StepResult, samples: Samples) -> None:
         """Make the result of ``plan``, with one sample of each of its rows, that of the step. It is over."""

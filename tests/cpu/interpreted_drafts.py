@@ -32,6 +32,7 @@ from interpreted_gpu import (
     become_gpu,
     source,
 )
+from msgspec.structs import replace as replace_struct
 from tiny import VOCAB, Transcript, make_core, run, submit, tiny_config
 
 from sgla.dist import Shard, gpus
@@ -148,6 +149,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "narrowed": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "a window of its own": (WINDOW_MTP, SMALL_STEPS, {"attention_backend": "torch"}, {"depth": 2}),
     "medusa": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
+    "others": (SHALLOW, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
 }
 # What guesses: random weights go by their names, so a model with fewer layers is right at times.
 MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -180,7 +182,16 @@ def few() -> list[Submit]:
     return [submit("free", [5, 9, 2], 7), submit("cut", list(range(30, 50)), 5)]
 
 
+def answers() -> list[Submit]:
+    """The same text again, in other namespaces and in none."""
+    said = [("first", ""), ("apart", "salt"), ("second", ""), ("apart too", "salt")]
+    asked = [replace_struct(submit(rid, [5, 9, 2], 20), namespace=space) for rid, space in said]
+    return asked
+
+
 def wanted(case: str) -> list[Submit]:
+    if case == "others":
+        return answers()
     if case in HEADS:
         return few()
     if case == "model":
@@ -221,9 +232,16 @@ class Guesses(dict[str, list[int]]):
 
 
 def guessed(runner: Any, case: str) -> dict[str, Any]:
+    """``rights``: right guesses after each request, where they come one after another."""
     guided = runner.facts.guided_drafts
     core: Core = make_core(runner.facts, drafts=DRAFTS, guided_drafts=guided, **CASES[case][3])
     executor = Launching(runner)
+    if case == "others":
+        rights, tokens = [0], {}
+        for one in answers():
+            tokens |= run(runner, [one], core, executor=executor).tokens()
+            rights.append(sum(core.stats().right_at))
+        return {"tokens": tokens, "rights": rights}
     found = shown(run(runner, wanted(case), core, executor=executor))
     assert executor.held > 0 or case in (*HEADS, "model") or runner.shard.rank
     stats = core.stats()

@@ -13,6 +13,7 @@ from forked import run_script
 pytest.importorskip("triton")
 from sgla.kernels.triton import drafts
 from sgla.worker.ngrams import LONGEST, SHORTEST, NGrams
+from sgla.worker.others import BITS, PRIME, RUN, Outputs
 
 MOST = 8
 
@@ -25,7 +26,7 @@ def answers_of(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    return answers_of("graphs", "itself", "eagle3", "states, eagerly", "medusa")
+    return answers_of("graphs", "itself", "eagle3", "states, eagerly", "medusa", "others")
 
 
 def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any]) -> None:
@@ -57,6 +58,15 @@ def check_text(found: dict[str, Any]) -> None:
     assert {"length", "stop"} <= set(cpu["finish"].values())
     assert gpu["guessed"] > sum(gpu["right"]) > 5
     assert gpu["verifies"] + sum(gpu["right"]) < sum(map(len, cpu["tokens"].values()))
+
+
+def test_a_second_answer_like_the_first_is_guessed(answers: dict[str, Any]) -> None:
+    """Not where texts are apart."""
+    found = answers["others"]
+    assert found["gpu"]["tokens"] == found["cpu"]["tokens"]
+    first, apart, second, apart_too = np.diff(found["gpu"]["rights"]).tolist()
+    assert apart == apart_too == first
+    assert second > first + 8
 
 
 def test_text_is_that_of_a_cpu_where_a_model_guesses_for_itself(answers: dict[str, Any]) -> None:
@@ -91,7 +101,9 @@ def test_text_is_that_of_a_cpu_with_several_ranks() -> None:
 
 @pytest.mark.slow
 def test_models_and_heads_guess_with_several_ranks() -> None:
-    found = answers_of("--ranks", "model", "eagle3", "latent", "medusa")
+    found = answers_of("--ranks", "model", "eagle3", "latent", "medusa", "others")
+    assert found["others"]["gpu"]["tokens"] == found["others"]["cpu"]["tokens"]
+    assert found["others"]["gpu"]["rights"][-2] > 8
     check_guesses(found["model"], 1)
     check_head(found["eagle3"])
     check_head(found["latent"])
@@ -128,8 +140,8 @@ def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
     """Slots 0 to 4: what may be guessed is limited by trust, by the request, by the plan; one has all its
     tokens, and one does not guess. Behind guesses of which some are right, trust and places are those of
     ``NGrams``."""
-    rng = np.random.default_rng(0)
-    for _ in range(8):
+    rng, found = np.random.default_rng(0), np.zeros((2, 4), int)
+    for _ in range(12):
         tokens = torch.from_numpy(rng.integers(0, 3, (6, 80)).astype(np.int32))
         before = tokens.clone()
         computed = torch.from_numpy(rng.integers(1, 60, 6).astype(np.int32))
@@ -141,12 +153,18 @@ def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
         starts, where, ends = torch.full_like(slots, 7), slots.clone(), torch.full_like(slots, 8)
         ends[-1] = 33
         rows, state = columns(list(range(5)), most, first), (computed.clone(), limits, trusts.clone())
-        drafts.guess(rows, tokens, *state, slots, starts, where, ends, 5, (LONGEST, SHORTEST), MOST)
+        answers, forced = answered(rng), force(rng, before, computed)
+        apart = columns([0, 1, 0, 0, 0, 0])[0]
+        others = drafts.Others(torch.from_numpy(answers.memory), apart, forced, (RUN, BITS, PRIME))
+        asked = rows, tokens, *state, slots, starts, where, ends, 5
+        drafts.guess(*asked, (LONGEST, SHORTEST), MOST, others)
         out, ids = torch.zeros_like(slots), torch.zeros_like(slots)
         expected = []
         for slot, limit in enumerate([5, 2, 2, -1]):
             known, at = int(computed[slot]) + 1, first[slot]
-            guess = NGrams.propose(before[slot, :known].numpy(), limit)
+            text, most_forced = before[slot, :known].numpy(), (5, 5, 2, -1)[slot]
+            guess = looked_up(answers, forced[slot], slot, text, limit, most_forced)
+            found[int(len(guess) > 0), slot] += 1
             real = len(guess) + (limit >= 0)
             assert tokens[slot, known : known + len(guess)].tolist() == guess.tolist()
             assert (
@@ -166,5 +184,39 @@ def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
         expected.append((1, 0, 33, 9))
         counts = torch.zeros(2, 5, dtype=torch.int32)
         drafts.accept(rows, ids, out, ends, state[0], state[2], counts, MOST)
-        found = zip(*counts.tolist(), state[0].tolist(), state[2].tolist())
-        assert list(found) == expected
+        assert list(zip(*counts.tolist(), state[0].tolist(), state[2].tolist())) == expected
+    assert found[1, :3].min() > 5
+
+
+def answered(rng: Any) -> Outputs:
+    """Parts like the texts; slot 1 is apart."""
+    made = Outputs(4)
+    made.admit(1, True)
+    for slot in (0, 2, 3):
+        made.add(slot, rng.integers(0, 3, 30).tolist())
+        made.admit(slot, False)
+    return made
+
+
+def force(rng: Any, before: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+    """Runs that begin a bit before what is known of a slot ends; slot 2's says what has not come, and slot
+    1's is over."""
+    made = torch.zeros(6, MOST + 2, dtype=torch.int32)
+    for slot in (0, 1, 2):
+        known, back = int(computed[slot]) + 1, int(rng.integers(0, 3)) + (slot > 0)
+        start = max(known - back, 0)
+        run = [*before[slot, start:known].tolist(), *([] if slot == 1 else [7, 8, 9])]
+        run[0] += slot == 2
+        made[slot, : 2 + len(run)] = columns([start, len(run), *run])[0]
+    return made if rng.integers(0, 2) else torch.zeros_like(made)
+
+
+def looked_up(answers: Outputs, forced: torch.Tensor, slot: int, text: Any, limit: int, most: int) -> Any:
+    """What is forced, or else what ``NGrams`` finds."""
+    start, size = forced[:2].tolist()
+    run, ahead = forced[2 : 2 + size].numpy(), len(text) - start
+    if most > 0 and 0 <= ahead < size and (run[:ahead] == text[start:]).all():
+        return run[ahead : ahead + most]
+    guess = NGrams.propose(text, limit, LONGEST)
+    guess = guess if len(guess) or limit <= 0 else answers.behind(slot, text, limit)
+    return guess if len(guess) else NGrams.propose(text, limit)

@@ -45,12 +45,12 @@ def test_a_second_answer_like_the_first_takes_fewer_steps() -> None:
 
 def test_what_comes_behind_a_run() -> None:
     found = Outputs(2)
-    found.add(0, ids(*range(100, 110)))
+    found.add(0, [*range(100, 110)])
     assert not len(found.behind(1, ids(100, 101, 102, 103), 3))  # not before there is a part of it
     found.admit(0, False)
     assert found.behind(1, ids(5, 100, 101, 102, 103), 3).tolist() == [104, 105, 106]
     assert found.behind(1, ids(105, 106, 107, 108), 3).tolist() == [109]
-    found.add(1, ids(100, 101, 102, 103, 7))
+    found.add(1, [100, 101, 102, 103, 7])
     found.admit(1, True)
     assert found.behind(0, ids(100, 101, 102, 103), 3).tolist() == [7]  # the latest
     assert not len(found.behind(1, ids(100, 101, 102, 103), 3))
@@ -58,7 +58,7 @@ def test_what_comes_behind_a_run() -> None:
 
 def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "ROOM", 300)
-    found, rng, seen = Outputs(3), random.Random(1), set[bytes]()
+    found, rng, seen, right = Outputs(3), random.Random(1), set[tuple[int, ...]](), 0
     texts: list[list[int]] = [[], [], []]
     for _ in range(600):
         slot = rng.randrange(3)
@@ -67,10 +67,20 @@ def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             texts[slot] = []
         some = [rng.randrange(6) for _ in range(rng.randrange(1, 9))]
         texts[slot] += some
-        found.add(slot, ids(*some))
+        found.add(slot, some)
         whole = texts[slot]
-        seen |= {ids(*whole[i : i + others.RUN + 1]).tobytes() for i in range(len(whole) - others.RUN)}
-        for before, place in found._places.items():
-            assert found._runs[place] == before
-            assert before + found._tokens[place].tobytes() in seen
-    assert 20 < len(found._places) <= 300
+        seen |= {tuple(whole[i : i + others.RUN + 1]) for i in range(len(whole) - others.RUN)}
+        before = rng.choices(range(6), k=others.RUN)
+        behind = found.behind(2, ids(*before), 3).tolist()
+        assert not behind or (*before, behind[0]) in seen
+        right += bool(behind)
+    assert right > 50
+    assert found.tokens[300:].max() == others.NONE
+
+
+def test_runs_have_numbers() -> None:
+    """The same ones alone and together, which few others have."""
+    runs = np.random.default_rng(0).integers(0, 200_000, (20_000, others.RUN)).astype(np.int32)
+    numbers = others.numbers_of(runs)
+    assert numbers.tolist() == [others.number_of(run) for run in runs.tolist()]
+    assert len(set(numbers.tolist())) > 18_000

@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from test_gpu_runner import TINY, make
 from test_gpu_states import MODEL as STATES
 from test_gpu_windows import MODEL as WINDOWS
@@ -155,6 +157,24 @@ def test_alone_and_together(both: tuple[Any, Any]) -> None:
     for request in requests()[:6]:
         alone = run(guessing, [request], make_core(guessing.facts, drafts=8, prefix_cache=False))
         assert alone[request.rid] == together[request.rid]
+
+
+def test_a_second_answer_like_the_first_is_guessed(both: tuple[Any, Any]) -> None:
+    """Not where texts are apart."""
+    plain, guessing = both
+    if guessing.chains is not None:
+        pytest.skip("a model guesses")
+    rng, right = random.Random(8), [0]
+    asked = submit("first", [rng.randrange(5000) for _ in range(30)], 100, temperature=0.8, seed=5)
+    expected = run(plain, [asked], make_core(plain.facts))["first"]
+    core = make_core(guessing.facts, drafts=8)
+    for namespace in ("", "salt", "", "salt"):
+        (found,) = run(guessing, [replace(asked, namespace=namespace)], core).values()
+        assert found == expected
+        right.append(sum(core.stats().right_at))
+    first, apart, second, apart_too = (after - before for before, after in pairwise(right))
+    assert apart == apart_too == first
+    assert second > first + 40
 
 
 def wise(runner: Any) -> bool:

@@ -4,6 +4,8 @@ The rule is that of ``worker/drafts.py``. Where a model guesses, the rows of its
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,12 +26,34 @@ def _spread(slot, known, guessed, most, left, first, slots, starts, where, ends,
     tl.store(ends + first + i, tl.where(real, known + i, 0), mask=own)
 
 
+@triton.jit
+def _of_others(
+    history, known, wanted, others, RUN: tl.constexpr, BITS: tl.constexpr, PRIME: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    """Where in ``others`` the last ``RUN`` tokens came before, behind the numbers of runs, and how many of
+    the ``wanted`` tokens are there; see ``worker/others.py: Outputs``."""
+    number = tl.zeros([1], tl.uint32)
+    for back in tl.static_range(RUN, 0, -1):
+        token = tl.load(history + known - back, mask=known >= RUN, other=0)
+        number = (number ^ token.to(tl.uint32)) * PRIME
+    place = tl.load(others + (number >> (32 - BITS)).to(tl.int32))
+    texts = others + (1 << BITS) + place
+    before, i = tl.arange(0, RUN) - RUN, tl.arange(0, MOST)
+    there = tl.load(texts + before, mask=(place >= RUN) & (before < 0), other=-1)
+    last = tl.load(history + known + before, mask=known + before >= 0, other=-2)
+    wanted = tl.where(tl.min((there == last).to(tl.int32), 0) > 0, wanted, 0)
+    ends = tl.load(texts + i, mask=i < wanted, other=-1) < 0
+    return texts, tl.min(tl.where(ends, i, MOST), 0)
+
+
 @triton.jit(
     do_not_specialize=["rows", "padding"],
     do_not_specialize_on_alignment=["columns", "slots", "starts", "where", "ends"],
 )
 def _guess(
     columns, rows, tokens, stride, computed, limits, trusts, slots, starts, where, ends, padding,
+    others, apart, forced, RUN: tl.constexpr, BITS: tl.constexpr, PRIME: tl.constexpr,
     LONGEST: tl.constexpr, SHORTEST: tl.constexpr, PLACES: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,10 +74,23 @@ def _guess(
                 same = same & (there == tl.load(history + known - back, mask=known >= back, other=-2))
                 alike += same.to(tl.int32)
             best = tl.maximum(best, tl.max(tl.where(alike >= SHORTEST, (alike << PLACES) + end, 0), 0))
-        end = best & ((1 << PLACES) - 1)
+        end, i = best & ((1 << PLACES) - 1), tl.arange(0, MOST)
         guessed = tl.where(best > 0, wanted, 0)
-        i = tl.arange(0, MOST)
+        wanted = tl.where((best >> PLACES < LONGEST) & (tl.load(apart + slot) == 0), wanted, 0)
+        found, count = _of_others(history, known, wanted, others, RUN, BITS, PRIME, MOST)
         token = tl.load(history + end + i % (known - end), mask=i < guessed, other=0)
+        token = tl.where(count > 0, tl.load(found + i, mask=i < count, other=0), token)
+        guessed = tl.where(count > 0, count, guessed)
+        # What its grammar forces, if the text has gone on as was thought.
+        run = forced + slot.to(tl.int64) * (MOST + 2)
+        ahead, size = known - tl.load(run), tl.load(run + 1)
+        behind = tl.load(run + 2 + i, mask=i < size, other=0)
+        came = (i < ahead) & (i < size)
+        other = came & (behind != tl.load(history + known - ahead + i, mask=came, other=0))
+        there = (ahead >= 0) & (ahead < size) & (tl.max(other.to(tl.int32), 0) == 0)
+        count = tl.where(there, tl.minimum(size - ahead, tl.minimum(most, left)), 0)
+        token = tl.where(count > 0, tl.load(run + 2 + ahead + i, mask=i < count, other=0), token)
+        guessed = tl.where(count > 0, count, guessed)
         tl.store(history + known + i, token, mask=i < guessed)
         _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST)
 
@@ -193,6 +230,18 @@ def _ring(
         tl.store(here, tl.load(there, mask=i < width), mask=i < width)
 
 
+class Others(NamedTuple):
+    """What rows know beside their own texts. ``answers`` int32[*]: ``places`` and then ``tokens`` of
+    ``worker/others.py: Outputs``, whose runs have so many tokens, and numbers by this ``numbering`` (tokens,
+    bits, factor); ``apart`` int32 of each slot: it sees none of these. ``forced`` int32[slots, most + 2]: a
+    position of the slot, and how many tokens a grammar forces from there on, then these."""
+
+    answers: Tensor
+    apart: Tensor
+    forced: Tensor
+    numbering: tuple[int, int, int]
+
+
 def guess(
     columns: Tensor,
     tokens: Tensor,
@@ -206,6 +255,7 @@ def guess(
     padding: int,
     lengths: tuple[int, int],
     most: int,
+    others: Others,
 ) -> None:
     """Fill in the decode rows that R rows with guesses are made of.
 
@@ -215,12 +265,15 @@ def guess(
     Int32 of each decode row: slot and position of its input (``slots``, ``starts``) and of what it samples
     (``where``, ``ends``). One without a guess reads the first token of the slot ``padding`` and samples
     nothing (end 0). ``lengths``: most and fewest tokens that must have come before; ``most``: decode rows of
-    a row, a power of two."""
+    a row, a power of two. What a grammar forces goes first, then what stands behind the longest run, then
+    what ``others`` were answered."""
     longest, shortest = lengths
+    run, bits, prime = others.numbering
     rows = columns.shape[1]
     _guess[(rows,)](
         columns, rows, tokens, tokens.stride(0), computed, limits, trusts, slots, starts, where, ends,
-        padding, LONGEST=longest, SHORTEST=shortest, PLACES=PLACES, MOST=most, BLOCK=HISTORY, num_warps=4,
+        padding, others.answers, others.apart, others.forced, RUN=run, BITS=bits, PRIME=prime,
+        LONGEST=longest, SHORTEST=shortest, PLACES=PLACES, MOST=most, BLOCK=HISTORY, num_warps=4,
     )  # fmt: skip
 
 
