@@ -2,7 +2,7 @@
 
     python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
                            [--algorithm ngram] [--draft MODEL] [--guesses N] [--accept SHARE]
-                           [--texts loop,free] [--alone] [--all]
+                           [--texts loop,free] [--alone] [--all] [--always]
 
 ``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one.
 ``--dummy``: random weights and no tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop``
@@ -10,8 +10,8 @@ goes on greedily, ``right`` may say one token alone, so that all guesses are rig
 the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time, several numbers by
 commas. ``--accept``: on a GPU, this share of the guesses of a model with random weights is taken as right
 (``forced.py``); an engine for each of several. ``--guesses``: at most, several by commas, the most first,
-with one engine. ``--all``: as many as that, whatever the clock says. ``--alone``: no engine without guesses
-beside, for models that do not fit twice.
+with one engine. ``--all``: as many as that, whatever the clock says; ``--always``: of n-grams, with
+``--accept``. ``--alone``: no engine without guesses beside, for models that do not fit twice.
 
 Engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text
 with medians; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of
@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("--guesses", help="--speculative-num-draft-tokens")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--all", action="store_true", help="--no-speculative-adaptive")
+    parser.add_argument("--always", action="store_true", help="n-grams guess in every step")
     parser.add_argument("--extra", default="{}", help="other settings, as JSON")
     parser.add_argument("--accept", default="")
     parser.add_argument("--kv", type=int, default=4, help="GiB of each engine's KV cache on a GPU")
@@ -149,6 +150,8 @@ def main() -> int:
     for share in shares:
         if share is not None:
             os.environ["SGLA_BENCH_ACCEPT"] = str(share)
+            if args.always:
+                os.environ["SGLA_BENCH_ALWAYS"] = "1"
             procs.runner_of = lambda config: "forced:runner"
         guessing = LLM(
             args.model,

@@ -2,7 +2,8 @@
 """A worker on a GPU of whose guesses a given share is right, whatever the model draws, so that what they cost
 and save can be measured with random weights. The text is none.
 
-``bench/drafts.py --accept SHARE`` starts it in the place of the server's own.
+``bench/drafts.py --accept SHARE`` starts it in the place of the server's own; with ``--always`` n-grams guess
+as much as they may in every step, as if a grammar forced all that comes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.messages import VERIFIED
 from sgla.worker.start_gpu import cuda_runner
 from sgla.worker.verify import Verify
 
-SHARE = "SGLA_BENCH_ACCEPT"  # the environment's variable
+SHARE, ALWAYS = "SGLA_BENCH_ACCEPT", "SGLA_BENCH_ALWAYS"  # variables of the environment
 
 
 @triton.jit(
@@ -37,7 +39,7 @@ def _force(ids, out, slots, ends, table, stride, count, step, share, BLOCK: tl.c
 
 
 def runner(*args: Any) -> Any:
-    share, accept = float(os.environ[SHARE]), Verify.accept
+    share, accept, always = float(os.environ[SHARE]), Verify.accept, ALWAYS in os.environ
     steps = iter(range(1 << 30))
 
     def forced(self: Any, out: Tensor) -> None:
@@ -49,6 +51,10 @@ def runner(*args: Any) -> Any:
                 share, BLOCK=512, num_warps=4,
             )  # fmt: skip
         accept(self, out)
+        if always:
+            runs = self._state.others.forced
+            runs[:, 0] = self._state.computed + 1
+            runs[:, 1] = VERIFIED
 
     Verify.accept = forced  # type: ignore[method-assign]
     return cuda_runner(*args)

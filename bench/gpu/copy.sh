@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Guesses of n-grams on one H200, and rows of which none may guess: no network, random weights but for the demo's. Run it in the
+# repository's root; results into $OUT (copy.jsonl: a JSON line each; copy.log: what was printed). At most 60 s each:
+#   OUT=... bash bench/gpu/copy.sh [small] [copy]     OUT=... LIMIT=118 bash bench/gpu/copy.sh crowd
+#   small: Qwen3-0.6B, one stream, four fifths of the guesses right (goal: 0.20 ms a token with five), and none right (<= 3 %)
+#   copy: the demo model, if its file has come along in ~/.cache/sgla (goal: >= 2 times), repeats code and tells a story
+#   crowd: 64 streams of Qwen3-8B without guesses, with n-grams and with a head of EAGLE-3 (goal: not slower)
+set -uo pipefail
+LIMIT=${LIMIT:-58}
+. bench/gpu/parts.sh
+
+common="bench/drafts.py --device cuda --alone"
+small="$common --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 --kv 2"
+crowd="$common --dummy --model bench/models/qwen3-8b --texts free --rows 64 --tokens 512 --repeat 3 --kv 14"
+for each in ${*:-small copy}; do
+    case $each in
+    small)
+        part small 25 $small --algorithm ngram --accept 0.8,0 --always --guesses 8,5
+        part none 15 $small --algorithm off
+        ;;
+    copy) part copy 25 bench/drafts.py --device cuda --tokens 400 --repeat 3 --kv 2 --algorithm ngram ;;
+    crowd)
+        part none 40 $crowd --algorithm off
+        part ngram 40 $crowd --algorithm ngram
+        part head 45 $crowd --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
+        ;;
+    esac
+done
