@@ -15,7 +15,8 @@
 // results by the rms.
 //
 // E4M3: both factors are rounded to 8 bits, x with a scale for each row and w with one for each of its own.
-// The results are multiplied by them.
+// The results are multiplied by them. GROUPED: a row of w has a scale for each 128 k, which is a stage; the
+// sums of a stage, in registers of their own, meet it there.
 //
 // SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu).
 #include "wgmma.cuh"
@@ -51,6 +52,9 @@
 #ifndef E4M3
 #define E4M3 0
 #endif
+#ifndef GROUPED
+#define GROUPED 0
+#endif
 // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate)
 // * up; 6: float32, or tokens drawn from it.
 #ifndef EPILOGUE
@@ -63,7 +67,7 @@
 
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int ROW_BYTES = 128, BK = ROW_BYTES / (E4M3 ? 1 : 2);  // one row of a swizzled tile
-constexpr bool FACTORS = SCALED || E4M3;  // of rows of x, in shared memory
+constexpr bool FACTORS = SCALED || (E4M3 && !GROUPED);  // of rows of x, in shared memory
 constexpr bool PAIRED = BM % 64 != 0;
 constexpr int GROUPS = (BM + 63) / 64 / PASSES, CONSUMERS = GROUPS * 128;
 constexpr int HALF = PAIRED ? (BN / 2 + 15) & ~15 : BN;  // rows of x for the last group in the last pass
@@ -77,7 +81,7 @@ constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
-static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
+static_assert(!(E4M3 && (SCALED || ADD || DRAW)) && !(GROUPED && (!E4M3 || TIGHT)));
 static_assert(!(SEND && (EPILOGUE || PAIRED)));  // what is sent is sent once
 // Sums that a block gets from its cluster.
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;
@@ -97,7 +101,7 @@ struct Params {
   int parts, row_stride, first;  // first: token of a vocabulary's part
   float eps;
   const float* row_scale;  // E4M3: [m], of x
-  const float* scale;      // E4M3: [n], of w; gated: [2 n], gate rows, then up rows
+  const float* scale;  // E4M3: [n], of w; gated: [2 n], gate rows, then up rows; GROUPED: [rows][k / 128]
 #if SEND
   u32* inbox[8];     // of every rank
   const u32* state;  // sums so far
@@ -248,6 +252,12 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
       const float2 s = *reinterpret_cast<const float2*>(scales + j * 2 + t * 2);
       d[0] *= s.x, d[1] *= s.y, d[2] *= s.x, d[3] *= s.y;
     }
+    if (GROUPED) {
+      const int at = row + t * 2;
+      const float x = at < p.m ? __ldcg(p.row_scale + at) : 0.f,
+                  y = at + 1 < p.m ? __ldcg(p.row_scale + at + 1) : 0.f;
+      d[0] *= x, d[1] *= y, d[2] *= x, d[3] *= y;
+    }
     if (EPILOGUE == 3 || DRAW) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -273,12 +283,18 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
   }
 }
 
-// The factors and the bias of a thread's two columns; GATED, of its gate and its up.
+// The factors and the bias of a thread's two columns; GATED, of its gate and its up. GROUPED: where their
+// scales begin.
 struct Columns {
   float norm[2] = {}, bias[2] = {}, scale[2] = {};
+  const float* groups[2];
   __device__ __forceinline__ Columns(const Params& p, int n) {
     const int g = threadIdx.x % 32 / 4;
-    if (E4M3) {
+    if (GROUPED) {  // rows behind the last have any
+      const long long stride = p.k / BK;
+      groups[0] = p.scale + min(n + g, p.n - 1) * stride;
+      groups[1] = p.scale + (GATED ? p.n + min(n + g, p.n - 1) : min(n + g + 8, p.n - 1)) * stride;
+    } else if (E4M3) {
       if (n + g < p.n) scale[0] = p.scale[n + g];
       if (GATED && n + g < p.n) scale[1] = p.scale[p.n + n + g];
       if (!GATED && n + g + 8 < p.n) scale[1] = p.scale[n + g + 8];
@@ -470,6 +486,30 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
   if (threadIdx.x % 128 == 0) barrier_arrive(used);
 }
 
+// GROUPED: the same, with the scales of these steps.
+template <int SIZE>
+__device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Shared& shared,
+                                                 Slot<STAGES>& slot, int count, int w_at, int x_at,
+                                                 const float* first, const float* second) {
+  float part[SIZE], next[2] = {__ldg(first), __ldg(second)};
+  for (int i = 0; i < count; ++i, slot.next()) {
+    const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
+    const float scale[2] = {next[0], next[1]};
+    barrier_wait(shared.full + slot.stage * 8, slot.parity);
+    const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at);
+    wgmma_fence();
+    wgmma_e4m3_first(part, w, x);
+#pragma unroll
+    for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(part, w + k * 2, x + k * 2);
+    wgmma_commit();
+    if (i + 1 < count) next[0] = __ldg(first + i + 1), next[1] = __ldg(second + i + 1);
+    wgmma_wait<0>(part);
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
+#pragma unroll
+    for (int j = 0; j < SIZE; ++j) acc[j] = fmaf(part[j], scale[j / 2 % 2], acc[j]);
+  }
+}
+
 // DRAW: of the row that a thread gives to the other blocks, and has of them.
 struct Known {
   bool draws = false;
@@ -492,7 +532,12 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   if constexpr (ADD) load_residual<SHARE>(p, kept, n, row);
   if (DRAW && told.draws && threadIdx.x < p.m) told.known = __ldcg(p.draw.keys + threadIdx.x);
   float acc[N / 2] = {};
-  multiply(acc, shared, slot, work.count, unit * (64 * ROW_BYTES), W_BYTES + begin * ROW_BYTES);
+  const int w_at = unit * (64 * ROW_BYTES), x_at = W_BYTES + begin * ROW_BYTES;
+  if constexpr (GROUPED)
+    multiply_grouped(acc, shared, slot, work.count, w_at, x_at, columns.groups[0] + work.first,
+                     columns.groups[1] + work.first);
+  else
+    multiply(acc, shared, slot, work.count, w_at, x_at);
   float sum[N / 2 / SPLIT];
   if constexpr (SPLIT == 1) {
 #pragma unroll
@@ -502,7 +547,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
              Exchange{shared.inbox, shared.delivered, tile.w * p.row_tiles + tile.row / BN});
   }
   if (FACTORS) barrier_wait(shared.scaled, 0);
-  if (E4M3)
+  if (E4M3 && !GROUPED)
 #pragma unroll
     for (int j = 0; j < N / 2 / SPLIT; ++j) sum[j] *= columns.scale[j / 2 % 2];
   if constexpr (ADD) {

@@ -12,7 +12,8 @@ __device__ __forceinline__ u64 tile_at(u32 addr, u32 far = 16) {
 // d[64 x N] of a group of warps: lane (g = lane / 4, t = lane % 4) of warp w holds rows 16 w + g and + 8, of
 // every 8 columns 2t and 2t + 1. `wgmma`: d += a b^T with both in shared memory, b's rows being columns of d;
 // `wgmma_first`: d = a b^T; `wgmma_registers`: d += a b with a in registers, as the results of another such
-// product lie, and b's columns being those of d. All take 16 of k. `wgmma_e4m3`: `wgmma` of e4m3, 32 of k.
+// product lie, and b's columns being those of d. All take 16 of k.
+// `wgmma_e4m3`, `wgmma_e4m3_first`: the first two of e4m3, 32 of k.
 #define D8(KIND, i)                                                                                          \
   KIND(d[i]), KIND(d[i + 1]), KIND(d[i + 2]), KIND(d[i + 3]), KIND(d[i + 4]), KIND(d[i + 5]),                \
       KIND(d[i + 6]), KIND(d[i + 7])
@@ -65,6 +66,12 @@ __device__ __forceinline__ u64 tile_at(u32 addr, u32 far = 16) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" S##EIGHTS "}, " A ", " A1      \
                                                                                         ", 1, 1, 1;"         \
                  : D_##EIGHTS("+f")                                                                          \
+                 : "l"(a), "l"(b));                                                                          \
+  }                                                                                                          \
+  __device__ __forceinline__ void wgmma_e4m3_first(float (&d)[N / 2], u64 a, u64 b) {                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" S##EIGHTS "}, " A ", " A1      \
+                                                                                        ", 0, 1, 1;"         \
+                 : D_##EIGHTS("=f")                                                                          \
                  : "l"(a), "l"(b));                                                                          \
   }                                                                                                          \
   __device__ __forceinline__ void wgmma_registers(float (&d)[N / 2], const u32(&a)[4], u64 b) {              \

@@ -60,6 +60,21 @@ def test_blocks_keep_to_the_rows_whose_scales_they_have(
             assert blocks % row_tiles == 0
 
 
+@pytest.mark.parametrize("processors", [78, 132, 144])
+def test_blocks_that_share_sums_of_groups_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    monkeypatch.setattr(batch_gemm, "processors", lambda: processors)
+    for n, k in [(4096, 1024), (1024, 2048), (6144, 4096), (4096, 12288), (336, 1280)]:
+        for m in [*range(9, 300), 1000, 8192]:
+            config = batch_gemm.grouped_config(m, n, k)
+            rows = batch_gemm.rows_of(config, m)
+            # Sums of a group stand in registers beside those of all.
+            assert rows <= (64 if config.tile > 128 else batch_gemm.GROUPED_ROWS)
+            blocks = batch_gemm._tiles(n, config.tile) * -(-m // rows) * config.split
+            assert m <= 64 or config.split == 1 or blocks <= processors
+
+
 @pytest.mark.parametrize("inner", [14336, 12288, 13824, 27648, 9728, 6144, 17408, 18944])
 def test_gate_and_up_keep_the_multiprocessors_busy(monkeypatch: pytest.MonkeyPatch, inner: int) -> None:
     monkeypatch.setattr(batch_gemm, "processors", lambda: 132)

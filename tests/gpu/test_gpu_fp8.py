@@ -267,11 +267,17 @@ def products_in_groups(kind: str, m: int, n: int, k: int) -> list[float]:
         found.append(relative(skinny_gemm.linear(x, w.data, **given), normed))
         gated = skinny_gemm.linear(x, w.data, epilogue=skinny_gemm.SILU, **given)
         found.append(relative(gated, ops.act_mul(normed, "silu")) / 2)
-    elif kind == "fp8g128":
+    if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:
         assert w.scale is not None
         rounded = fp8.quantize(x)
         y = (rounded.numbers.float() * rounded.scale[:, None]) @ w.dequant().T
         found.append(relative(fp8.grouped(rounded, w.data, w.scale, bias), y + bias))
+        given = {"scales": batch_gemm.Scales(rounded.scale, w.scale)}
+        cut, gated_cut = (batch_gemm.grouped_config(m, n, k, gated) for gated in (False, True))
+        tiled = batch_gemm.linear(rounded.numbers, w.data, cut, bias=bias, **given)
+        found.append(relative(tiled, y + bias))
+        gated = batch_gemm.linear(rounded.numbers, w.data, gated_cut, epilogue=batch_gemm.SILU, **given)
+        found.append(relative(gated, ops.act_mul(y, "silu")) / 2)
     return found
 
 

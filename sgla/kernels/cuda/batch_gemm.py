@@ -92,7 +92,7 @@ class Unscaled(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of e4m3 numbers, float32: ``x`` ``[m]``, ``weight`` ``[n]``."""
+    """Of e4m3 numbers, float32: ``x`` ``[m]``, ``weight`` ``[n]``, or ``[n, k / 128]`` (grouped)."""
 
     x: Tensor
     weight: Tensor
@@ -132,6 +132,20 @@ def default_config(m: int, n: int, k: int, gated: bool = False, e4m3: bool = Fal
         return None
     split = 1 if n > 4096 else 2 if n > 2048 else 4
     return _choose(processors(), m, n, k // 2, gated) or Config(64, split, 1)
+
+
+GROUPED_ROWS = 128  # of x in a tile: the sums of a group stand beside those of all
+
+
+def grouped_config(m: int, n: int, k: int, gated: bool = False) -> Config:
+    """The same for e4m3 weights with scales of groups."""
+    if m <= 64:
+        found = default_config(m, n, k, gated, e4m3=True)
+        assert found is not None
+        return found
+    blocks, most = -(-n // 128) * -(-m // GROUPED_ROWS), processors()
+    split = next(split for split in (4, 2, 1) if split == 1 or (split * blocks <= most and k >= 1024 * split))
+    return Config(128, split, 1, rows=GROUPED_ROWS)
 
 
 @lru_cache(1 << 14)
@@ -194,7 +208,13 @@ def _cut_rows(count: int, m: int, n: int, k: int) -> Config:
 
 @cache
 def _kernel(
-    config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool = False, ranks: int = 0
+    config: Config,
+    rows: int,
+    epilogue: int,
+    scaled: bool,
+    e4m3: bool = False,
+    ranks: int = 0,
+    grouped: bool = False,
 ) -> Kernel:
     stage, cluster = (64 * config.groups + rows) * 128, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's draw needs.
@@ -208,7 +228,7 @@ def _kernel(
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
-    defines |= {"SEND": ranks} if ranks else {}
+    defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
 
@@ -287,7 +307,9 @@ def _launch(
     rows = rows_of(config, m)
     tiles, row_tiles = _tiles(n, config.tile), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
-    blocks = _blocks(config, tiles, row_tiles, scaled or e4m3)
+    grouped = scales is not None and scales.weight.dim() == 2
+    kept = scaled or (e4m3 and not grouped)  # factors of rows of x
+    blocks = _blocks(config, tiles, row_tiles, kept)
     sums = counts = None
     if config.apart:
         sums, counts = _exchange(tiles * row_tiles, config, rows)
@@ -308,8 +330,8 @@ def _launch(
         assert epilogue == STORE
         assert config.sends
         params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
-    kernel = _kernel(config, rows, epilogue, scaled, e4m3, send.ranks if send is not None else 0)
-    helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * (scaled or e4m3)
+    kernel = _kernel(config, rows, epilogue, scaled, e4m3, send.ranks if send is not None else 0, grouped)
+    helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * kept
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 
 

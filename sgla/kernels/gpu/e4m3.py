@@ -26,7 +26,8 @@ NAME, PRODUCT = "rounded norm", "e4m3"  # of nodes that other rules look for
 def in_groups(m: int, w: Weight) -> bool:
     """Whether ``m`` rows are rounded and meet the scales of groups of channels; fewer meet weights that are
     made bfloat16."""
-    return w.kind == "fp8g128" and m > skinny_gemm.MAX_ROWS and w.n % 16 == w.k % 16 == 0
+    least = batch_gemm.MIN_ROWS if this_device().wgmma else skinny_gemm.MAX_ROWS + 1
+    return w.kind == "fp8g128" and m >= least and w.n % 16 == w.k % 16 == 0
 
 
 def refuses(work: Work, *chain: Node) -> str | None:
@@ -86,20 +87,17 @@ def gated(work: Work, product: Node, act: Node) -> list[Node]:
 
 def _algorithm(m: int, w: Weight, gated: bool = False) -> Algorithm:
     """For ``m`` rows, or what the rules of few rows leave over."""
-    if w.kind != "fp8":
-        return LIBRARY
     m = max(m, skinny_gemm.MAX_ROWS + 1)
-    return algorithm_for(m, Product(w.n, w.k, gated, "fp8")) if this_device().wgmma else LIBRARY
+    return algorithm_for(m, Product(w.n, w.k, gated, w.kind)) if this_device().wgmma else LIBRARY
 
 
 def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
     """By the tiles, or by others, which have no epilogue but STORE."""
     assert w.scale is not None
-    if w.kind != "fp8":
-        return fp8.grouped(rounded, w.data, w.scale, bias)
     config = _algorithm(len(rounded.scale), w, epilogue in GATES.values()).config
     if not isinstance(config, batch_gemm.Config):
-        return fp8.linear(rounded, w.data, w.scale, bias)
+        product = fp8.linear if w.kind == "fp8" else fp8.grouped
+        return product(rounded, w.data, w.scale, bias)
     scales = batch_gemm.Scales(rounded.scale, w.scale)
     return batch_gemm.linear(rounded.numbers, w.data, config, bias=bias, epilogue=epilogue, scales=scales)
 
@@ -136,7 +134,15 @@ def sizes(weights: list[Any], most: int) -> list[int]:
     for m in range(1, min(most, MOST) + 1) if shapes else ():
         for n, k, kind in shapes:
             tile: Any = e2m1.cut(m, n, -(-k // 128))
-            if kind == "fp8g128" and m > skinny_gemm.MAX_ROWS:
-                tile = fp8.tile_for(m, n, k)
+            if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:
+                tile = _cut_of(m, n, k)
             first.setdefault((n, k, kind, tile), m)
     return sorted(set(first.values()))
+
+
+def _cut_of(m: int, n: int, k: int) -> Any:
+    """What is compiled for ``m`` rows and scales of groups."""
+    config = algorithm_for(max(m, skinny_gemm.MAX_ROWS + 1), Product(n, k, storage="fp8g128")).config
+    if isinstance(config, batch_gemm.Config) and this_device().wgmma:
+        return config, batch_gemm.rows_of(config, m)
+    return fp8.tile_for(m, n, k)

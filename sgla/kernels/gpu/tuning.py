@@ -110,6 +110,9 @@ def estimated(m: int, product: Product) -> Algorithm:
     if m < batch_gemm.MIN_ROWS or (storage == "fp8" and m <= skinny_gemm.MAX_ROWS):
         columns = n // 2 if gated else n
         return Algorithm("few rows", skinny_gemm.default_config(m, columns, k, gated, storage == "fp8"))
+    if storage == "fp8g128":
+        takes = batch_gemm.refuses(n, k, e4m3=True) is None
+        return Algorithm("tiles", batch_gemm.grouped_config(m, n, k, gated)) if takes else LIBRARY
     if storage == "fp8":
         takes = batch_gemm.refuses(n, k, e4m3=True) is None
         cut = batch_gemm.default_config(m, n, k, gated, e4m3=True) if takes else None
