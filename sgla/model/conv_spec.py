@@ -1,4 +1,4 @@
-"""The shapes of hybrids of attention and short convolutions (LFM2). Loads no torch."""
+"""The shapes of hybrids of attention and short convolutions (LFM2, LFM3). Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.layers.spec import AttentionSpec, StateSpec, StateTensor
-from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, WIDTH
+from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, WIDTH
 from sgla.model.ropes import ropes
 from sgla.model.spec import ModelSpec
 
+PERIOD = ("sliding_attention", "conv", "full_attention", "conv")  # LFM3's layers behind the first one
 TAPS = 64  # tokens that a short convolution reads at most
 
 
@@ -32,6 +33,40 @@ class ConvSpec(StateSpec):
 
 def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     """See ``Family.attention``."""
+    heads, kv_heads, head_dim = _heads(c)
+    rope, _ = ropes(c, head_dim, positions)
+    full = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope)
+    return tuple(_convolution(c) if kind else full for kind in _short(c, layers))
+
+
+@dataclass(frozen=True)
+class GatedSpec(AttentionSpec):
+    """A gate for each head."""
+
+    def weights(self, hidden: int) -> int:
+        return super().weights(hidden) + hidden * self.heads
+
+
+def lfm3(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """See ``Family.attention``."""
+    heads, kv_heads, head_dim = _heads(c)
+    rope, local = ropes(c, head_dim, positions, local_theta=1e4)
+    full = GatedSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope)
+    made: dict[str, AttentionSpec] = {"conv": _convolution(c), "full_attention": full}
+    kinds = c.values["layer_types"]
+    if kinds is None:
+        kinds = ["conv", *(PERIOD[i % len(PERIOD)] for i in range(1, layers))]
+    known = isinstance(kinds, list) and all(kind in PERIOD for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise c.error("layer_types", f"a list of {layers} kinds, conv, full_attention or sliding_attention")
+    if "sliding_attention" in kinds:
+        window = c.integer("sliding_window", POSITIONS)
+        made["sliding_attention"] = replace(full, rope=local, window=window)
+    return tuple(made[kind] for kind in kinds)
+
+
+def _heads(c: Reader) -> tuple[int, int, int]:
+    """Of queries, of keys and values, and the values of one."""
     hidden = c.integer("hidden_size", WIDTH)
     heads, kv_heads = c.integer("num_attention_heads", HEADS), c.integer("num_key_value_heads", HEADS)
     if heads % kv_heads:
@@ -45,10 +80,12 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
         raise ConfigError(
             f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
         )
-    rope, _ = ropes(c, head_dim, positions)
-    full = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope)
-    short = ConvSpec(channels=hidden, taps=c.integer("conv_L_cache", TAPS, 2), bias=c.flag("conv_bias"))
-    return tuple(short if kind else full for kind in _short(c, layers))
+    return heads, kv_heads, head_dim
+
+
+def _convolution(c: Reader) -> ConvSpec:
+    channels, taps = c.integer("hidden_size", WIDTH), c.integer("conv_L_cache", TAPS, 2)
+    return ConvSpec(channels=channels, taps=taps, bias=c.flag("conv_bias"))
 
 
 def _short(c: Reader, layers: int) -> list[bool]:

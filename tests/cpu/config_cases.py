@@ -1134,6 +1134,31 @@ RUN["LFM2-1.2B"] = Case(
         "use_pos_enc": True,
     }
 )
+RUN["LFM3-1.7B"] = Case(
+    TINY
+    | {
+        "architectures": ["Lfm3ForCausalLM"],
+        "conv_L_cache": 7,
+        "conv_bias": False,
+        "dtype": "float32",
+        "head_dim": 16,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "model_type": "lfm3",
+        "norm_eps": 1e-05,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 8,
+        "use_attention_gate": True,
+        "use_sandwich_norm": True,
+    }
+)
 RUN["LFM2-8B-A1B"] = Case(
     TINY
     | {

@@ -340,6 +340,11 @@ LAYOUTS: dict[str, Layouts] = {
     "lfm2": Layouts(
         {"block_multiple_of": 16} | CONV | TIED, other={"rope_parameters": LINEAR, "conv_L_cache": 4}
     ),
+    "lfm3": Layouts(
+        {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 9},
+        other={"layer_types": ["sliding_attention", "conv", "full_attention"] + ["conv"] * 2}
+        | {"conv_L_cache": 4},
+    ),
     "lfm2_moe": Layouts(
         {key: value for key, value in EXPERTS.items() if key != "num_local_experts"}
         | {"num_dense_layers": 1}

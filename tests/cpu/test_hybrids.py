@@ -131,6 +131,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"full_attn_idxs": [0, 2], "conv_L_cache": 4, "conv_bias": True, "head_dim": 12}
         | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 80, "tie_word_embeddings": True},
     ),
+    "lfm3": (
+        "lfm3",
+        {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 9, "tie_word_embeddings": True},
+    ),
+    "lfm3, listed, biases": (
+        "lfm3",
+        {"layer_types": ["sliding_attention", "conv", "full_attention"], "head_dim": 8}
+        | {"conv_bias": True, "conv_L_cache": 4, "sliding_window": 20},
+    ),
     "lfm2 moe": ("lfm2_moe", SHORT | ROUTED),
     "lfm2 moe, without a bias": (
         "lfm2_moe",
@@ -286,9 +295,10 @@ def runner(source: ModelSource) -> CpuRunner:
 
 def core_of(runner: CpuRunner, pages: int = 0, states: int = 0, **limits: Any) -> Core:
     """With checkpoints every ``EVERY`` tokens."""
-    first, last = runner.facts.groups
+    first, *between, last = runner.facts.groups
     groups = [
         replace(first, pages=pages or first.pages),
+        *between,
         replace(last, every=EVERY, pages=states or last.pages),
     ]
     return make_core(runner.facts, groups=groups, **limits)
@@ -407,7 +417,8 @@ async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[in
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm2 moe", "kimi", "olmo hybrid", "bailing", pytest.param("minimax", marks=pytest.mark.slow)]
+    "name",
+    ["lfm3", "lfm2 moe", "kimi", "olmo hybrid", "bailing", pytest.param("minimax", marks=pytest.mark.slow)],
 )
 async def test_other_states_are_kept(name: str, tmp_path: Path) -> None:
     """Units without memory, beside latents, and without a convolution: in a batch, in chunks, behind a prefix

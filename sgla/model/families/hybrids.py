@@ -342,6 +342,39 @@ FAMILIES = {
         qk_norm="head",
         gguf=(Gguf("lfm2", convolves=True, last_norm="token_embd_norm"),),
     ),
+    "Lfm3ForCausalLM": Family(
+        ("lfm3",),
+        sizes(128_000, 2048, 7680, 24, 16, 128_000, 4)
+        | {
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "head_dim": 128,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e6,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+            "conv_bias": False,
+            "conv_L_cache": 7,
+            "sliding_window": 256,
+            "layer_types": None,
+        },
+        CAUSAL
+        | {
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "use_attention_gate": True,
+            "use_sandwich_norm": True,
+        },
+        {"rms_norm_eps": "norm_eps"},
+        model="sgla.model.lfm3:Lfm3",
+        attention="sgla.model.conv_spec:lfm3",
+        renamed=(*_CONV_NAMES, (".self_attn.g_proj.", ".self_attn.gate_proj.")),
+        qk_norm="head",
+    ),
     "Lfm2MoeForCausalLM": Family(
         ("lfm2_moe",),
         _CONV
