@@ -21,6 +21,7 @@
 // SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu).
 #include "wgmma.cuh"
 #include "gumbel.cuh"
+#include "inbox.cuh"
 
 #ifndef BM  // weight rows of a tile: a multiple of 32 from 64 to 256
 #define BM 128
@@ -125,7 +126,7 @@ __device__ __forceinline__ void send(const Params& p, u32 y0, u32 y1, int row, i
   for (int r = 0; r < SEND; ++r)
     if (r != p.rank)
       asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(p.inbox[r] + to),
-                   "r"(low == 0x80008000u ? 0u : low), "r"(high == 0x80008000u ? 0u : high)
+                   "r"(tidy(low)), "r"(tidy(high))
                    : "memory");
 }
 #endif

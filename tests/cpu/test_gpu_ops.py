@@ -28,7 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import rewrite, rules, tiles, whole_step
+from sgla.kernels.gpu import few, rewrite, rules, tiles, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -610,6 +610,56 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     [program] = forward._programs.values()
     assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sends
     assert given == [None, (rows, 512) if sends else None]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_products_add_up_what_ranks_have_sent(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an activation behind them and without, up to the last sum, behind which nothing multiplies; of few
+    rows."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(few, "RECEIVES", True)
+    monkeypatch.setattr(skinny_gemm, "processors", lambda: 132)
+    given: list[tuple[bool, bool]] = []
+
+    def product(x: Tensor, w: Tensor, *, send: Any = None, receive: Any = None, **more: Any) -> Tensor:
+        given.append((send is not None, receive is not None))
+        if receive is not None:
+            assert receive.sums == x.shape
+            x = receive.total.copy_(receive.residual + 2 * x)
+        return skinny_linear(x, w, **more)
+
+    monkeypatch.setattr(skinny_gemm, "linear", product)
+    torch.manual_seed(0)
+    table, w = pack(torch.randn(32, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
+    wide, norm, ranks = pack(torch.randn(256, 128) / 12, "bf16"), torch.rand(128), Doubling(True, True)
+
+    class Layer:
+        unrecorded, shard = "", Shard()
+        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            h = ops.embedding(batch.ids, table)
+            x = ops.linear(h, w)
+            for _ in range(2):
+                x, h = ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, norm, 1e-5)
+                x = ops.act_mul(ops.linear(x, wide), "silu")
+                x, h = ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, norm, 1e-5)
+                x = ops.linear(x, w)
+            return ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, norm, 1e-5)[0]
+
+    batch: Any = SimpleNamespace(
+        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
+    )
+    expected = Layer().forward(batch, [], None).float()
+    forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    found = forward.hidden(batch).float()
+    assert not forward.notes
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    kinds = [(True, False), (False, True)] if rows < 3 else [(True, False), (False, False)]
+    assert given == [(False, False), *4 * kinds, (True, False)]
+    [program] = forward._programs.values()
+    assert not any(node.op is ops.act_mul for node in program.work.nodes.values())
 
 
 class Twins:

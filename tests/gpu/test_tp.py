@@ -130,6 +130,43 @@ def test_products_are_sent_when_they_are_made(
         assert torch.equal(*found)
 
 
+@pytest.mark.parametrize(
+    ("count", "rows", "d", "n"), [(2, 1, 4096, 3072), (2, 2, 4096, 640), (4, 1, 2048, 256)]
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_add_up_what_was_sent(count: int, rows: int, d: int, n: int, gated: bool) -> None:
+    """As sums of their own do, which take turns with them: the residual stream bit for bit."""
+    ranks, weight, k = StreamRanks(count), torch.rand(d, device="cuda") + 0.5, 512
+    epilogue = skinny_gemm.SILU if gated else skinny_gemm.STORE
+
+    def apart(made: list[Any], rank: AllReduce, x: Any, w: Any, behind: Any, h: Any) -> None:
+        y = skinny_gemm.linear(x, w, send=rank.sending(rows, d))
+        normed = rank.sum(y, AddedNorm(h, weight, 1e-6), sent=True)
+        made.append((h, skinny_gemm.linear(normed, behind, epilogue=epilogue)))
+
+    def joined(made: list[Any], rank: AllReduce, x: Any, w: Any, behind: Any, h: Any) -> None:
+        sums, total = rank.sending(rows, d), torch.empty_like(h)
+        assert sums is not None
+        y = skinny_gemm.linear(x, w, send=sums)
+        receive = skinny_gemm.Receiving(sums, h, total)
+        out = skinny_gemm.linear(y, behind, norm=weight, eps=1e-6, epilogue=epilogue, receive=receive)
+        made.append((total, out))
+
+    for _ in range(5):
+        xs = [torch.randn(rows, k, dtype=BF16, device="cuda") for _ in range(count)]
+        ws = [(torch.randn(d, k, device="cuda") * k**-0.5).to(BF16) for _ in range(count)]
+        behind = [(torch.randn(n, d, device="cuda") * d**-0.5).to(BF16) for _ in range(count)]
+        residual, found = torch.randn(rows, d, dtype=BF16, device="cuda"), []
+        for call in (apart, joined, joined, joined):
+            made: list[Any] = []
+            ranks.each(partial(call, made), xs, ws, behind, [residual.clone() for _ in range(count)])
+            found.append(made)
+        for made in found[1:]:
+            for (h, out), (expected, wanted) in zip(made, found[0], strict=True):
+                assert torch.equal(h, expected)
+                assert relative(out, wanted) < 1e-2
+
+
 def test_sizes_may_change_from_call_to_call() -> None:
     ranks = StreamRanks(2)
     for rows in (1, 300, 2, 64, 64, 1):

@@ -100,6 +100,7 @@ def _always(work: Work, *chain: Node) -> None:
 GATED_HEADS = (ops.gated_rms_norm, torch.Tensor.flatten, ops.linear)
 RULES: dict[Any, tuple[Rule, ...]] = {
     ops.linear: (
+        Rule("received", (few.SENT, ops.linear), few.receive_refuses, few.receive),
         Rule("tiles", (ops.linear,), tiles.refuses, tiles.make),
         Rule("norm + few rows", (ops.rms_norm, ops.linear), few.refuses, few.make),
         Rule("gated + few rows", (ops.sigmoid_mul, ops.linear), few.by_refuses, few.by),
