@@ -6,6 +6,9 @@
 // Two groups of warps multiply 64 rows each: the scores of the next keys and the values of these are issued
 // together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah et al.,
 // 2024). The first scores of a tile go with the last values of the one before, so products never pause.
+//
+// Few tiles behind long histories would leave multiprocessors idle, so a tile may be cut into parts, each with
+// some of its keys. Their sums go to memory, and `merge_parts` makes one result of them.
 #include "wgmma.cuh"
 
 #ifndef HD  // 64 or 128
@@ -24,6 +27,9 @@ constexpr int Q_HALF = ROWS * 128, Q_BYTES = HALVES * Q_HALF, KV_HALF = BN * 128
 constexpr float NEVER = -1e30f;  // the score of a key that is not seen
 constexpr int PIECE = 16, PIECES = BN / PIECE;  // tokens of a copy out of a page
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
+// A part: sums of values, [ROWS][HD]; maxima of scores, [ROWS]; sums of weights, [ROWS].
+constexpr int PART = ROWS * (HD + 2);
+constexpr int MERGERS = 256, SHARES = 4;  // threads of a block, blocks that share the rows of a tile
 
 struct Params {
   TensorMap q;                   // dims: column, head, token
@@ -32,7 +38,9 @@ struct Params {
   bf16* out;                     // [T, Hq * HD]
   const int* page_table;
   // Slot (-1: keys and values lie beside q), first token in q, its position, tokens; the longest first.
-  const int4* tiles;
+  const int4* tiles;   // merge_parts: first token in q, tokens, first part, parts
+  const int4* parts;   // null, or of each tile: its first and last block of keys, its part (-1: all keys)
+  float* sums;         // of parts: [part][KV heads][PART]
   int tile_count, table_stride, kv_heads, page_size;
   float scale;  // with log2(e)
 };
@@ -68,14 +76,18 @@ struct Shared {
 
 // The block's tile of this number: all go through the list to and fro, so that each gets long and short ones.
 struct Work {
-  int slot, token, start, count, head;
+  int slot, token, start, count, head, first = 0, last, part = -1;  // first, last: blocks of keys
   __device__ __forceinline__ Work(const Params& p, int number) {
     const int at = number * gridDim.x + (number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     const int4 tile = at < p.tile_count * p.kv_heads ? p.tiles[at / p.kv_heads] : int4{0, 0, 0, 0};
     slot = tile.x, token = tile.y, start = tile.z, count = tile.w, head = at % p.kv_heads;
+    last = (end() - 1) / BN;
+    if (p.parts && count) {
+      const int4 own = p.parts[at / p.kv_heads];
+      first = own.x, last = own.y, part = own.z;
+    }
   }
   __device__ __forceinline__ int end() const { return start + count; }
-  __device__ __forceinline__ int last() const { return (end() - 1) / BN; }  // block of keys
 };
 
 // Lanes copy side by side: each has its 16 tokens and its half of the columns. What lies behind the end stays
@@ -104,7 +116,7 @@ struct Loader {
 
   __device__ __forceinline__ void beside(const Work& work) {
     const int lane = threadIdx.x % 32, column = work.head * HD + lane * 64;
-    for (int block = work.last(); block >= 0; --block, slot.next()) {
+    for (int block = work.last; block >= work.first; --block, slot.next()) {
       const int token = work.token - work.start + block * BN;
       const u32 to = slot.stage * KV_BYTES + lane * KV_HALF;
       expect(shared.k_full, shared.k_empty, KV_BYTES);
@@ -121,8 +133,8 @@ struct Loader {
     const auto page_of = [&](int token) {
       return token >= 0 && token < end ? pages[token / p.page_size] : 0;
     };
-    int page = page_of(work.last() * BN + piece);
-    for (int block = work.last(); block >= 0; --block, slot.next()) {
+    int page = page_of(work.last * BN + piece);
+    for (int block = work.last; block >= work.first; --block, slot.next()) {
       const int token = block * BN + piece, next = page_of(token - BN);
       const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
       const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
@@ -197,18 +209,18 @@ struct Rows {
     wgmma_wait<0>(s);
     release(shared.k_empty, k);
     release_q();
-    mask(work, work.last());
+    mask(work, work.last);
     softmax.apply(s, p.scale);
     begin(work);
     while (true) {
       const Work next(p, ++number);
-      int block = work.last();
+      int block = work.last;
       // Tokens may lie in two blocks of keys.
-      while (block > 0 && block * BN > work.start) --block, step<true, false>(work, work, block);
-      while (block > 0) --block, step<false, false>(work, work, block);
+      while (block > work.first && block * BN > work.start) --block, step<true, false>(work, work, block);
+      while (block > work.first) --block, step<false, false>(work, work, block);
       if (!next.count) break;
       fetch_q(number);
-      step<true, true>(next, work, next.last());
+      step<true, true>(next, work, next.last);
       begin(next);
       work = next;
     }
@@ -314,7 +326,7 @@ struct Rows {
     for (int j = 0; j < HD / 2; ++j) o[j] = 0.f;
     pack();
     const int from = work.end() % BN;
-    if (from == 0) return;
+    if (from == 0 || work.last * BN + BN < work.end()) return;
     barrier_wait(shared.v_full + v.stage * 8, v.parity);
     for (int i = threadIdx.x % 128; i < (BN - from) * 8 * HALVES; i += 128) {
       const int half = i / ((BN - from) * 8), chunk = i % ((BN - from) * 8);
@@ -335,6 +347,15 @@ struct Rows {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int query = (row() + 8 * r) / GROUP;
       if (query >= work.count) continue;
+      if (work.part >= 0) {
+        float* part = p.sums + ((long long)work.part * p.kv_heads + work.head) * PART;
+        const int at = row() + 8 * r;
+        float2* values = reinterpret_cast<float2*>(part + at * HD) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < HD / 8; ++j) values[j * 4] = {o[j * 4 + 2 * r], o[j * 4 + 2 * r + 1]};
+        if (lane % 4 == 0) part[ROWS * HD + at] = done.top[r], part[ROWS * HD + ROWS + at] = sum;
+        continue;
+      }
       const long long to =
           (long long)(work.token + query) * p.kv_heads * GROUP + work.head * GROUP + (row() + 8 * r) % GROUP;
       u32* words = reinterpret_cast<u32*>(p.out + to * HD) + lane % 4;
@@ -367,5 +388,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Rows{p, shared}.run();
+  }
+}
+
+// A warp takes a row of a tile at a time, a lane some of its columns.
+extern "C" __global__ void __launch_bounds__(MERGERS) merge_parts(const __grid_constant__ Params p) {
+  constexpr int COLUMNS = HD / 32;
+  const int unit = blockIdx.x / SHARES, share = blockIdx.x % SHARES, lane = threadIdx.x % 32;
+  const int4 work = p.tiles[unit / p.kv_heads];  // first token, tokens, first part, parts
+  const int head = unit % p.kv_heads;
+  pdl_wait();
+  pdl_launch();
+  for (int row = share * (ROWS / SHARES) + threadIdx.x / 32; row < (share + 1) * (ROWS / SHARES);
+       row += MERGERS / 32) {
+    if (row / GROUP >= work.y) break;
+    float top = NEVER, total = 0.f, o[COLUMNS] = {};
+    for (int i = 0; i < work.w; ++i) {
+      const float* part = p.sums + ((long long)(work.z + i) * p.kv_heads + head) * PART;
+      const float most = part[ROWS * HD + row], sum = part[ROWS * HD + ROWS + row], above = fmaxf(top, most);
+      const float old = exp2_fast((top - above) * p.scale), now = exp2_fast((most - above) * p.scale);
+      top = above, total = total * old + sum * now;
+#pragma unroll
+      for (int j = 0; j < COLUMNS; ++j) o[j] = o[j] * old + part[row * HD + lane * COLUMNS + j] * now;
+    }
+    const long long to = (long long)(work.x + row / GROUP) * p.kv_heads * GROUP + head * GROUP + row % GROUP;
+    u32* words = reinterpret_cast<u32*>(p.out + to * HD) + lane * (COLUMNS / 2);
+    const float part = __fdividef(1.f, total);
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j += 2) words[j / 2] = pack2(o[j] * part, o[j + 1] * part);
   }
 }

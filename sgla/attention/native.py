@@ -3,6 +3,8 @@ lengths and pages are read on the device and work is cut evenly, so a graph repl
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -100,7 +102,8 @@ class NativeExtend:
         self._shape, self._tile = shape, prompt_attention.tile_tokens(shape.group)
         self.in_place = False  # whether some rows are whole prompts
         self._paged = False  # whether some are not
-        self._tiles = torch.empty(0)
+        self._tiles, self._processors = torch.empty(0), device.multiprocessors
+        self._cuts: prompt_attention.Cuts | None = None
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
@@ -125,10 +128,21 @@ class NativeExtend:
         starts = rows.kv_lens - rows.q_lens
         whole = starts == 0
         self.in_place, self._paged = bool(whole.any()), not whole.all()
-        tiles = torch.from_numpy(cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile))
-        self._tiles = tiles.pin_memory().to("cuda", non_blocking=True)
+        tiles = cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile)
+        counts = prompt_attention.parts_of(tiles, self._shape.kv_heads, self._processors)
+        if counts is None:
+            self._cuts, self._tiles = None, _to_gpu(tiles)
+            return
+        made = prompt_attention.cut(tiles, counts)
+        sent = _to_gpu(np.concatenate(made))
+        self._tiles, parts, merges = sent.split([len(part) for part in made])
+        self._cuts = prompt_attention.Cuts(parts, merges, int(counts.sum()))
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         pages = Pages(kv.k, kv.v, batch.pages(kv.group)) if self._paged else None
         rows = Beside(*kv_beside(q, self._shape)) if self.in_place else None
-        prompt_attention.attend(q, pages, rows, self._tiles, scoring.scale, out)
+        prompt_attention.attend(q, pages, rows, self._tiles, scoring.scale, out, self._cuts)
+
+
+def _to_gpu(numbers: Any) -> Tensor:
+    return torch.from_numpy(numbers).pin_memory().to("cuda", non_blocking=True)

@@ -4,9 +4,12 @@ causal attention of prompts, over pages and over what lies beside q."""
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,17 +20,21 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
 THREADS = 384
+MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
+PART = 2  # blocks of keys that take as long as what a part costs besides
+MOST = 16  # parts of a tile
 LOG2E = 1.4426950408889634
 P = ctypes.c_void_p
+Int32s = npt.NDArray[Any]
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
         *((name, TensorMap) for name in ("q", "k", "v", "k_beside", "v_beside")),
-        *((name, P) for name in ("out", "page_table", "tiles")),
+        *((name, P) for name in ("out", "page_table", "tiles", "parts", "sums")),
         *((name, ctypes.c_int) for name in ("tile_count", "table_stride", "kv_heads", "page_size")),
         ("scale", ctypes.c_float),
-        ("pad", ctypes.c_int * 5),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -38,6 +45,16 @@ class Pages(NamedTuple):
     k: Tensor
     v: Tensor
     table: Tensor
+
+
+class Cuts(NamedTuple):
+    """Tiles that are cut into ``parts``, int32[n, 4]: the first and the last block of ``KEYS`` keys of each
+    tile, its part (-1: it has all keys), 0. ``merges`` int32[m, 4]: first token in q, tokens, first part,
+    parts. ``total``: of parts."""
+
+    parts: Tensor
+    merges: Tensor
+    total: int
 
 
 class Beside(NamedTuple):
@@ -67,15 +84,71 @@ def tile_tokens(group: int) -> int:
     return ROWS // group
 
 
+def parts_of(tiles: Int32s, kv_heads: int, processors: int) -> Int32s | None:
+    """Into how many parts each of the ``tiles`` (see ``attend``) is cut, so that few with long histories keep
+    all ``processors`` busy. None: none is."""
+    blocks = -(-(tiles[:, 2] + tiles[:, 3]) // KEYS)
+    ideal = int(blocks.sum()) * kv_heads / processors
+    if len(tiles) * kv_heads >= 8 * processors or ideal == 0:
+        return None
+    counts = np.ones_like(blocks)
+    best, found = 0.95 * _last_end(blocks, counts, kv_heads, processors), None
+    for share in (1, 2, 3, 4, 6, 8):  # of what a processor has to do
+        most = max(8, math.ceil(ideal / share))
+        counts = np.minimum(-(-blocks // most), MOST)
+        end = _last_end(blocks, counts, kv_heads, processors)
+        if end < best:
+            best, found = end, counts
+    return found
+
+
+def _last_end(blocks: Int32s, counts: Int32s, kv_heads: int, processors: int) -> int:
+    """When the last processor has done its blocks of keys, where each goes through the list to and fro."""
+    units = np.sort(np.repeat(-(-blocks // counts) + PART * (counts > 1), counts))[::-1].repeat(kv_heads)
+    rounds = np.pad(units, (0, -len(units) % processors)).reshape(-1, processors)
+    rounds[1::2] = rounds[1::2, ::-1].copy()
+    return int(rounds.sum(0).max())
+
+
+class Cut(NamedTuple):
+    """Tiles, of which some have parts: see ``Cuts``."""
+
+    tiles: Int32s
+    parts: Int32s
+    merges: Int32s
+
+
+def cut(tiles: Int32s, counts: Int32s) -> Cut:
+    """Each of the ``tiles`` in so many parts, the longest first."""
+    blocks, row = -(-(tiles[:, 2] + tiles[:, 3]) // KEYS), np.repeat(np.arange(len(tiles)), counts)
+    number = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)  # of a tile's parts
+    first, behind = number * blocks[row] // counts[row], (number + 1) * blocks[row] // counts[row]
+    many = counts > 1
+    ids = np.where(many[row], np.arange(len(row)), -1)
+    parts = np.stack([first, behind - 1, ids, np.zeros_like(ids)], 1)
+    begins = (counts.cumsum() - counts)[many]
+    merges = np.stack([tiles[many, 1], tiles[many, 3], begins, counts[many]], 1)
+    order = np.argsort(first - behind, kind="stable")
+    return Cut(*(np.ascontiguousarray(x, np.int32) for x in (tiles[row][order], parts[order], merges)))
+
+
 @cache
-def _kernel(head_dim: int, group: int) -> Kernel:
+def _kernels(head_dim: int, group: int) -> tuple[Kernel, Kernel]:
+    """Of tiles, and of what merges their parts."""
     shared = ROWS * head_dim * 2 + STAGES * (4 * KEYS * head_dim + 32) + 16 + 1024
     defines = {"HD": head_dim, "GROUP": group, "STAGES": STAGES}
-    return Kernel("prompt_attention.cu", "prompt_attention", defines, shared)
+    file = "prompt_attention.cu"
+    return Kernel(file, "prompt_attention", defines, shared), Kernel(file, "merge_parts", defines)
 
 
 def attend(
-    q: Tensor, pages: Pages | None, beside: Beside | None, tiles: Tensor, scale: float, out: Tensor
+    q: Tensor,
+    pages: Pages | None,
+    beside: Beside | None,
+    tiles: Tensor,
+    scale: float,
+    out: Tensor,
+    cuts: Cuts | None = None,
 ) -> None:
     """q bf16 ``[T, Hq * hd]`` -> ``out``, the same shape, contiguous. ``tiles`` int32[n, 4]: slot (-1: keys
     and values are in ``beside``, else in ``pages``), first token in q, its position, how many tokens (at most
@@ -101,14 +174,22 @@ def attend(
         in_rows = [
             _map(x.data_ptr(), (kv_heads * dim, tokens), (2 * x.stride(0),), (64, KEYS)) for x in beside
         ]
+    sums = None
+    if cuts is not None:
+        sums = q.new_empty(cuts.total * kv_heads * ROWS * (dim + 2), dtype=torch.float32)
     params = _Params(
         _map(q.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), (64, group, ROWS // group)),
         *(in_rows if pages is None else in_pages),
         *(in_pages if beside is None else in_rows),
         out.data_ptr(), table, tiles.data_ptr(),
+        None if cuts is None else cuts.parts.data_ptr(), None if sums is None else sums.data_ptr(),
         tiles.shape[0], stride, kv_heads, page_size, scale * LOG2E,
     )  # fmt: skip
-    _kernel(dim, group).launch(min(processors(), tiles.shape[0] * kv_heads), THREADS, params)
+    kernel, merging = _kernels(dim, group)
+    kernel.launch(min(processors(), tiles.shape[0] * kv_heads), THREADS, params)
+    if cuts is not None:
+        params.tiles = cuts.merges.data_ptr()
+        merging.launch(len(cuts.merges) * kv_heads * SHARES, MERGERS, params)
 
 
 _map = lru_cache(1 << 10)(tensor_map)

@@ -1,0 +1,62 @@
+"""Attention of prompts whose tiles are cut into parts equals that of whole tiles, and torch's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sgla.attention.base import cut
+from sgla.kernels.cuda import prompt_attention
+from sgla.kernels.cuda.build import processors
+from sgla.kernels.cuda.prompt_attention import Beside, Cuts, Pages
+
+BF16, SLOT = torch.bfloat16, 1
+
+
+def to_gpu(numbers: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(numbers).cuda()
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """q ``[T, Hq, hd]`` from position ``start`` on, k and v ``[start + T, Hkv, hd]``, in float32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.float(), k) * q.shape[2] ** -0.5
+    seen = torch.arange(len(k), device="cuda")[None] <= start + torch.arange(len(q), device="cuda")[:, None]
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (2, 7, 128), (3, 3, 64)])
+@pytest.mark.parametrize(("start", "count"), [(9000, 100), (5000, 33), (16383, 257), (127, 2), (0, 300)])
+def test_parts_of_tiles_equal_the_whole(kv_heads: int, group: int, dim: int, start: int, count: int) -> None:
+    torch.manual_seed(start)
+    page, length = 16, start + count
+    pages = -(-length // page)
+    q = torch.randn(count, kv_heads * group, dim, device="cuda", dtype=BF16)
+    k, v = (torch.full((pages + 1, kv_heads, page, dim), torch.nan, device="cuda", dtype=BF16) for _ in "kv")
+    keys, values = (torch.randn(length, kv_heads, dim, device="cuda", dtype=BF16) for _ in "kv")
+    table = torch.zeros(2, pages, dtype=torch.int32, device="cuda")
+    table[SLOT] = torch.randperm(pages, device="cuda") + 1
+    at = torch.arange(length, device="cuda")
+    for pool, rows in ((k, keys), (v, values)):
+        pool[table[SLOT, at // page].long(), :, at % page] = rows
+    there = Pages(k.transpose(1, 2), v.transpose(1, 2), table)
+    beside = Beside(keys, values) if start == 0 else None
+    slot, tokens = (-1 if start == 0 else SLOT), prompt_attention.tile_tokens(group)
+    tiles = cut(np.array([slot]), np.array([start]), np.array([count]), 0, tokens)
+    chosen = prompt_attention.parts_of(tiles, kv_heads, processors())
+    blocks = -(-(tiles[:, 2] + tiles[:, 3]) // prompt_attention.KEYS)
+    # Each block of keys alone, some tiles whole and some not, and as it is chosen.
+    mixed = np.minimum(1 + np.arange(len(tiles)) % 3, blocks)
+    wanted, flat = expected(q, keys, values, start), q.flatten(1)
+    for counts in (np.ones_like(blocks), np.minimum(blocks, 16), mixed, chosen):
+        if counts is None:
+            continue
+        made = prompt_attention.cut(tiles, counts)
+        tiles_, parts, merges = (to_gpu(x) for x in made)
+        cuts = Cuts(parts, merges, int(counts.sum())) if len(merges) else None
+        for _ in range(3):
+            out = torch.full_like(flat, torch.nan)
+            prompt_attention.attend(flat, there, beside, tiles_, dim**-0.5, out, cuts)
+            torch.testing.assert_close(out.float(), wanted.flatten(1), atol=6e-3, rtol=2e-2)
