@@ -6,26 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.dispatch import op
+from sgla.kernels.crossing import cross_attention
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.layers.spec import AttentionSpec
-
-
-@op(like="q")
-def cross_attention(q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, scale: float) -> Tensor:
-    """Each token sees all that its request's slot has: q [T, H * hd]; keys and values [slots, H, N, hd] ->
-    [T, H * hd]."""
-    starts, seen = batch.q_start.tolist(), torch.empty_like(q)
-    for slot, first, end in zip(batch.slots.tolist(), starts, starts[1:]):
-        queries = q[first:end].unflatten(1, (keys.shape[1], -1)).transpose(0, 1).to(keys.dtype)
-        made = F.scaled_dot_product_attention(queries, keys[slot], values[slot], scale=scale)
-        seen[first:end] = made.transpose(0, 1).flatten(1)
-    return seen
 
 
 class CrossAttention:
@@ -51,7 +38,7 @@ class CrossAttention:
         self.keys, self.values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
 
     def hear(self, slot: int, heard: Tensor) -> None:
-        """``heard`` float32 ``[N, d]``: what the slot's request sees from now on."""
+        """``heard`` ``[N, d]``, of the type of activations: what the slot's request sees from now on."""
         for table, made in zip((self.keys, self.values), self.kv(heard).chunk(2, dim=1)):
             table[slot] = made.unflatten(1, (len(self.heads), -1)).transpose(0, 1)
 

@@ -94,7 +94,7 @@ class CausalLM(ABC):
         """Make the tables of what requests hear, where layers attend to it."""
 
     def hear(self, slot: int, heard: Tensor) -> None:  # noqa: B027
-        """``heard`` float32 ``[spec.heard, d]``: what the request in this slot hears."""
+        """``heard`` ``[spec.heard, d]``, of the type of activations: what the request in this slot hears."""
 
     def state(self) -> list[LayerState]:
         """Of each layer."""

@@ -13,13 +13,15 @@ from torch import Tensor
 from sgla.grammar.matcher import set_bits
 from sgla.kernels.triton import rules, sampling
 from sgla.messages import MAX_BIASES, MAX_STOP_IDS, MAX_WORD_TOKENS, RowSampling
+from sgla.sampling.device_transcripts import DeviceTranscripts
 
 Int32s = NDArray[np.int32]
 # Numbers of the largest record.
 # A word of one token is an entry, two numbers; a longer one has less than two for each token.
 WIDTH = rules.HEAD.value + 1 + 2 * (MAX_BIASES + MAX_STOP_IDS + MAX_WORD_TOKENS)
 AT_ONCE = 64  # rows whose tokens are counted at a time
-PENALIZED, BIASED, WORDS, ALLOWED, THINKING, NGRAMS = (1 << i for i in range(6))  # what a row wants
+# What a row wants.
+PENALIZED, BIASED, WORDS, ALLOWED, THINKING, NGRAMS, TRANSCRIBING = (1 << i for i in range(7))
 
 
 class DeviceRules:
@@ -32,6 +34,7 @@ class DeviceRules:
         self._counts = torch.zeros(min(slots, AT_ONCE), vocab_size, dtype=torch.int32, device=device)
         self._wants = np.zeros(slots, np.uint8)
         self._words = np.zeros(slots, np.int32)  # how many of more than one token
+        self._transcripts = DeviceTranscripts(tokens)
         self._allowed: dict[int, Tensor] = {}  # slot -> int32[ceil(V / 32)]: bits of the only tokens
 
     def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> bool:
@@ -47,6 +50,7 @@ class DeviceRules:
             ALLOWED: s.allowed,
             THINKING: s.thinking is not None,
             NGRAMS: s.ngram,
+            TRANSCRIBING: s.transcript,
         }
         had = self._wants[slot]
         self._wants[slot] = sum(flag for flag, wanted in wants.items() if wanted)
@@ -54,6 +58,7 @@ class DeviceRules:
         if had or self._wants[slot]:
             record = make_record(s, prompt_len, entries, longer)
             self._records[slot, : len(record)].copy_(pinned(record, self._tokens.device), non_blocking=True)
+        self._transcripts.admit(slot, prompt_len, s.transcript)
         self._allowed.pop(slot, None)
         if s.allowed:
             bits = np.zeros(-(-self._vocab // 32), np.uint32)
@@ -93,6 +98,9 @@ class DeviceRules:
             sampling.mask(logits, send(kept.astype(np.int32), logits.device), bits)
         if (wants & THINKING).any():
             rules.end_thinking(logits, self._tokens, *where)
+        transcribing = np.flatnonzero(wants & TRANSCRIBING)
+        if len(transcribing):
+            self._transcripts.apply(logits, transcribing, host_slots, host_positions)
 
 
 def make_record(

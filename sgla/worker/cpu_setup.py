@@ -52,12 +52,10 @@ class CpuSetup(CpuModel):
         slots = most_rows(config, spec, self.pooling, SLOTS)
         demand = Demand(slots, step_tokens, config.prefix_cache)
         if spec.heard:
-            own = slots, self.shard.size, self.place.threads
+            own = slots, self.shard.count, self.place
             self._listening, seeing = open_listening(config, source, spec, dtype, *own)
         else:
             self._pictures, seeing = open_pictures(config, source, spec, self.place.torch, dtype)
-        if seeing.speech is not None and self.shard.count > 1:
-            seeing.speech.aligned = []  # each rank has some of the heads
         self.copies.identity = seeing.identity or {}
         canvases = canvas_bytes(spec, slots)
         kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken + canvases)

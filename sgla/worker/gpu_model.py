@@ -30,6 +30,7 @@ from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights
 from sgla.worker.gpu_memory import FEWER_ROWS, OTHER_MODEL, Budget, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
 from sgla.worker.gpu_tiers import staging
+from sgla.worker.listening import Listening, open_listening
 from sgla.worker.peering import gpu_room
 from sgla.worker.pictures import Pictures
 from sgla.worker.place import Gpu
@@ -56,6 +57,7 @@ class GpuModel(Runner):
     regions: Regions | None = None
     chains: Chains | None = None
     pictures: Pictures | None = None
+    listening: Listening | None = None
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
@@ -70,9 +72,13 @@ class GpuModel(Runner):
         self._make_room()
         guessing = self._guessing(spec)
         with within_memory("loading the tower of pictures", lambda: OTHER_MODEL):
-            self.pictures, self.seeing = open_pictures(
-                config, source, spec, self.place.torch, dtype_of(config)
-            )
+            if spec.heard:
+                own = sizes.slots + 1, self.shard.size, self.place
+                self.listening, self.seeing = open_listening(config, source, spec, dtype_of(config), *own)
+            else:
+                self.pictures, self.seeing = open_pictures(
+                    config, source, spec, self.place.torch, dtype_of(config)
+                )
         self.copies.identity = self.seeing.identity or {}
         self.notes += [self.seeing.note] if self.seeing.note else []
         canvases = gpu_canvas_bytes(spec, sizes.slots)
@@ -173,6 +179,10 @@ class GpuModel(Runner):
             )
         adapters = 0 if places is None else places.nbytes
         tables = torch.cuda.memory_allocated() - made
+        if self.listening is not None:
+            with within_memory("allocating the tables of sounds", lambda: FEWER_ROWS):
+                model.seat(sizes.slots + 1, self.listening.dtype)  # one is nobody's
+            self.steps.listening = self.listening
         self.budget.ledger = {
             "weights": made - before - adapters + self._mapped,
             "adapters": adapters,

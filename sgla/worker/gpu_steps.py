@@ -33,6 +33,7 @@ from sgla.worker.flights import Extras
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.gpu_context import Divides
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
+from sgla.worker.listening import Listening
 from sgla.worker.pictures import Pictures
 from sgla.worker.pooler import Pooler, label_logprobs
 from sgla.worker.rewind import Units
@@ -96,6 +97,7 @@ class GpuSteps:
     what that reads of this one, if it reads hidden states; ``pictures``: None where rows show none."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
+    listening: Listening | None = None  # of one whose layers attend to sounds
 
     def __init__(
         self,
@@ -115,7 +117,8 @@ class GpuSteps:
         picks = any(0 < layer.whole_until < self.context_len for layer in model.spec.attention)
         # Prompts: not where ranks have other numbers of tokens, or stages might have them in another order.
         apart = self.shard.lockstep is not None or self.shard.pipe is not None
-        self.reads_in_graphs = not (self.deterministic or picks or apart)
+        # Those of a graph would hear what was heard when it was captured.
+        self.reads_in_graphs = not (self.deterministic or picks or apart or model.spec.heard)
         guesses = tables is None and self.rows > self.slots
         self.sizes = sizes_up_to(self.rows, guesses)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
@@ -158,6 +161,9 @@ class GpuSteps:
     def admit(self, plan: StepPlan) -> None:
         """Take in what its new rows and its pages are."""
         self.tables.apply(plan, self.sampler)
+        if self.listening is not None:
+            for new in plan.new:
+                self.listening.admit(new, self.model)
         if self.pictures is not None and plan.new:
             for new in plan.new:
                 self.pictures.admit(new)

@@ -147,7 +147,6 @@ async def test_two_ranks_equal_one(served: Served) -> None:
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ({"device": "cuda"}, "--device cuda"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"pp": 2}, "--pp"),
         ({"speculative_algorithm": "ngram"}, "--speculative-algorithm ngram"),

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+from hearing_models import whisper
 from test_hearing import MAKERS, SOUNDS, TEXTS
+from test_omni import MAKERS as OMNI
+from test_transcribing import Served, requests
 from tiny import make_core, run, tiny_config
 
 from sgla.worker.start_cpu import cpu_runner
@@ -34,3 +37,42 @@ def test_equal_to_the_cpu(name: str, tmp_path: Path) -> None:
         core = make_core(runner.facts)
         assert run(runner, requests, core).tokens() == expected
         assert run(runner, requests, core).tokens() == expected
+
+
+@pytest.mark.parametrize("name", OMNI)
+def test_beside_pictures(name: str, tmp_path: Path) -> None:
+    make, cases = OMNI[name]
+    model = make(tmp_path)
+    asked = [model.submit(rid, text, shown, 12) for rid, (text, shown) in cases.items()]
+
+    def made(make: Any, **settings: Any) -> Any:
+        config = tiny_config(step_tokens=512, **settings)
+        return make(config, model.source, 0, 1, "", lambda progress: None)
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        expected = run(made(cpu_runner), asked).tokens()
+        runner = made(cuda_runner, device="cuda", kv_cache_bytes=64 << 20)
+        assert runner.facts.media.keys() == {"image", "video", "audio"}
+        core = make_core(runner.facts)
+        assert run(runner, asked, core).tokens() == expected
+        assert run(runner, asked, core).tokens() == expected
+
+
+def test_whisper_writes_as_on_the_cpu(tmp_path: Path) -> None:
+    """Together, with decode steps as graphs, and alone in small steps."""
+    source, _ = whisper(tmp_path)
+
+    def made(make: Any, **settings: Any) -> Any:
+        return make(tiny_config(**settings), source, 0, 1, "", lambda progress: None)
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        on_cpu = made(cpu_runner)
+        asked = requests(Served(source, on_cpu))
+        expected = run(on_cpu, asked).tokens()
+        runner = made(cuda_runner, device="cuda", kv_cache_bytes=64 << 20)
+        assert runner.facts.speech is not None
+        assert runner.facts.speech.aligned == []
+        assert run(runner, asked).tokens() == expected
+        for request in asked:
+            found = run(runner, [request], step_tokens=3, prefix_cache=False)
+            assert found.tokens()[request.rid] == expected[request.rid]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels import ops, picking
+from sgla.kernels import crossing, ops, picking
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
@@ -236,6 +236,10 @@ class GpuOps:
         slopes: Tensor | None = None,
     ) -> Tensor:
         return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks, chunked, slopes))
+
+    @LOWERINGS.of(crossing.cross_attention)
+    def cross_attention(self, q: Tensor, keys: Tensor, values: Tensor, batch: Any, scale: float) -> Tensor:
+        return crossing.on_gpu(q, keys, values, batch, scale)
 
     @LOWERINGS.of(picking.pick)
     def pick(self, q: Tensor, key: Tensor, weights: Tensor, kv: KVLayer, batch: Any, most: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from sgla.kernels import ops, picking
+from sgla.kernels import crossing, ops, picking
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
 from sgla.kernels.lora import lora, lora_embedding
@@ -292,6 +292,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.latent_queries: lambda q, latent, k_up, *_: _wide(q, k_up.shape[0] * latent.shape[1]),
     ops.latent_values: lambda seen, v_up: _wide(seen, v_up.shape[0] * v_up.shape[1]),
     ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v_dim),
+    crossing.cross_attention: _like,
     picking.pick: lambda q, key, weights, kv, batch, most: [((q.shape[0], most), torch.int32)],
     picking.picked_attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v_dim),
     ops.causal_conv: _like,

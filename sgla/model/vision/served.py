@@ -108,7 +108,7 @@ def vision_of(config: Config, source: ModelSource) -> tuple[Vision | None, str]:
         ),
         "--enable-lora": config.enable_lora,
         f"--speculative-algorithm {config.speculative_algorithm}": bool(config.speculative_algorithm),
-        f"--device {config.device}": vision.crossed and config.device != "cpu",
+        f"--device {config.device}": vision.crossed and config.device not in ("cpu", "cuda"),
         "--enable-torch-compile": config.enable_torch_compile,
         "--nnodes": vision.crossed and config.nnodes > 1,
         "--pp": config.pp > 1,
