@@ -48,8 +48,11 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef RESIDENT  // blocks for which a multiprocessor has room
+#ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
 #define RESIDENT 1
+#endif
+#ifndef LATE  // 1: the next kernel's blocks may come when this one has asked for its last weights
+#define LATE 0
 #endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
@@ -235,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
                        ? *reinterpret_cast<const float4*>(p.norm + channel + b * BLOCK + h * 4)
                        : float4{};
   pdl_wait();
-  pdl_launch();
+  if (!LATE) pdl_launch();
 
   u32 x[NT][KB][4][4];  // of 32 channels each
   float2 sums[KB * PER][NT];
@@ -384,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     cp_async_wait<STAGES - 2>();
     __syncwarp();
     load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+    if (LATE && tile + STAGES >= last) pdl_launch();
     const u32 from = ring + stage * STAGE_BYTES;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     const u32 to = red + buffer * RED_TILE + wk * RED_WARP + (t * 2 * RED_ROW + wn * OWN + g) * 4;

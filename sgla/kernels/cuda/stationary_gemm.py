@@ -37,15 +37,18 @@ class _Params(ctypes.Structure):
 
 
 class Config(NamedTuple):
-    """How the work is cut. A warp keeps ``blocks`` of 128 channels of x and multiplies ``tiles`` of 16 weight
+    """How the work is cut. A warp keeps ``blocks`` of 128 channels of x, and multiplies ``tiles`` of 16 weight
     rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of a block
-    the same channels. ``per_sm`` blocks are on a multiprocessor."""
+    the same channels. ``per_sm`` blocks are on a multiprocessor that has room for ``resident``: those of the
+    next kernel fetch weights there, if ``late`` when this one has asked for its last."""
 
     tiles: int = 1
     blocks: int = 2
     slices: int = 1
     beside: int = 1
     per_sm: int = 1
+    resident: int = 1
+    late: bool = False
 
 
 class Shape(NamedTuple):
@@ -92,7 +95,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     if config.slices > 1 and (config.slices - 1) * deep * config.blocks >= shape.blocks:
         return None
     held = groups * config.blocks * (16 + 2 * per) + groups * (12 if groups == 1 else 8)
-    if held + 40 > min(255, REGISTERS // (warps * 32 * config.per_sm)):
+    if held + 40 > min(255, REGISTERS // (warps * 32 * config.resident)):
         return None
     weight_rows = config.beside * config.tiles * 16
     sums = 2 * deep * groups * 8 * (weight_rows + 4) * 4
@@ -100,7 +103,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
     stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
-    stages = min(STAGES, (SHARED // config.per_sm - 2048 - shared) // stage)
+    stages = min(STAGES, (SHARED // config.resident - 2048 - shared) // stage)
     if stages < 2:
         return None
     own, loaded = shape.blocks * per, config.blocks * per  # words of constants
@@ -117,7 +120,8 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "RED_BYTES": passing,
-        "RESIDENT": config.per_sm,
+        "RESIDENT": config.resident,
+        "LATE": int(config.late),
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,
     }
