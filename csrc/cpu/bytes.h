@@ -22,7 +22,7 @@ constexpr int BYTE_ROWS = GROUP / 4;  // of a group: rows of dwords that hold by
 constexpr int columns(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
 template <Kind K>
-constexpr float SHIFT = !MATRICES && (bytes(K) || K == IQ4_NL) ? 128 : 0;
+constexpr int SHIFT = !MATRICES && (bytes(K) || K == IQ4_NL) ? 128 : 0;
 
 // 64 integers of x as halves, in place.
 template <Kind K>
@@ -74,7 +74,7 @@ INLINE void sum_halves(const int8_t* x, const uint8_t* w, int32x4_t (&sums)[MR][
       uint8x16_t low = vreinterpretq_u8_u32(vzip1q_u32(first, next));
       uint8x16_t high = vreinterpretq_u8_u32(vzip2q_u32(first, next));
       UNROLL for (int m = 0; m < MR; m++) {
-        int8x16_t a = vld1q_s8(x + m * FIXED_X_STRIDE * 4);
+        int8x16_t a = vld1q_s8(x + m * FIXED_X * 4);
         acc[m][2 * j] = vusmmlaq_s32(acc[m][2 * j], low, a);
         acc[m][2 * j + 1] = vusmmlaq_s32(acc[m][2 * j + 1], high, a);
       }
@@ -102,7 +102,7 @@ INLINE void sum_halves(const int8_t* x, const uint8_t* w, int32x4_t (&sums)[MR][
         b[j] = vreinterpretq_s8_u8(SHIFT<K> != 0 ? veorq_u8(q, vdupq_n_u8(128)) : q);
       }
       UNROLL for (int m = 0; m < MR; m++) {
-        const int8_t* at = x + m * FIXED_X_STRIDE * 4 + 4 * half;
+        const int8_t* at = x + m * FIXED_X * 4 + 4 * half;
         int8x16_t high = vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)at));
         int8x16_t low = vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t*)(at + GROUP)));
         UNROLL for (int j = 0; j < COLUMNS; j++) {
@@ -118,13 +118,18 @@ INLINE void sum_halves(const int8_t* x, const uint8_t* w, int32x4_t (&sums)[MR][
 
 // As in fixed.h.
 template <Kind K, int MR, int COLUMNS>
-INLINE void sum_products(const int32_t* x, const uint8_t* w, int32_t* sums, Ahead& ahead) {
+INLINE void sum_products(const int32_t* x, const int32_t* x_sums, const uint8_t* w, int32_t* sums,
+                         Ahead& ahead) {
+  constexpr int ZERO = SHIFT<K> - (symmetric(K) ? (int)zero_of(K) : 0);
   for (int row = 0; row < group_rows(K) * COLUMNS / NV; row++) fetch(ahead);
   int32x4_t halves[MR][2 * COLUMNS];
   sum_halves<K, MR, COLUMNS>((const int8_t*)x, w, halves);
-  UNROLL for (int m = 0; m < MR; m++)
-    UNROLL for (int j = 0; j < COLUMNS; j++)
-      vst1q_s32(sums + m * PANEL + j * LANES,
-                vaddq_s32(vshlq_n_s32(halves[m][j], 7), halves[m][COLUMNS + j]));
+  UNROLL for (int m = 0; m < MR; m++) {
+    int32x4_t zero = vdupq_n_s32(ZERO * x_sums[m * FIXED_X]);
+    UNROLL for (int j = 0; j < COLUMNS; j++) {
+      int32x4_t sum = vaddq_s32(vshlq_n_s32(halves[m][j], 7), halves[m][COLUMNS + j]);
+      vst1q_s32(sums + m * PANEL + j * LANES, vaddq_s32(sum, zero));
+    }
+  }
   asm volatile("" : : "r"(sums) : "memory");
 }

@@ -8,8 +8,9 @@
 // cannot overflow int32; then they are added up in float32. Every output element is computed alike for any
 // number of rows.
 //
-// A packed row of x is, for up to BLOCK_K channels: BLOCK_K / 2 pairs of int16, BLOCK_K / 64 scales, BLOCK_K
-// / 32 sums of 32 channels. Pairs stand in the order in which shifts take them out of a dword of weights.
+// Packed x has for each 64 channels, and there for each row, FIXED_X dwords: 32 pairs of int16, the scale,
+// the sums of the integers of both halves, and these as float32. Pairs stand in the order in which shifts
+// take them out of a dword of weights.
 #pragma once
 
 #include "gemm.h"
@@ -17,9 +18,8 @@
 constexpr int64_t BLOCK_K = 512;
 
 #if INTEGER_PRODUCTS
-constexpr int FIXED_MR = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows of a register block
-constexpr int64_t FIXED_X_STRIDE = BLOCK_K / 2 + 48;  // an odd number of cache lines spreads rows over the
-                                                      // sets
+constexpr int FIXED_MR = LANES == 16 ? 12 : LANES == 8 ? 5 : 4;  // rows of a register block
+constexpr int64_t FIXED_X = 40, X_SCALE = FIXED_GROUP / 2, X_SUMS = X_SCALE + 1, X_FLOAT_SUMS = X_SUMS + 2;
 constexpr float X_MAX = 8191;
 
 #if BYTE_PRODUCTS
@@ -27,15 +27,15 @@ template <Kind K>
 void split(int16_t* x);
 #endif
 
-// Row x[k], k at most BLOCK_K, as a packed row.
+// Row x[k] as a packed row, whose next 64 channels are ``step`` dwords behind.
 template <Kind K>
-inline void quantize_row(const float* x, int64_t k, float* out) {
+inline void quantize_row(const float* x, int64_t k, float* out, int64_t step) {
   constexpr int PARTS = FIXED_GROUP / LANES;
   vi order;
   UNROLL for (int j = 0; j < LANES; j++) order[j] =
       nibbles(K) ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j / 4 * 4 + j % 2 * 2 + j % 4 / 2;
-  float *scales = out + BLOCK_K / 2, *sums = scales + BLOCK_K / FIXED_GROUP, padded[FIXED_GROUP] = {};
-  for (int64_t at = 0; at < k; at += FIXED_GROUP, out += FIXED_GROUP / 2, scales++, sums += 2) {
+  float padded[FIXED_GROUP] = {};
+  for (int64_t at = 0; at < k; at += FIXED_GROUP, out += step) {
     const float* from = x + at;
     if (k - at < FIXED_GROUP) from = (const float*)std::memcpy(padded, from, (k - at) * sizeof(float));
     vf v[PARTS], top{}, odd{};
@@ -46,7 +46,7 @@ inline void quantize_row(const float* x, int64_t k, float* out) {
     }
     float most = max_of(top);
     float up = most > 0 ? X_MAX / most : 0;
-    *scales = most * (1 / X_MAX) + sum(odd);
+    out[X_SCALE] = most * (1 / X_MAX) + sum(odd);
     vi half[2] = {};
     UNROLL for (int j = 0; j < PARTS; j++) {
       vi q = round_to_int(v[j] * up);
@@ -56,7 +56,10 @@ inline void quantize_row(const float* x, int64_t k, float* out) {
 #if BYTE_PRODUCTS
     split<K>((int16_t*)out);
 #endif
-    if (grouped(K)) UNROLL for (int h = 0; h < 2; h++) sums[h] = *scales * sum(to_float(half[h]));
+    if (grouped(K)) UNROLL for (int h = 0; h < 2; h++) {
+      out[X_FLOAT_SUMS + h] = sum(to_float(half[h]));
+      ((int32_t*)out)[X_SUMS + h] = out[X_FLOAT_SUMS + h];
+    }
   }
 }
 
@@ -76,9 +79,6 @@ INLINE vf fused(vf a, vf b, vf c) {
 #else
 // A block of rows' sums, ``COLUMNS`` vectors of them at a time, so that all are in registers.
 constexpr int columns(int rows) { return LANES == 16 || rows <= 2 ? NV : NV / 2; }
-// What is taken from weights, so that they are signed.
-template <Kind K>
-constexpr float SHIFT = 0;
 
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4)));
 
@@ -106,31 +106,44 @@ INLINE vi take_pair(vi raw, int i) {
   return raw;
 }
 
+// ``MANY``: so many sums that registers are left for one product alone.
+template <bool MANY>
 INLINE void multiply_add(vi& sum, vi a, vi b) {
 #if defined(__AVX512VNNI__)
   // In assembly, for GCC 12 spills the sums around the intrinsic.
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-#else
-#if defined(__AVX512F__)
+#elif defined(__AVX512F__)
   sum += (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#else
-  sum += (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
   asm volatile("" : "+v"(sum));  // in this order, or GCC multiplies first and spills products
+#else
+  vi product = {};
+  if (MANY) {
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+  } else {
+    sum += (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    asm volatile("" : "+v"(sum));
+  }
 #endif
 }
 
-// Integer sums of x times the rows of dwords of a group to sums[MR][32], ``COLUMNS`` vectors of them. ahead
-// is moved on.
+// Integer sums of x times the rows of dwords of a group to sums[MR][32], ``COLUMNS`` vectors of them.
+// ``x_sums``: of this group, of the first row. ahead is moved on.
 template <Kind K, int MR, int COLUMNS>
-INLINE void sum_products(const int32_t* x, const uint8_t* w, int32_t* sums, Ahead& ahead) {
+INLINE void sum_products(const int32_t* x, const int32_t* x_sums, const uint8_t* w, int32_t* sums,
+                         Ahead& ahead) {
   constexpr int ROWS = grouped(K) ? group_rows(K) : FIXED_GROUP / 2;
   constexpr int PAIRS = pairs_of(K);
-  vi acc[MR][COLUMNS] = {}, left[COLUMNS] = {};
-  auto multiply = [&](const vi (&b)[COLUMNS], int s) INLINED {
+  // Sums of one row are two, for a product waits for the one before.
+  constexpr int CHAINS = MR * COLUMNS <= 2 ? 2 : 1;
+  vi acc[CHAINS][MR][COLUMNS] = {}, left[COLUMNS] = {};
+  if constexpr (symmetric(K)) each<MR>([&](auto m) INLINED {
+    vi zero = (x_sums[m * FIXED_X] - vi{}) * -(int32_t)zero_of(K);
+    each<COLUMNS>([&](auto j) INLINED { acc[0][m][j] = zero; });
+  });
+  auto multiply = [&](const vi (&b)[COLUMNS], auto s) INLINED {
     each<MR>([&](auto m) INLINED {
-      vi a = x[m * FIXED_X_STRIDE + s] - vi{};
-      each<COLUMNS>([&](auto j) INLINED { multiply_add(acc[m][j], a, b[j]); });
+      vi a = x[m * FIXED_X + s] - vi{};
+      each<COLUMNS>([&](auto j) INLINED { multiply_add<(MR > 3)>(acc[s % CHAINS][m][j], a, b[j]); });
     });
   };
 #pragma GCC unroll 1
@@ -151,44 +164,55 @@ INLINE void sum_products(const int32_t* x, const uint8_t* w, int32_t* sums, Ahea
   }
   if constexpr (five_bits(K)) {
     each<COLUMNS>([&](auto j) INLINED { left[j] = (vi)((pairs)left[j] >> 11); });
-    multiply(left, 0);
+    multiply(left, std::integral_constant<int, 0>{});
   }
   each<MR>([&](auto m) INLINED {
-    each<COLUMNS>([&](auto j) INLINED { *(vi_mem*)(sums + m * PANEL + j * LANES) = acc[m][j]; });
+    each<COLUMNS>([&](auto j) INLINED {
+      *(vi_mem*)(sums + m * PANEL + j * LANES) = acc[0][m][j] + (CHAINS > 1 ? acc[CHAINS - 1][m][j] : vi{});
+    });
   });
   asm volatile("" : : "r"(sums) : "memory");  // or registers for what follows are taken from the loop
 }
 #endif
 
+// ldx: dwords from 64 channels of x to the next.
 template <Kind K, int MR>
-__attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uint8_t* w, int64_t k,
+__attribute__((noinline)) Ahead fixed_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k,
                                              float* tile, bool first, Ahead ahead) {
-  constexpr int64_t COUNT = grouped(K) ? GROUP : FIXED_GROUP, ROWS = grouped(K) ? group_rows(K) : COUNT / 2;
+  constexpr int GROUPS = grouped(K) ? 2 : 1;  // of weights, for 64 channels
+  constexpr int64_t COUNT = FIXED_GROUP / GROUPS, HEAD = grouped(K) ? head_bytes(K) : FIXED_HEAD;
+  constexpr int64_t BYTES = HEAD + (grouped(K) ? group_rows(K) : COUNT / 2) * ROW_BYTES;
   constexpr int COLUMNS = columns(MR);
-  const int32_t* x = (const int32_t*)x_;
-  const float *scales = x_ + BLOCK_K / 2, *x_sums = scales + BLOCK_K / FIXED_GROUP;
-  alignas(64) int32_t sums[MR * PANEL];
-  for (int64_t at = 0; at < k; at += COUNT) {
-    const uint8_t* head = w;
-    w += grouped(K) ? head_bytes(K) : FIXED_HEAD;
-    UNROLL for (int j = 0; j < NV; j += COLUMNS)
-      sum_products<K, MR, COLUMNS>(x, w + j * LANES * 4, sums + j * LANES, ahead);
-    x += COUNT / 2, w += ROWS * ROW_BYTES;
-    vf scale[NV] = {}, low[NV] = {};
-    UNROLL for (int j = 0; j < NV; j++) {
-      if (grouped(K)) scale[j] = load_f16((const uint16_t*)head + j * LANES);
-      if (symmetric(K)) low[j] = scale[j] * -zero_of(K);
-      if (affine(K)) low[j] = load_f16((const uint16_t*)head + PANEL + j * LANES);
-      if (SHIFT<K> != 0) low[j] = fused(scale[j], splat(SHIFT<K>), low[j]);
-      if (K == FIXED) scale[j] = load_bf16((const uint16_t*)head + j * LANES);
+  static const uint8_t NONE[HEAD] = {};
+  alignas(64) int32_t sums[GROUPS][MR * PANEL];
+  for (; k > 0; k -= FIXED_GROUP, x += ldx, first = false) {
+    const uint8_t* heads[GROUPS];
+    for (int g = 0; g < GROUPS; g++) {
+      heads[g] = NONE;
+      if (g * COUNT >= k) continue;  // the last 64 channels have one group
+      heads[g] = w;
+      UNROLL for (int j = 0; j < NV; j += COLUMNS)
+        sum_products<K, MR, COLUMNS>((const int32_t*)x + g * COUNT / 2, (const int32_t*)x + X_SUMS + g,
+                                     w + HEAD + j * LANES * 4, sums[g] + j * LANES, ahead);
+      w += BYTES;
     }
-    for (int m = 0; m < MR; m++) {
-      vf step = splat(scales[m * FIXED_X_STRIDE + at / FIXED_GROUP]);
-      UNROLL for (int j = 0; j < NV; j++) {
+    for (int j = 0; j < NV; j++) {
+      vf scale[GROUPS], low[GROUPS];
+      UNROLL for (int g = 0; g < GROUPS; g++) {
+        auto head = (const uint16_t*)heads[g] + j * LANES;
+        scale[g] = grouped(K) ? load_f16(head) : load_bf16(head);
+        if (affine(K)) low[g] = load_f16(head + PANEL);
+      }
+      for (int m = 0; m < MR; m++) {
+        const float* row = x + m * FIXED_X;
         float* t = tile + m * PANEL + j * LANES;
-        vf total = first && at == 0 ? vf{} : load(t);
-        if (grouped(K)) total = fused(low[j], splat(x_sums[m * FIXED_X_STRIDE + at / GROUP]), total);
-        store(t, fused(to_float(load_int(sums + m * PANEL + j * LANES)), step * scale[j], total));
+        vf total{};
+        UNROLL for (int g = 0; g < GROUPS; g++) {
+          vf sum = to_float(load_int(sums[g] + m * PANEL + j * LANES));
+          total = g ? fused(sum, scale[g], total) : sum * scale[g];
+          if (affine(K)) total = fused(low[g], splat(row[X_FLOAT_SUMS + g]), total);
+        }
+        store(t, fused(total, splat(row[X_SCALE]), first ? vf{} : load(t)));
       }
     }
   }

@@ -276,17 +276,19 @@ struct PairKernels<0> {
 };
 #endif
 
-// All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs). What is
-// ``ahead`` is shared out among the blocks.
-template <RowsKernel (*PICK)(int), int MOST = MAX_MR>
+// All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs), and so
+// does ROW, the way from a row to the next, if it is not ldx. What is ``ahead`` is shared out among the
+// blocks.
+template <RowsKernel (*PICK)(int), int MOST = MAX_MR, int64_t ROW = 0>
 inline void rows_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int32_t rows,
                              float* tile, bool first, Ahead ahead = {}) {
   if (!ahead.at) ahead.at = w;
+  if (rows <= MOST) return (void)PICK(rows)(x, ldx, w, k, tile, first, ahead);
   int32_t pace = ahead.pace, left = rows;  // 32 bits, for these divisions are quick
   for (int32_t m = 0; m < rows;) {
     int32_t parts = (left + MOST - 1) / MOST, mr = (left + parts - 1) / parts;
     ahead.pace = pace * mr / rows;
-    ahead = PICK(mr)(x + m * ldx, ldx, w, k, tile + m * PANEL, first, ahead);
+    ahead = PICK(mr)(x + m * (ROW ? ROW : ldx), ldx, w, k, tile + m * PANEL, first, ahead);
     m += mr, left -= mr;
   }
 }

@@ -29,7 +29,7 @@ struct Linear {
   Act act;
   bool x_bf16, y_bf16, fixed;  // fixed: x is packed as integers
   int64_t rows, panels, n_out, ldx;
-  int64_t x_stride;  // of packed rows, in dwords: spreads them over the sets of a cache
+  int64_t x_stride;  // dwords of BLOCK_K channels of a packed row: spread over the sets of a cache
   const float* x;
   const uint8_t* w;
   int64_t stride;  // bytes of a panel
@@ -41,7 +41,7 @@ struct Linear {
     ldx = x_width(i.k);
 #if INTEGER_PRODUCTS
     fixed = kind == FIXED || grouped(kind);
-    x_stride = fixed ? FIXED_X_STRIDE : x_width(BLOCK_K) + 16;
+    x_stride = fixed ? BLOCK_K / FIXED_GROUP * FIXED_X : x_width(BLOCK_K) + 16;
 #else
     fixed = false;
     x_stride = x_width(BLOCK_K) + 16;
@@ -57,6 +57,14 @@ struct Linear {
   int64_t registers() const { return fixed ? FIXED_MR : MAX_MR; }  // rows whose sums are in registers
 #else
   int64_t registers() const { return MAX_MR; }
+#endif
+  // Of packed x: dwords from a row to the next, and what kernels take for ldx.
+#if INTEGER_PRODUCTS
+  int64_t packed_row() const { return fixed ? FIXED_X : x_stride; }
+  int64_t packed_ldx(int64_t rows) const { return fixed ? rows * FIXED_X : x_stride; }
+#else
+  int64_t packed_row() const { return x_stride; }
+  int64_t packed_ldx(int64_t) const { return x_stride; }
 #endif
   int64_t block() const { return tiles() ? 32 : registers(); }  // rows that are multiplied together
   int64_t x_width(int64_t k) const { return x_bf16 ? (k + 1) / 2 : k; }  // in dwords
@@ -77,7 +85,8 @@ struct Scratch {
 template <Kind K>
 void fixed_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile,
                  bool first, Ahead ahead) {
-  rows_times_panel<FixedKernels<K, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+  rows_times_panel<FixedKernels<K, FIXED_MR>::pick, FIXED_MR, FIXED_X>(x, ldx, w, k, rows, tile, first,
+                                                                       ahead);
 }
 #endif
 
@@ -144,21 +153,27 @@ int64_t packed_bytes(const Linear& l, int64_t rows) {
   return k_blocks(l) * rows * l.x_stride * (int64_t)sizeof(float);
 }
 
-void pack_row(const Linear& l, const float* x, int64_t k, float* out) {
 #if INTEGER_PRODUCTS
-  if (l.kind == FIXED) return quantize_row<FIXED>(x, k, out);  // of AVX2 and AVX512_VNNI alone
-  if (bytes(l.kind)) return quantize_row<INT8>(x, k, out);
-  if (nibbles(l.kind)) return quantize_row<INT4>(x, k, out);
-#endif
-  std::memcpy(out, x, l.x_width(k) * sizeof(float));
+void quantize(Kind kind, const float* x, int64_t k, float* out, int64_t step) {
+  if (kind == FIXED) return quantize_row<FIXED>(x, k, out, step);  // of AVX2 and AVX512_VNNI alone
+  if (bytes(kind)) return quantize_row<INT8>(x, k, out, step);
+  if (nibbles(kind)) return quantize_row<INT4>(x, k, out, step);
 }
+#endif
 
-// Rows of x in blocks of BLOCK_K channels.
+// Rows of x in blocks of BLOCK_K channels, or as fixed.h says.
 void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
+#if INTEGER_PRODUCTS
+  if (l.fixed) {
+    for (int64_t r = 0; r < rows; r++)
+      quantize(l.kind, l.x + (row + r) * l.ldx, l.i.k, out + r * FIXED_X, rows * FIXED_X);
+    return;
+  }
+#endif
   for (int64_t k = 0; k < l.i.k; k += BLOCK_K) {
     const float* x = l.x + row * l.ldx + l.x_width(k);
     for (int64_t r = 0; r < rows; r++, out += l.x_stride)
-      pack_row(l, x + r * l.ldx, std::min(BLOCK_K, l.i.k - k), out);
+      std::memcpy(out, x + r * l.ldx, l.x_width(std::min(BLOCK_K, l.i.k - k)) * sizeof(float));
   }
 }
 
@@ -168,12 +183,14 @@ void compute_direct(const Linear& l, int64_t panel, const float* packed, float* 
   int32_t pace = pace_of(l.kind);
   if (!packed)
     return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true, {w + PREFETCH, pace});
-  // One register block of rows reads a block of the panel once; more of them read it again, and the next
+  // One register block of rows reads the panel once; more of them read each block of it again, and the next
   // block comes meanwhile.
-  int64_t distance = l.rows > l.registers() ? panel_bytes(l.kind, BLOCK_K) : PREFETCH;
-  for (int64_t k = 0; k < l.i.k; k += BLOCK_K, packed += l.rows * l.x_stride) {
-    int64_t count = std::min(BLOCK_K, l.i.k - k);
-    multiply(l.kind, l.x_bf16, packed, l.x_stride, w, count, l.rows, tile, k == 0, {w + distance, pace});
+  bool once = l.rows <= l.registers();
+  int64_t block = l.fixed && once ? l.i.k : BLOCK_K, ldx = l.packed_ldx(l.rows);
+  int64_t distance = once ? PREFETCH : panel_bytes(l.kind, BLOCK_K);
+  for (int64_t k = 0; k < l.i.k; k += block, packed += l.rows * l.x_stride) {
+    int64_t count = std::min(block, l.i.k - k);
+    multiply(l.kind, l.x_bf16, packed, ldx, w, count, l.rows, tile, k == 0, {w + distance, pace});
     w += panel_bytes(l.kind, count);
   }
 }
@@ -219,7 +236,7 @@ void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, i
     auto some = [&](int64_t m, int64_t p) {
       int64_t count = std::min(l.block(), rows - m);
       if (k0 == 0 && p == 0) out.fetch(m, count);
-      multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.x_stride, l.x_stride, w[p], k, count,
+      multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.packed_row(), l.packed_ldx(rows), w[p], k, count,
                s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0,
                {w[p] + PREFETCH, pace_of(as_is ? l.kind : F32)});
     };
