@@ -325,11 +325,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "eagle",
             "eagle3",
             "medusa",
+            "dflash",
             "NGRAM",
             "STANDALONE",
             "NEXTN",
             "EAGLE",
             "EAGLE3",
+            "DFLASH",
             "deepseek_mtp",
             "auto",
             "off",
@@ -341,13 +343,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "guesses what came behind the same tokens before, draft_model what --speculative-model draws, "
             "mtp, eagle and eagle3 what a layer makes of the model's hidden states: one of its own "
             "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE head in --speculative-model; medusa "
-            "what the heads there make of them"
+            "and dflash what the heads there make of them, a block at a time"
         ),
     ] = None
     speculative_model: Annotated[
         str | None,
         Doc(
-            description="a smaller model with the same vocabulary, an EAGLE head, or those of Medusa, "
+            description="a smaller model with the same vocabulary, an EAGLE head, those of Medusa or DFlash, "
             "which guesses the next tokens: hub id, folder or .gguf file"
         ),
     ] = None

@@ -21,7 +21,15 @@ from sgla.messages import LONGEST
 from sgla.model.context import check_cp
 from sgla.model.data_attention import check_data
 from sgla.model.diffusion_gemma_spec import check_canvas
-from sgla.model.drafting import Guessing, automatic, by_our_names, check_context, draft_state, read_guessing
+from sgla.model.drafting import (
+    Guessing,
+    automatic,
+    block_size,
+    by_our_names,
+    check_context,
+    draft_state,
+    read_guessing,
+)
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
@@ -143,7 +151,7 @@ def resolve(
         filling.filled["step_log"], filling.reasons["step_log"] = 0, "--dp-attention: steps are not recorded"
     check_features(config, machine, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
-        filling.settle("speculative_num_draft_tokens", choose_drafts(config.speculative_algorithm))
+        filling.settle("speculative_num_draft_tokens", choose_drafts(config.speculative_algorithm, draft))
     if config.cpu_offload_gb:
         check_offload(config, machine, device, spec, pooled or encoder)
     if device == "cuda":
@@ -691,7 +699,9 @@ def with_guesses(
     return msgspec.structs.replace(found, reasons={**found.reasons, "speculative_algorithm": reason})
 
 
-def choose_drafts(algorithm: str) -> Settled:
+def choose_drafts(algorithm: str, draft: Mapping[str, Any] | None) -> Settled:
+    if algorithm == "dflash" and draft is not None:
+        return Settled(block_size(draft) - 1, "a block of the head, beside the last token")
     if algorithm == "ngram":
         return Settled(DRAFTS, "a row learns how many of them pay")
     return Settled(OF_MODELS, "each takes time, and is right only if those before it are")

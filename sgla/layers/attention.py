@@ -97,6 +97,10 @@ class SelfAttention:
             self.widths = [len(q), len(kv), len(own_kv) * self.layer.v_dim]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        return self.attend(self.store(x, batch, kv), batch, kv)
+
+    def store(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        """q ``[T, Hq * hd]`` for attention; k and v go to the pages."""
         qkv = self.projected(x)
         if self.wide_norms is not None:
             q, k, v = qkv.split(self.widths, dim=1)
@@ -110,7 +114,7 @@ class SelfAttention:
             q = (q.unflatten(1, (-1, len(weight))) * weight).to(q.dtype).flatten(1)
         if self.growth is not None:
             q = (q * self.growth[batch.positions.long()][:, None]).to(q.dtype)
-        return self.attend(q, batch, kv)
+        return q
 
     def projected(self, x: Tensor) -> Tensor:
         """``[T, (Hq + Hkv) * hd + Hkv * vd]``."""

@@ -13,7 +13,8 @@ from sgla.layers.build import Values
 from sgla.loading.checkpoint import FileTensor
 from sgla.loading.load import OnProgress, decoder_build, load_weights, mending, renaming
 from sgla.model.base import Decoder
-from sgla.model.drafting import EagleSpec, MedusaSpec, predictor_layer, predictor_names
+from sgla.model.dflash import DFlash
+from sgla.model.drafting import BlockSpec, EagleSpec, MedusaSpec, predictor_layer, predictor_names
 from sgla.model.eagle import Eagle, Eagle3
 from sgla.model.medusa import Medusa
 from sgla.model.predictor import Predictor
@@ -83,6 +84,24 @@ def load_medusa(
     heads = Medusa(target, build, medusa.heads, medusa.layers, medusa.bias)
     load_weights(source, build, "Medusa", rename=rename, on_progress=report, seed=seed)
     return heads
+
+
+def load_block(
+    source: ModelSource,
+    target: Decoder,
+    block: BlockSpec,
+    dtype: str,
+    quantization: str | None,
+    positions: int,
+    report: OnProgress,
+    seed: int = 0,
+) -> DFlash:
+    """Raises WeightError for a head whose files are not as DFlash's."""
+    build = decoder_build(source, block.spec, dtype, quantization, target.shard)
+    head = DFlash(target, block.spec, build, positions, len(block.layers), block.mask)
+    ignored = ("embed_tokens.", "lm_head.")
+    load_weights(source, build, "DFlash", ignored=ignored, on_progress=report, seed=seed)
+    return head
 
 
 def load_eagle(

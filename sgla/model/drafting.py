@@ -18,7 +18,7 @@ from sgla.model.family import PredictorNames
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.limits import LAYERS, VOCAB
 from sgla.model.read import read_decoder, read_spec
-from sgla.model.registry import EAGLE3, family_of
+from sgla.model.registry import DFLASH, EAGLE3, family_of
 from sgla.model.sizes import Kinds, kinds_of, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
@@ -31,15 +31,18 @@ NAMES = {  # as SGLang and vLLM have them
     "deepseek_mtp": "mtp",
     "EAGLE": "eagle",
     "EAGLE3": "eagle3",
+    "DFLASH": "dflash",
 }
 FLAG = "--speculative-algorithm"
-OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa")  # algorithms whose weights are not the model's own
+# Algorithms whose weights are not the model's own.
+OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 APART = {  # settings that guesses cannot be beside, and why
     "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
     "cp": "with --cp, which shares out the tokens of prompts alone",
     "dp_attention": "with --dp-attention, whose ranks compute rows of their own",
 }
+BLOCK, BLOCKS = 16, 64  # tokens of a block of DFlash, if its file does not say, and at most
 TOLD = 3  # layers of a target that EAGLE-3 reads
 
 
@@ -51,6 +54,16 @@ class EagleSpec(NamedTuple):
     bias: bool
     vocab: int
     layers: tuple[int, ...] = ()
+
+
+class BlockSpec(NamedTuple):
+    """A head of DFlash. ``spec``: as if it were a Qwen3; ``layers``: of the target, whose inputs it reads;
+    ``mask``: the token in the place of a guess; ``size``: of a block, the last token of the text too."""
+
+    spec: ModelSpec
+    layers: tuple[int, ...]
+    mask: int
+    size: int
 
 
 class MedusaSpec(NamedTuple):
@@ -86,6 +99,7 @@ def automatic(config: Config, draft: Mapping[str, Any] | None) -> Config:
     else:
         name = "eagle3" if draft is not None and _is_eagle3(draft) else "draft_model"
         name = "medusa" if draft is not None and _is_medusa(draft) else name
+        name = "dflash" if draft is not None and _is_block(draft) else name
     return replace(config, speculative_algorithm=name)
 
 
@@ -119,6 +133,8 @@ def check_settings(config: Config, device: str) -> None:
     if config.executor == "fake":
         return
     obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
+    if name == "dflash" and device == "cuda":
+        obstacles.append("on GPUs yet")
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
     if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":
@@ -148,6 +164,9 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
             return predictor_layer(target)
         case "medusa":
             return None if draft is None else read_medusa(draft, target)
+        case "dflash":
+            block = None if draft is None else read_block(draft, target)
+            return None if block is None else _split(_checked(config, block), config.tp)
     return None
 
 
@@ -181,6 +200,10 @@ def _is_eagle3(draft: Mapping[str, Any]) -> bool:
 def _is_medusa(draft: Mapping[str, Any]) -> bool:
     """In the authors' files or vLLM's."""
     return "medusa_num_heads" in draft or draft.get("model_type") == "medusa"
+
+
+def _is_block(draft: Mapping[str, Any]) -> bool:
+    return draft.get("architectures") == [DFLASH]
 
 
 def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> EagleSpec:
@@ -227,6 +250,63 @@ def read_medusa(draft: Mapping[str, Any], target: ModelSpec) -> MedusaSpec:
     layers = c.integer("num_hidden_layers" if theirs else "medusa_num_layers", LAYERS)
     heads, bias = c.integer(named[0], LAYERS), c.flag("medusa_fc_bias")
     return MedusaSpec(heads, layers, bias, target.hidden, target.vocab)
+
+
+def read_block(draft: Mapping[str, Any], target: ModelSpec) -> BlockSpec:
+    """A head of DFlash. Raises ConfigError for one of another kind, or of another model."""
+    if isinstance(target, GenericSpec):
+        raise _unfit("transformers' module computes it, whose layers have no hooks here")
+    if not _is_block(draft):
+        raise _unfit(f"it is no head of DFlash, which {DFLASH} would be")
+    others = {"dtype", "torch_dtype", "quantization_config"}
+    known = family_of("Qwen3ForCausalLM").defaults.keys() | others
+    shape = {key: value for key, value in draft.items() if key in known}
+    spec = read_decoder(shape | {"architectures": ["Qwen3ForCausalLM"]})
+    c = Reader(DFLASH, {"num_target_layers": target.layers, **draft})
+    for key, own, other in (
+        ("hidden_size", spec.hidden, target.hidden),
+        ("vocab_size", spec.vocab, target.vocab),
+        ("num_target_layers", c.integer("num_target_layers", LAYERS), target.layers),
+    ):
+        if own != other:
+            raise _unfit(f"{key} is {own}, and the model's {other}")
+    if any(spec.windows):
+        raise _unfit("its layers have sliding windows")
+    said = Reader(DFLASH, c.table("dflash_config") or {})
+    if not said.given("mask_token_id"):
+        raise _unfit("dflash_config has no mask_token_id")
+    layers = [1 + layer for layer in said.integers("target_layer_ids", LAYERS) or _spread(spec, target)]
+    if not layers or max(layers) >= target.layers:
+        raise _unfit(f"target_layer_ids are {[layer - 1 for layer in layers]}, of {target.layers} layers")
+    mask, size = said.integer("mask_token_id", VOCAB), block_size(draft)
+    if mask >= target.vocab or size < 2:
+        raise _unfit(f"its mask is token {mask} of {target.vocab}, and its blocks have {size} tokens")
+    alone = dataclasses.replace(spec, vocab=1, tied=True)  # the tables are the target's
+    return BlockSpec(alone, tuple(layers), mask, size)
+
+
+def block_size(draft: Mapping[str, Any]) -> int:
+    """Tokens of a block of a head of DFlash, the last one of the text among them."""
+    return Reader(DFLASH, {"block_size": BLOCK, **draft}).integer("block_size", BLOCKS)
+
+
+def _checked(config: Config, block: BlockSpec) -> ModelSpec:
+    if (config.speculative_num_draft_tokens or 0) >= block.size:
+        raise ConfigError(
+            f"the blocks of --speculative-model have {block.size} tokens, one of which is known; give "
+            f"--speculative-num-draft-tokens {block.size - 1} or less",
+            param="speculative_num_draft_tokens",
+        )
+    return block.spec
+
+
+def _spread(spec: ModelSpec, target: ModelSpec) -> list[int]:
+    """Layers of the target whose outputs a head reads that does not say which: as many as it has itself, from
+    the second on to the last but three."""
+    if spec.layers == 1:
+        return [target.layers // 2]
+    last = target.layers - 3
+    return [round(1 + i * (last - 1) / (spec.layers - 1)) for i in range(spec.layers)]
 
 
 def _told_layers(c: Reader, layers: int) -> tuple[int, ...]:

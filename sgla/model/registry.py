@@ -19,7 +19,8 @@ from sgla.packages import brought
 
 # Heads that guess, and are no models.
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
-HEADS = (*EAGLE3, "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+DFLASH = "DFlashDraftModel"
+HEADS = (*EAGLE3, "LlamaForCausalLMEagle", "EagleLlamaForCausalLM", DFLASH)
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
 # Names in config.json:

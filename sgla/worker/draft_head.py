@@ -9,6 +9,7 @@ what these leave in its KV is overwritten by what the target says of the same to
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,26 +94,20 @@ def of_target(head: Head, logits: Tensor) -> Tensor:
     return whole.index_copy_(1, head.ids, logits)
 
 
-class HeadDrafts:
-    """``target``: hidden states of the target, of the tokens of a step, side by side. What it has not read of
-    a slot waits until the slot guesses, or until it is much."""
+class ReadingDrafts(ABC):
+    """``target``: hidden states of the target, of the tokens of a step, side by side. What has not been read
+    of a slot waits until the slot guesses, or until it is much. ``most``: tokens that are read at a time."""
 
     def __init__(
-        self,
-        tables: SlotTables,
-        sampler: Guessing,
-        forward: HeadForward,
-        target: Sequence[StepHidden],
-        pace: Pace,
+        self, tables: SlotTables, sampler: Guessing, most: int, target: Sequence[StepHidden], pace: Pace
     ) -> None:
-        self._tables, self._sampler, self._forward, self._target = tables, sampler, forward, target
+        self._tables, self._sampler, self._most, self._target = tables, sampler, most, target
         self._pace = pace
         slots = len(tables.limit)
         self._unread: list[list[Tensor]] = [[] for _ in range(slots)]  # states of the target
         self._starts, self._counts = np.zeros(
             (2, slots), np.int32
         )  # the place of the first one, and how many
-        self._hidden = torch.zeros(slots, forward.head.width)  # of the token behind which the next guess is
 
     def admit(self, new: NewRow) -> None:
         self._pace.admit(new.slot)
@@ -123,18 +118,19 @@ class HeadDrafts:
             return None
         self._sampler.forget_guesses()
         starts, q_lens, counts = self._pace.begin(plan, self._tables)
-        slots, guessing = column(plan.slots), np.flatnonzero(counts)
-        if len(guessing):
-            tokens = int(self._counts[slots[guessing]].sum())
-            with self._pace.reading(tokens):
-                self._read(slots[guessing], 0)
-        for more in range(1, int(counts.max(initial=0))):
-            going = np.flatnonzero(counts > more)
-            rows, at = slots[going], starts[going] + more - 1
-            every = np.arange(len(going), dtype=np.int32)
-            with self._pace.guessing(len(going)):
-                self._guess(Columns(rows, at, np.ones_like(at), every), self._hidden[rows])
+        going = np.flatnonzero(counts)
+        if len(going):
+            self._guess_of(column(plan.slots)[going], starts[going], counts[going])
         return starts, (q_lens + counts).astype(np.int32)
+
+    @abstractmethod
+    def _guess_of(self, slots: Int32s, starts: Int32s, counts: Int32s) -> None:
+        """Guess so many tokens, one at least, behind the pending ones at ``starts``."""
+
+    @abstractmethod
+    def _take(self, columns: Columns, given: Tensor) -> None:
+        """Read tokens of which the target has made ``given``; its ``logits`` are those of the last of each
+        row, if nothing is left."""
 
     def took(self, tokens: int, seconds: float) -> None:
         self._pace.step(tokens, seconds)
@@ -157,12 +153,10 @@ class HeadDrafts:
             self._read(many, 1)
 
     def _read(self, slots: Int32s, left: int) -> None:
-        """Read what is unread of ``slots``, but for the last tokens, ``left`` of each;
-        and guess where none is left."""
-        most = self._forward.tokens
+        """Read what is unread of ``slots``, but for the last tokens, ``left`` of each."""
         while len(slots):
             spans = self._counts[slots] - left
-            fits = max(1, int((spans.cumsum() <= most).sum()))
+            fits = max(1, int((spans.cumsum() <= self._most).sum()))
             self._read_some(slots[:fits], spans[:fits], left)
             slots = slots[fits:]
 
@@ -170,11 +164,41 @@ class HeadDrafts:
         whole = [torch.cat(self._unread[slot]) for slot in slots.tolist()]
         given = torch.cat([states[:span] for states, span in zip(whole, spans.tolist())])
         logits = np.cumsum(spans, dtype=np.int32) - 1
-        self._guess(Columns(slots, self._starts[slots], spans, logits[: 0 if left else None]), given, True)
+        self._take(Columns(slots, self._starts[slots], spans, logits[: 0 if left else None]), given)
         for slot, states, span in zip(slots.tolist(), whole, spans.tolist()):
             self._unread[slot] = [states[span:].clone()] if left else []
         self._starts[slots] += spans
         self._counts[slots] = left
+
+
+class HeadDrafts(ReadingDrafts):
+    """A token at a time: what has waited brings the first guess."""
+
+    def __init__(
+        self,
+        tables: SlotTables,
+        sampler: Guessing,
+        forward: HeadForward,
+        target: Sequence[StepHidden],
+        pace: Pace,
+    ) -> None:
+        super().__init__(tables, sampler, forward.tokens, target, pace)
+        self._forward = forward
+        # Of the token behind which the next guess is.
+        self._hidden = torch.zeros(len(tables.limit), forward.head.width)
+
+    def _guess_of(self, slots: Int32s, starts: Int32s, counts: Int32s) -> None:
+        with self._pace.reading(int(self._counts[slots].sum())):
+            self._read(slots, 0)
+        for more in range(1, int(counts.max())):
+            going = np.flatnonzero(counts > more)
+            rows, at = slots[going], starts[going] + more - 1
+            every = np.arange(len(going), dtype=np.int32)
+            with self._pace.guessing(len(going)):
+                self._guess(Columns(rows, at, np.ones_like(at), every), self._hidden[rows])
+
+    def _take(self, columns: Columns, given: Tensor) -> None:
+        self._guess(columns, given, True)
 
     def _guess(self, columns: Columns, given: Tensor, from_target: bool = False) -> None:
         """Read the tokens behind those of ``columns``, of which ``given`` is known,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,15 +11,17 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
-from sgla.loading.drafter import load_eagle, load_medusa, load_predictor, narrow
+from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
-from sgla.model.drafting import read_eagle, read_medusa, read_tokens
+from sgla.model.dflash import DFlash
+from sgla.model.drafting import read_block, read_eagle, read_medusa, read_tokens
 from sgla.model.eagle import Eagle
 from sgla.model.medusa import Medusa
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
+from sgla.worker.blocks import BlockDrafts, BlockForward
 from sgla.worker.draft_head import WAITING, HeadDrafts, HeadForward, StepHidden
 from sgla.worker.draft_model import ModelDrafts, with_vocab
 from sgla.worker.drafts import Drafter, Guessing, agreed
@@ -52,6 +54,7 @@ class DraftSetup:
         self._model: CausalLM | None = None
         self._head: Head | None = None
         self._medusa: Medusa | None = None
+        self._block: DFlash | None = None
         seed, quantization = config.random_seed or 0, config.speculative_quantization
         match config.speculative_algorithm:
             case "draft_model":
@@ -72,6 +75,14 @@ class DraftSetup:
                 self._medusa = load_medusa(source.draft, target, medusa, dtype, quantization, report, seed)
                 self._hidden.append(StepHidden())
                 self.hook = self._hidden[0].hook
+            case "dflash":
+                assert isinstance(target, Decoder)
+                assert source.draft is not None
+                block, positions = read_block(source.draft.config, target.spec), target.positions
+                self._block = load_block(
+                    source.draft, target, block, dtype, quantization, positions, report, seed
+                )
+                self._hook(target, block.layers)
             case "eagle" | "eagle3" as name:
                 assert isinstance(target, Decoder)
                 assert source.draft is not None
@@ -81,11 +92,15 @@ class DraftSetup:
                 )
                 if isinstance(self._head, Eagle):
                     narrow(self._head, read_tokens(config, self._vocab))
-                self._hidden += [StepHidden() for _ in eagle.layers or (0,)]
-                if not eagle.layers:
-                    self.hook = self._hidden[0].hook
-                for layer, hidden in zip(eagle.layers, self._hidden):
-                    target.blocks[layer] = Hooked(target.blocks[layer], hidden.hook, ops.tap)
+                self._hook(target, eagle.layers)
+
+    def _hook(self, target: Decoder, layers: Sequence[int]) -> None:
+        """Keep what goes into these ``layers``; without any, the final hidden states."""
+        self._hidden += [StepHidden() for _ in layers or (0,)]
+        if not layers:
+            self.hook = self._hidden[0].hook
+        for layer, hidden in zip(layers, self._hidden):
+            target.blocks[layer] = Hooked(target.blocks[layer], hidden.hook, ops.tap)
 
     def make(
         self, tables: SlotTables, sampler: Sampler, kv: list[Layer], step_tokens: int, threads: int
@@ -102,6 +117,10 @@ class DraftSetup:
             heads = MedusaForward(self._medusa, ProgramLimits(slots, slots), threads, native)
             medusa = MedusaDrafts(tables, guessing, heads, self._hidden[0], pace)
             return self._beside(medusa, tables, sampler, pace)
+        if self._block is not None:
+            blocks = BlockForward(self._block, kv, step_tokens + WAITING, threads, native)
+            drafts = BlockDrafts(tables, guessing, blocks, self._hidden, pace)
+            return self._beside(drafts, tables, sampler, pace)
         if self._model is not None:
             spare = slots + VERIFIED
             limits = ProgramLimits(step_tokens + spare, slots)

@@ -28,7 +28,7 @@ from sgla.loading.load import _Dummy
 from sgla.loading.source import configured_source, drafting
 from sgla.messages import StepPlan
 from sgla.model.base import Decoder
-from sgla.model.drafting import read_eagle
+from sgla.model.drafting import read_block, read_eagle
 from sgla.model.read import read_decoder
 from sgla.model.registry import EAGLE3, HEADS
 from sgla.observe.machine import Machine
@@ -48,6 +48,15 @@ EAGLE = LLAMA | {
     "draft_vocab_size": 200,
 }
 DEEP = LLAMA | {"num_hidden_layers": 4}
+DFLASH = LLAMA | {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_target_layers": 4,
+    "head_dim": 16,
+    "block_size": 4,
+    "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 7},
+}
 NORMS = "input_layernorm", "hidden_norm", "post_attention_layernorm"
 HYBRID = qwen3_next(num_hidden_layers=3, full_attention_interval=2, **SIZES)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
@@ -55,6 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "eagle": ("eagle", DEEP, LLAMA | {"num_hidden_layers": 1}),
     "eagle3": ("eagle3", DEEP, EAGLE),
     "medusa": ("medusa", DEEP, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
+    "dflash": ("dflash", DEEP, DFLASH),
     "hybrid": ("mtp", HYBRID, None),
     "a window of its own": ("mtp", MIMO | SIZES, None),
     "windows": (
@@ -224,6 +234,101 @@ def test_a_head_guesses_what_its_paper_says(says: Callable[[Tensor, Tensor], Ten
         assert best[known - 2] == token
 
 
+def block_of(told: Tensor, embedded: Tensor) -> Tensor:
+    """The best tokens behind the first of a block ``embedded`` [B, d], all of which see each other and what
+    is ``told`` [T, 2 d] of the text before."""
+    d, heads, kv_heads, dim, count = 64, 4, 2, 16, len(told)
+    text, x = norm(told @ weights("fc.weight", d, 2 * d).T), embedded
+    angles = torch.arange(count + len(x))[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+    def heads_of(y: Tensor, name: str, part: str, n: int) -> Tensor:
+        return (y @ weights(f"{name}.self_attn.{part}_proj.weight", n * dim, d).T).view(-1, n, dim)
+
+    def turned(y: Tensor, places: slice) -> Tensor:
+        y = norm(y)
+        back = torch.cat([-y[..., dim // 2 :], y[..., : dim // 2]], -1)
+        return (y * cos[places, None] + back * sin[places, None]).transpose(0, 1)[None]
+
+    for name in ("layers.0", "layers.1"):
+        seen, own = torch.cat([text, norm(x)]), slice(count, None)
+        q = turned(heads_of(norm(x), name, "q", heads), own)
+        k = turned(heads_of(seen, name, "k", kv_heads), slice(None))
+        v = heads_of(seen, name, "v", kv_heads).transpose(0, 1)[None]
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        x = x + y @ weights(f"{name}.self_attn.o_proj.weight", d, heads * dim).T
+        gate, up = (norm(x) @ weights(f"{name}.mlp.{p}_proj.weight", 96, d).T for p in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ weights(f"{name}.mlp.down_proj.weight", d, 96).T
+    return norm(x)[1:]
+
+
+def test_a_block_is_what_its_paper_says() -> None:
+    """Each behind a text, from all hidden states at once; beside a prompt that is read in parts."""
+    runner, request = runner_of("dflash"), requests()[0]
+    guesses = Guesses(runner)
+    text = request.tokens + run(runner, [request], drafts=3, step_tokens=16).tokens()["greedy"]
+    told: list[Tensor] = []
+    for one in runner._drafter._target:  # type: ignore[attr-defined]
+        one.take = lambda take=one.take: told.append(take()) or told[-1]
+    run(runner, [submit("whole", text, 1)], prefix_cache=False)
+    whole = torch.cat([one for one in told if len(one) == len(text)], 1)
+    assert len(guesses) > 5
+    for known, made in guesses.items():
+        ids = torch.tensor([known[-1], *[7] * len(made)], dtype=torch.int32)
+        states = block_of(whole[: len(known) - 1], runner.model.embed(ids))
+        assert runner.model.lm_head(states).argmax(1).tolist() == made
+
+
+def test_a_block_head_is_read_from_its_files(tmp_path: Path) -> None:
+    d, shapes = 64, {"fc.weight": (64, 128), "hidden_norm.weight": (64,), "norm.weight": (64,)}
+    for i in range(2):
+        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+        shapes |= {f"{attention}.{part}_proj.weight": (n, d) for part, n in (("q", 64), ("k", 32), ("v", 32))}
+        shapes |= {f"{attention}.o_proj.weight": (d, 64), f"{mlp}.down_proj.weight": (d, 96)}
+        shapes |= {f"{mlp}.{part}_proj.weight": (96, d) for part in ("gate", "up")}
+        shapes |= {f"{attention}.{part}_norm.weight": (16,) for part in "qk"}
+        shapes |= {f"layers.{i}.{name}_layernorm.weight": (d,) for name in ("input", "post_attention")}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    (tmp_path / "config.json").write_text(json.dumps(DFLASH))
+    for missing in ("", "hidden_norm.weight"):
+        tensors.pop(missing, None)
+        save_file(tensors, tmp_path / "model.safetensors")
+        settings = {"speculative_algorithm": "dflash", "speculative_num_draft_tokens": 3}
+        asked = tiny_config(**settings, speculative_model=str(tmp_path), speculative_adaptive=False)
+        source = replace(source_of(DEEP, None), draft=configured_source(tmp_path, drafting(asked)))
+        if missing:
+            with pytest.raises(WeightError, match=r"hidden_norm\.weight"):
+                CpuRunner(asked, source, 0, 1, "", lambda progress: None)
+            continue
+        runner = CpuRunner(asked, source, 0, 1, "", lambda progress: None)
+        head = runner._drafter._forward.head  # type: ignore[attr-defined]
+        x = torch.randn(3, 128)
+        torch.testing.assert_close(head.join(x), x @ tensors["fc.weight"].T, atol=1e-4, rtol=1e-4)
+        assert torch.equal(head.blocks[1].attention.k_norm, tensors["layers.1.self_attn.k_norm.weight"])
+
+
+def test_a_block_of_another_model_is_refused() -> None:
+    table = DFLASH["dflash_config"]
+    for changes, said in (
+        ({"num_target_layers": 3}, "num_target_layers is 3, and the model's 4"),
+        ({"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 7}}, r"\[0, 3\], of 4 layers"),
+        ({"dflash_config": {"target_layer_ids": [0]}}, "no mask_token_id"),
+        ({"dflash_config": table | {"mask_token_id": VOCAB}}, f"token {VOCAB} of {VOCAB}"),
+        ({"vocab_size": 99}, "vocab_size is 99"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding windows"),
+        ({"architectures": EAGLE["architectures"]}, "no head of DFlash"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_block(DFLASH | changes, read_decoder(DEEP))
+    shares = read_block(DFLASH | {"dflash_config": {"mask_token_id": 7}}, read_decoder(DEEP)).layers
+    assert shares == (2, 2)
+    asked = {"speculative_algorithm": "dflash", "speculative_model": "a/b"}
+    with pytest.raises(ConfigError, match="give --speculative-num-draft-tokens 3 or less"):
+        resolve(tiny_config(**asked, speculative_num_draft_tokens=4), model=DEEP, draft=DFLASH)
+    found = resolve(tiny_config(**asked), model=DEEP, draft=DFLASH)
+    assert found.config.speculative_num_draft_tokens == 3
+
+
 def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
     """As its authors store it, with tables between the vocabularies, the model's embedding and a mask."""
     d, dims = 64, {"q": 64, "k": 32, "v": 32}
@@ -339,6 +444,7 @@ def test_what_guesses_if_nobody_says_what() -> None:
     assert chosen(DEEP).config.speculative_algorithm == "ngram"
     assert chosen(None).config.speculative_num_draft_tokens == 8
     assert chosen(DEEP, EAGLE).config.speculative_algorithm == "eagle3"
+    assert chosen(DEEP, DFLASH).config.speculative_algorithm == "dflash"
     assert chosen(DEEP, LLAMA).config.speculative_algorithm == "draft_model"
     for medusa in ({"medusa_num_heads": 3}, {"model_type": "medusa", "num_heads": 3}):
         assert chosen(DEEP, medusa).config.speculative_algorithm == "medusa"

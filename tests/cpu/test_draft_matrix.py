@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from config_cases import decoder
-from test_draft_heads import DEEP, EAGLE, HYBRID, LATENT, SIZES, WINDOWS, source_of
+from test_draft_heads import DEEP, DFLASH, EAGLE, HYBRID, LATENT, SIZES, WINDOWS, source_of
 from test_draft_models import requests as texts
 from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config
 
@@ -27,6 +27,7 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
     "ngram": None,
     "draft_model": DEEP | {"num_hidden_layers": 3},
     "eagle3": EAGLE,
+    "dflash": DFLASH | {"block_size": 6},
 }
 
 
@@ -125,14 +126,22 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ["ngram", "draft_model", "mtp", "eagle", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["ngram", "draft_model", "mtp", "eagle", "eagle3", "medusa", "dflash"])
 def test_every_drafter_on_every_kind_of_layers(kind: str, algorithm: str) -> None:
     target = KINDS[kind]
     if algorithm == "mtp" and kind not in ("latent", "hybrid", "mixture"):
         pytest.skip("the family has no layer that guesses")
     width = {"hidden_size": target["hidden_size"]}
     eagle = LLAMA | width | {"num_hidden_layers": 1}
-    draft = {"draft_model": LLAMA, "eagle": eagle, "eagle3": EAGLE | width}.get(algorithm)
+    table = {"target_layer_ids": [0], "mask_token_id": 7}
+    drafts: dict[str, dict[str, Any]] = {
+        "draft_model": LLAMA,
+        "eagle": eagle,
+        "eagle3": EAGLE | width,
+        "medusa": {"medusa_num_heads": 3},
+        "dflash": DFLASH | width | {"num_target_layers": target["num_hidden_layers"], "dflash_config": table},
+    }
+    draft = drafts.get(algorithm)
     made: list[CpuRunner] = []
     for name, source in ((None, source_of(target, None)), (algorithm, source_of(target, draft))):
         settings = {"speculative_algorithm": name, "speculative_num_draft_tokens": 3} if name else {}

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from forked import ForkedExecutor
-from test_draft_heads import DEEP, EAGLE, HYBRID, source_of
+from test_draft_heads import DEEP, DFLASH, EAGLE, HYBRID, source_of
 from test_draft_matrix import LETTERS, requests
 from tiny import LLAMA, Transcript, check_draws, make_core, run, run_executor, tiny_config
 
@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "eagle3": ("eagle3", DEEP, EAGLE),
     "mtp": ("mtp", HYBRID, None),
     "medusa": ("medusa", DEEP, {"medusa_num_heads": 3}),
+    "dflash": ("dflash", DEEP, DFLASH),
 }
 
 
