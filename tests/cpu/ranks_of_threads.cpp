@@ -1,6 +1,7 @@
-// The exchanges of csrc/cuda/all_reduce.cu with threads of this machine in the place of a GPU's: each rank has
-// BLOCKS blocks of THREADS threads, and goes from call to call without waiting for the others. `kernels.inc` has
-// the kernels. Prints what is wrong: results, and words of inboxes that are not empty at the end.
+// The exchanges of csrc/cuda/all_reduce.cu with threads of this machine in the place of a GPU's: each rank
+// has BLOCKS blocks of THREADS threads, and goes from call to call without waiting for the others.
+// `kernels.inc` has the kernels. Prints what is wrong: results, and words of inboxes that are not empty at the
+// end.
 #include <atomic>
 #include <barrier>
 #include <cmath>
@@ -130,7 +131,8 @@ int main() {
       for (int i = 0; i < int(call.out[r].size()); ++i) {
         float expected[8] = {}, found[8] = {};
         for (int from = 0; from < RANKS; ++from) {
-          const int at = i - call.first[from] * WIDTH, begin = call.kind == SCATTER ? call.first[r] * WIDTH : 0;
+          const int at = i - call.first[from] * WIDTH,
+                    begin = call.kind == SCATTER ? call.first[r] * WIDTH : 0;
           if (call.kind != GATHER) add(expected, call.x[from][begin + i]);
           else if (at >= 0 && at < call.rows(from) * WIDTH) add(expected, call.x[from][at]);
         }
