@@ -45,6 +45,7 @@ PREPARE_SOUNDS = {  # by ``Vision.heard``
     "trimmed": "sgla.media.prepare:prepare_trimmed",
     "masked": "sgla.media.prepare:prepare_masked",
 }
+THINGS = {"image": "picture", "video": "video", "audio": "sound"}
 T = TypeVar("T")
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 Medium = Picture | Sound | Video
@@ -221,8 +222,11 @@ class PictureRoom:
             fields = await self._pool.run(*self._task(picture, asked), file, MOST, result=list[Fields])
             if self.encoding is not None:
                 fields += await self._features(self.encoding, digest, fields, file)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, BadRequest) and error.param is None:  # it takes too much of something
+                error.message = f"a {THINGS[kind_of(picture)]} cannot be prepared: {error.message}"
+                error.param = "messages"
             raise
         prepared = Prepared(digest, file, [Array(*entry) for entry in fields], kind_of(picture))
         size = os.fstat(fd).st_size

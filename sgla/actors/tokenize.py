@@ -16,6 +16,7 @@ from sgla.actors.lanes import Lanes
 from sgla.errors import SglaError
 from sgla.messages import GRAMMAR, Cancel, Grammar, Job, Opened, Ready, Rejected, Submit
 from sgla.sched.limits import with_grammar
+from sgla.text.pictures import of_prompt
 from sgla.text.prepare import child_rid
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Tokenize(Actor[Job]):
         try:
             job.prepared = await room.prepare(job.pictures, job.client, job.media_kwargs, job.window)
         except SglaError as error:
-            failed = error.rejected(job.rid)
+            failed = of_prompt(error, job).rejected(job.rid)
         except Exception:
             log.exception("preparing the pictures of request %s failed", job.rid)
             failed = SglaError("a picture could not be prepared; see the server's log").rejected(job.rid)

@@ -18,6 +18,7 @@ from sgla.media.picture import Limits, Picture
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF")  # of PIL's; others run programs
 SPACE = b" \t\r\n"
+ANYTHING = b"application/octet-stream"  # what a file is shows in the file
 Image.MAX_IMAGE_PIXELS = None  # ``decoded`` looks at it
 
 
@@ -75,7 +76,7 @@ def of_data_url(url: bytes, types: tuple[bytes, ...], noun: str) -> bytes:
     kind, *parameters = head.lower().removeprefix(b"data:").split(b";")
     if not comma:
         raise InvalidField("a data URL needs a comma before its data")
-    if kind and not kind.startswith(types):
+    if kind and not kind.startswith((*types, ANYTHING)):
         raise InvalidField(f"a data URL of type {kind[:40].decode('utf-8', 'replace')!r} is no {noun}")
     return of_base64(data) if b"base64" in parameters else unquote_to_bytes(data)
 

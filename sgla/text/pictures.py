@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from hashlib import sha256
 from typing import Any
 
-from sgla.errors import InvalidField, UnsupportedField
+from sgla.errors import BadRequest, InvalidField, SglaError, UnsupportedField
 from sgla.messages import Job, Placed, Prepared
 from sgla.model.vision.spec import Film, Settings, Spelled, Vision
 
@@ -30,6 +30,14 @@ class Speller:
     ) -> tuple[list[int], list[Placed]]:
         """The token ids of a job with pictures, and where these are. ``encode``: a text, whether special
         tokens are added, and the field that errors name. Raises InvalidField, UnsupportedField."""
+        try:
+            return self._prompt(job, render, encode)
+        except BadRequest as error:
+            raise of_prompt(error, job) from None
+
+    def _prompt(
+        self, job: Job, render: Callable[[Job], str], encode: Callable[[str, bool, str], list[int]]
+    ) -> tuple[list[int], list[Placed]]:
         if self.vision.crossed:
             return list(job.token_ids or ()), [Placed(0, 1, heard) for heard in job.prepared]
         if self.vision.apart:
@@ -136,6 +144,13 @@ class Speller:
         if self.vision.prefix:
             placed.insert(0, _prefix(made, pictures))
         return made, placed
+
+
+def of_prompt(error: SglaError, job: Job) -> SglaError:
+    """What is said of messages is of the prompt, where a job has none."""
+    if error.param == "messages" and job.messages is None:
+        error.param = "prompt"
+    return error
 
 
 def _prefix(tokens: list[int], pictures: Sequence[Prepared]) -> Placed:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import io
 
 import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from sgla.media.decode import picture
+from sgla.errors import InvalidField
+from sgla.media.decode import decoded, picture
 from sgla.media.picture import Limits, Picture
 
 LIMITS = Limits(1 << 20, 1 << 16)
@@ -58,3 +60,12 @@ def test_digests_tell_pictures_apart() -> None:
     shapes = [Picture.of(2, 3, bytes(18)), Picture.of(3, 2, bytes(18)), Picture.of(2, 3, bytes(17) + b"x")]
     assert len({each.digest for each in shapes}) == 3
     assert picture(FILES["rgb"], "file", LIMITS) == picture(FILES["bmp"], "file", LIMITS)
+
+
+def test_what_a_file_is_shows_in_the_file() -> None:
+    """And not in what a client that does not know calls it."""
+    data = file(Image.new("RGB", (3, 2), "red"), "PNG")
+    url = b"data:application/octet-stream;base64," + base64.b64encode(data)
+    assert picture(url, "data", LIMITS) == decoded(data, 100)
+    with pytest.raises(InvalidField, match="is no picture"):
+        picture(url.replace(b"octet-stream", b"pdf"), "data", LIMITS)

@@ -196,13 +196,15 @@ async def test_sizes_make_another_picture_of_it(tmp_path: Path) -> None:
         ({"size": {"depth": 3}}, "size must have some of shortest_edge"),
         ({"size": {"shortest_edge": 1.5}}, r"size\.shortest_edge must be"),
         ({"image": 3}, "'image' must be an object"),
+        ({"image": {"max_pixels": 9}, "fps": 2}, "with 'image' is not supported"),
     ],
 )
 async def test_other_settings_of_processors_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest, match=why) as found:
         await PictureRoom(QWEN2_VL, {}, ROWS).prepare(pictures(1), "a", given)
     assert found.value.param == "mm_processor_kwargs"
-    assert checked_sizes(QWEN2_VL, {"image": {"max_pixels": 9}}) == {"max_pixels": 9}, "as SGLang has it"
+    for inside in ("image", "images_kwargs"):  # as SGLang and transformers have it
+        assert checked_sizes(QWEN2_VL, {inside: {"max_pixels": 9}}) == {"max_pixels": 9}
     with pytest.raises(BadRequest, match="takes none"):
         checked_sizes(LLAVA, {"max_pixels": 9})
 
@@ -262,3 +264,17 @@ async def test_one_of_several_pictures_is_another_than_the_only_one(monkeypatch:
         first, _ = await room.prepare(pictures(1, 2), "")
         assert (first.digest == alone.digest) == same
     assert asked == [False, False, False, True, True]
+
+
+async def test_what_takes_too_much_says_so_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = PictureRoom(LLAVA, {}, Settings(SIZE, {}))
+
+    async def run(*task: Any, result: Any) -> list[Any]:
+        raise BadRequest("it takes more than 1024 MiB of memory")
+
+    monkeypatch.setattr(room._pool, "run", run)
+    with pytest.raises(
+        BadRequest, match="a picture cannot be prepared: it takes more than 1024 MiB"
+    ) as found:
+        await room.prepare(pictures(1), "a")
+    assert found.value.param == "messages"

@@ -115,3 +115,18 @@ def test_a_prompt_that_is_read_as_a_whole_is_cached_for_equal_ones_alone() -> No
     assert (whole.first, whole.end, whole.whole, whole.picture.arrays) == (0, len(tokens), True, [])
     assert prompt("<image>it", special=False)[1][0] == whole
     assert prompt("<image>is")[1][0].picture.digest != whole.picture.digest
+
+
+@pytest.mark.parametrize(
+    ("job", "param"),
+    [
+        (Job(rid="a", sampling=SamplingParams(), text="no place"), "prompt"),
+        (Job(rid="a", sampling=SamplingParams(), token_ids=[97]), "prompt"),
+        (Job(rid="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "no"}]), "messages"),
+    ],
+)
+def test_errors_name_the_field_that_a_request_has(job: Job, param: str) -> None:
+    job.prepared = [square(28)]
+    with pytest.raises(InvalidField, match="places for pictures") as found:
+        speller("Llava", LLAVA).prompt(job, lambda job: "no place", lambda text, special, field: encode(text))
+    assert found.value.param == param

@@ -13,14 +13,16 @@ PARAM = "mm_processor_kwargs"
 EDGES = ("shortest_edge", "longest_edge", "height", "width")
 MOST = 1 << 30
 FASTEST = 240  # frames a second
+INSIDE = ("image", "images_kwargs", "video", "videos_kwargs")  # as SGLang and transformers have it
 OF_VIDEOS = ("fps", "num_frames")
 
 
 def checked_sizes(vision: Vision, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``vision.sizes``. Raises UnsupportedField for others, and InvalidField."""
-    given = given.get("image", given) if set(given) == {"image"} else given  # as SGLang has it
-    if not isinstance(given, Mapping):
-        raise InvalidField(f"{PARAM}: 'image' must be an object", param=PARAM)
+    if len(given) == 1 and (inside := next(iter(given))) in INSIDE:
+        given = given[inside]
+        if not isinstance(given, Mapping):
+            raise InvalidField(f"{PARAM}: {inside!r} must be an object", param=PARAM)
     if "fps" in given and "num_frames" in given:
         raise InvalidField(f"{PARAM} has fps and num_frames; leave one of the two out", param=PARAM)
     for name, value in given.items():
