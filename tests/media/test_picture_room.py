@@ -273,8 +273,7 @@ async def test_what_takes_too_much_says_so_of_the_picture(monkeypatch: pytest.Mo
         raise BadRequest("it takes more than 1024 MiB of memory")
 
     monkeypatch.setattr(room._pool, "run", run)
-    with pytest.raises(
-        BadRequest, match="a picture cannot be prepared: it takes more than 1024 MiB"
-    ) as found:
+    with pytest.raises(BadRequest) as found:
         await room.prepare(pictures(1), "a")
+    assert found.value.message.startswith("a picture cannot be prepared: it takes more than 1024 MiB")
     assert found.value.param == "messages"
