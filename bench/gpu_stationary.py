@@ -177,7 +177,7 @@ def main() -> None:
             found = sweep(rows, layer, made[layer.name], fitting[rows, layer], args.kind)
             if found is not None:
                 best.setdefault(rows, {})[layer.name] = found
-    for rows in map(int, args.chains.split(",")):
+    for rows in map(int, filter(None, args.chains.split(","))):
         if len(best.get(rows, {})) == len(LAYERS):
             chains(rows, made, best[rows], args.kind)
     compilers().shutdown(wait=False, cancel_futures=True)

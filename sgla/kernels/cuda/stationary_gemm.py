@@ -38,9 +38,9 @@ class _Params(ctypes.Structure):
 
 class Config(NamedTuple):
     """How the work is cut. A warp keeps ``blocks`` of 128 channels of x, and multiplies ``tiles`` of 16
-    weight rows at a time; ``slices`` blocks of a cluster have all of k between them, ``beside`` warps of a block
-    the same channels. ``per_sm`` blocks are on a multiprocessor that has room for ``resident``: those of the
-    next kernel fetch weights there, if ``late`` when this one has asked for its last."""
+    weight rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of
+    a block the same channels. ``per_sm`` blocks are on a multiprocessor that has room for ``resident``: those
+    of the next kernel fetch weights there, if ``late`` when this one has asked for its last."""
 
     tiles: int = 1
     blocks: int = 2
