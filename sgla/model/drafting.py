@@ -133,8 +133,6 @@ def check_settings(config: Config, device: str) -> None:
     if config.executor == "fake":
         return
     obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
-    if name == "dflash" and device == "cuda":
-        obstacles.append("on GPUs yet")
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
     if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":

@@ -7,25 +7,28 @@ from dataclasses import replace
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.loading.drafter import load_eagle, load_medusa, load_predictor, narrow
+from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
-from sgla.model.drafting import EagleSpec, Guessing, MedusaSpec, read_eagle, read_tokens
+from sgla.model.drafting import EagleSpec, Guessing, MedusaSpec, read_block, read_eagle, read_tokens
 from sgla.model.eagle import Eagle
 from sgla.model.predictor import Head, Predictor
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make
+from sgla.worker.block_chains import BlockChains, BlockModel
 from sgla.worker.chains import ROWS, Chains
 from sgla.worker.facts import drafts_of
 from sgla.worker.gpu_load import choose_kernels, dtype_of
-from sgla.worker.gpu_steps import GpuSteps, Sizes
+from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
 from sgla.worker.head_chains import Hand, HeadChains, HeadModel
 from sgla.worker.kv import DTYPES
 from sgla.worker.medusa_chains import MedusaChains
 from sgla.worker.model_chains import ModelChains
 from sgla.worker.place import Gpu
 from sgla.worker.target_hidden import TargetHidden
+
+READERS = "mtp", "eagle", "eagle3", "medusa", "dflash"  # algorithms that read hidden states of the target
 
 
 def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpec | None:
@@ -36,13 +39,22 @@ def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpe
     return read_eagle(source.draft.config, target, third=config.speculative_algorithm == "eagle3")
 
 
+def _layers_read(config: Config, source: ModelSource, target: ModelSpec) -> tuple[int, ...]:
+    """Of the target, whose inputs a head reads; none: it reads the final hidden states."""
+    if config.speculative_algorithm == "dflash":
+        assert source.draft is not None
+        return read_block(source.draft.config, target).layers
+    eagle = eagle_of(config, source, target)
+    return () if eagle is None else eagle.layers
+
+
 def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> TargetHidden | None:
     """The hidden states that a head reads of ``target``, which keeps them from its next recording on."""
-    if config.speculative_algorithm not in ("mtp", "eagle", "eagle3", "medusa") or not drafts_of(config):
+    if config.speculative_algorithm not in READERS or not drafts_of(config):
         return None
     assert isinstance(target, Decoder)
-    eagle, dtype = eagle_of(config, source, target.spec), DTYPES[dtype_of(config)]
-    layers, tokens = eagle.layers if eagle is not None else (), sizes.step_tokens + sizes.rows
+    layers, dtype = _layers_read(config, source, target.spec), DTYPES[dtype_of(config)]
+    tokens = sizes.step_tokens + sizes.rows
     return TargetHidden(target, layers, tokens, sizes.slots + 1, drafts_of(config), dtype)
 
 
@@ -69,12 +81,38 @@ def load_chains(
         model = load_model(source.draft, dtype, quantization, place.shard, length, report, seed, make=make)
         return ModelChains(GpuSteps(model, kernels, sizes, tables=target.tables), *common)
     assert isinstance(target.model, Decoder)
+    if config.speculative_algorithm == "dflash":
+        return _load_blocks(config, source, spec, kernels, sizes, target, report)
     head = _load_head(config, source, target.model, dtype, report, seed)
     hand = Hand(ROWS[-1], head.width, kernels.dtype)
     spec = replace(spec, vocab=target.model.spec.vocab)
     first, further = (HeadModel(head, target.model, spec, hand, reads) for reads in (True, False))
     steps = GpuSteps(further, kernels, sizes, tables=target.tables)
     return HeadChains(steps, *common, first, hand, target.hidden, head.ids)
+
+
+def _load_blocks(
+    config: Config,
+    source: ModelSource,
+    spec: ModelSpec,
+    kernels: Kernels,
+    sizes: Sizes,
+    target: GpuSteps,
+    report: Callable[[Progress], None],
+) -> BlockChains:
+    model, seed = target.model, config.random_seed or 0
+    assert isinstance(model, Decoder)
+    assert source.draft is not None
+    assert target.drafts is not None
+    assert target.hidden is not None
+    block, kind = read_block(source.draft.config, model.spec), config.speculative_quantization
+    head = load_block(source.draft, model, block, dtype_of(config), kind, model.positions, report, seed)
+    hand = Hand(ROWS[-1], head.width, kernels.dtype)
+    spec = replace(spec, vocab=model.spec.vocab)
+    first, blocks = (BlockModel(head, model, spec, hand, reads) for reads in (True, False))
+    steps = GpuSteps(blocks, kernels, sizes._replace(rows=2 * VERIFIED), tables=target.tables)
+    common = target, target.drafts, drafts_of(config), config.speculative_adaptive
+    return BlockChains(steps, *common, first, hand, target.hidden, head.mask)
 
 
 def _load_medusa(

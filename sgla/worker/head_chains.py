@@ -81,7 +81,7 @@ class HeadChains(ModelChains):
         state: DeviceDrafts,
         most: int,
         adaptive: bool,
-        first: HeadModel,
+        first: CausalLM,
         hand: Hand,
         hidden: TargetHidden,
         ids: Tensor | None,

@@ -212,13 +212,14 @@ class ModelChains(Chains):
         own = self.steps.model.lm_head.own
         return logits[:, : self._target.model.spec.vocab - own.start].contiguous(), own.start
 
-    def _batch(self, slots: Tensor, starts: Tensor) -> DeviceBatch:
+    def _batch(self, slots: Tensor, starts: Tensor, shift: int | None = None) -> DeviceBatch:
         """Decode rows."""
+        shift = self.shift if shift is None else shift
         n, tables = len(slots), self.steps.tables
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
         ids, positions, kv_len = self._ids[:n], self._positions[:n], self._kv_len[:n]
         out_loc, q_start = self._out_loc[..., :n], self._q_start[: n + 1]
-        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, shift=self.shift)
+        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, shift=shift)
         self._within(ids)
         return tables.batch(
             slots, ids, positions=positions, q_start=q_start, kv_len=kv_len, out_loc=out_loc,

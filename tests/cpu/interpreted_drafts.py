@@ -130,6 +130,12 @@ LATENT = deepseek(
 WINDOW_MTP = MIMO | {"vocab_size": VOCAB, "max_position_embeddings": 256, "num_hidden_layers": 2}
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 200}
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2}  # fewer than may be guessed
+DFLASH = DECODER | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "block_size": DRAFTS + 1,
+    "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 7},
+}
 DEEPER = DECODER | {"num_hidden_layers": 4}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
 # model, settings, those of the GPU alone, limits of the scheduler
@@ -149,6 +155,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "narrowed": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "a window of its own": (WINDOW_MTP, SMALL_STEPS, {"attention_backend": "torch"}, {"depth": 2}),
     "medusa": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
+    "dflash": (DEEPER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "others": (SHALLOW, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
 }
 # What guesses: random weights go by their names, so a model with fewer layers is right at times.
@@ -162,8 +169,9 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "narrowed": ("mtp", None),
     "a window of its own": ("mtp", None),
     "medusa": ("medusa", MEDUSA),
+    "dflash": ("dflash", DFLASH),
 }
-HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed", "a window of its own", "medusa"
+HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed", "a window of its own", "medusa", "dflash"
 NARROWED = [*range(0, VOCAB, 3)]  # tokens that a head may guess
 
 

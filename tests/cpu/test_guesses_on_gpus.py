@@ -26,7 +26,7 @@ def answers_of(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    return answers_of("graphs", "itself", "eagle3", "states, eagerly", "medusa", "others")
+    return answers_of("graphs", "itself", "eagle3", "states, eagerly", "dflash", "others")
 
 
 def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any]) -> None:
@@ -91,8 +91,8 @@ def test_a_head_guesses_as_on_a_cpu(answers: dict[str, Any]) -> None:
     check_head(answers["eagle3"])
 
 
-def test_medusas_heads_guess_as_on_a_cpu(answers: dict[str, Any]) -> None:
-    check_head(answers["medusa"])
+def test_a_block_is_guessed_as_on_a_cpu(answers: dict[str, Any]) -> None:
+    check_head(answers["dflash"])
 
 
 def test_text_is_that_of_a_cpu_with_several_ranks() -> None:
@@ -101,17 +101,18 @@ def test_text_is_that_of_a_cpu_with_several_ranks() -> None:
 
 @pytest.mark.slow
 def test_models_and_heads_guess_with_several_ranks() -> None:
-    found = answers_of("--ranks", "model", "eagle3", "latent", "medusa", "others")
+    found = answers_of("--ranks", "model", "eagle3", "latent", "medusa", "dflash", "others")
     assert found["others"]["gpu"]["tokens"] == found["others"]["cpu"]["tokens"]
     assert found["others"]["gpu"]["rights"][-2] > 8
     check_guesses(found["model"], 1)
     check_head(found["eagle3"])
     check_head(found["latent"])
     check_head(found["medusa"])
+    check_head(found["dflash"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["eagle", "latent", "hybrid", "a window of its own"])
+@pytest.mark.parametrize("case", ["eagle", "latent", "hybrid", "a window of its own", "medusa"])
 def test_other_heads_guess_as_on_a_cpu(case: str) -> None:
     check_head(answers_of(case)[case])
 

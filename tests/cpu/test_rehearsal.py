@@ -163,8 +163,21 @@ CASES["medusa guesses"] = (
     DENSE,
     {"speculative_algorithm": "medusa", "speculative_num_draft_tokens": 4, "kv_cache_bytes": 256 << 20},
 )
+CASES["blocks are guessed"] = (
+    "qwen3-8b",
+    {"num_hidden_layers": 8, "vocab_size": 3000},
+    {"speculative_algorithm": "dflash", "speculative_num_draft_tokens": 15, "kv_cache_bytes": 256 << 20},
+)
+BLOCKS = {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "vocab_size": 3000,
+    "block_size": 16,
+    "dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 7},
+}
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa guesses": ("", MEDUSA),
+    "blocks are guessed": ("qwen3-8b", BLOCKS),
     "another guesses": ("qwen3-0.6b", DENSE | {"num_hidden_layers": 3}),
     "a head guesses": ("../heads/qwen3-8b", {"vocab_size": 3000, "draft_vocab_size": 2048}),
 }

@@ -39,6 +39,12 @@ EAGLE = {
     "max_position_embeddings": 1024,
 }
 MEDUSA = {"medusa_num_heads": 5, "medusa_num_layers": 1}
+BLOCKS = TINY | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "block_size": 9,
+    "dflash_config": {"target_layer_ids": [0], "mask_token_id": 7},
+}
 BY_HEAD = BY_MODEL | {"speculative_algorithm": "eagle3", "draft": EAGLE}
 # Model, settings, those of who guesses. One that guesses for itself is right where no rule is in the way.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -50,6 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a model, the same bits": (TINY, {"deterministic": True}, BY_MODEL | {"draft": TINY}),
     "a model, windows": (WINDOWS, {"dtype": "float32"}, BY_MODEL | {"draft": TINY}),
     "a head": (TINY, {"dtype": "float32"}, BY_HEAD),
+    "blocks": (TINY, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "dflash", "draft": BLOCKS}),
     "medusa": (TINY, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "medusa", "draft": MEDUSA}),
     "states": (STATES, {"dtype": "float32"}, GUESSING),
     "states, their own layer": (STATES, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "mtp"}),

@@ -174,6 +174,25 @@ def _go_on(
     tl.store(ends + row, tl.where(wanted > ahead, known + ahead, 0))
 
 
+@triton.jit(do_not_specialize=["padding"])
+def _block(
+    rows, most, computed, limits, slots, starts, until, where, ends, padding, COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(rows + row)
+    known = tl.load(computed + slot) + 1
+    wanted = tl.minimum(tl.load(most + row), tl.load(limits + slot) - known - 1)
+    i = tl.arange(0, BLOCK)
+    real, own, first = (i <= wanted) & (wanted > 0), i <= COUNT, row * (COUNT + 1)
+    tl.store(slots + first + i, tl.where(real, slot, padding), mask=own)
+    tl.store(starts + first + i, tl.where(real, known - 1 + i, 0), mask=own)
+    tl.store(until + first + i, tl.where(real, known + wanted, 1), mask=own)
+    guess, first = own & (i > 0), row * COUNT - 1
+    tl.store(where + first + i, tl.where(real, slot, padding), mask=guess)
+    tl.store(ends + first + i, tl.where(real, known - 1 + i, 0), mask=guess)
+
+
 @triton.jit(do_not_specialize=["count", "padding"])
 def _look_back(
     rows, back, count, computed, floors, slots, starts, padding, SHIFT: tl.constexpr, BLOCK: tl.constexpr
@@ -369,6 +388,29 @@ def go_on(
     _go_on[(count,)](
         rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
         SHIFT=shift, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+
+
+def block(
+    rows: Tensor,
+    most: Tensor,
+    computed: Tensor,
+    limits: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    until: Tensor,
+    where: Tensor,
+    ends: Tensor,
+    padding: int,
+) -> None:
+    """Fill in the tokens of blocks of the slots ``rows`` int32[R], which may guess ``most`` int32[R] tokens:
+    ``slots``, ``starts`` and ``until`` int32[R * (G + 1)], slot and place of the pending token and of a guess
+    each, and how much of the slot it sees; ``where`` and ``ends`` int32[R * G], slot and place of a guess.
+    Where a row does not guess so far, the first token of the slot ``padding`` is read, and ``ends`` is 0."""
+    count = len(ends) // len(rows)
+    _block[(len(rows),)](
+        rows, most, computed, limits, slots, starts, until, where, ends, padding, COUNT=count,
+        BLOCK=triton.next_power_of_2(count + 1), num_warps=1,
     )  # fmt: skip
 
 
