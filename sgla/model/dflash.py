@@ -1,6 +1,7 @@
 """DFlash (arXiv 2602.06036): layers like Qwen3's that guess a block of tokens at a time. They keep k and v of
 what some layers of the target make of each token of the text, and read a block: the last token, and a mask in
-the place of each guess. Its tokens all see each other. The tensors are those of the authors' checkpoints."""
+the place of each guess. Its tokens all see each other, and as much before it: a window is counted from its
+end. The tensors are those of the authors' checkpoints."""
 
 from __future__ import annotations
 

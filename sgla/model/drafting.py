@@ -268,8 +268,6 @@ def read_block(draft: Mapping[str, Any], target: ModelSpec) -> BlockSpec:
     ):
         if own != other:
             raise _unfit(f"{key} is {own}, and the model's {other}")
-    if any(spec.windows):
-        raise _unfit("its layers have sliding windows")
     said = Reader(DFLASH, c.table("dflash_config") or {})
     if not said.given("mask_token_id"):
         raise _unfit("dflash_config has no mask_token_id")

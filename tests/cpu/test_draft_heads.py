@@ -234,9 +234,10 @@ def test_a_head_guesses_what_its_paper_says(says: Callable[[Tensor, Tensor], Ten
         assert best[known - 2] == token
 
 
-def block_of(told: Tensor, embedded: Tensor) -> Tensor:
-    """The best tokens behind the first of a block ``embedded`` [B, d], all of which see each other and what
-    is ``told`` [T, 2 d] of the text before."""
+def block_of(told: Tensor, embedded: Tensor, window: int) -> Tensor:
+    """What the best tokens behind the first of a block ``embedded`` [B, d] are made of, all of which see each
+    other and what is ``told`` [T, 2 d] of the text before; in the first layer ``window`` places in all, if it
+    has a window."""
     d, heads, kv_heads, dim, count = 64, 4, 2, 16, len(told)
     text, x = norm(told @ weights("fc.weight", d, 2 * d).T), embedded
     angles = torch.arange(count + len(x))[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
@@ -255,6 +256,8 @@ def block_of(told: Tensor, embedded: Tensor) -> Tensor:
         q = turned(heads_of(norm(x), name, "q", heads), own)
         k = turned(heads_of(seen, name, "k", kv_heads), slice(None))
         v = heads_of(seen, name, "v", kv_heads).transpose(0, 1)[None]
+        if window and name == "layers.0":
+            k, v = k[:, :, -window:], v[:, :, -window:]
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1).flatten(1)
         x = x + y @ weights(f"{name}.self_attn.o_proj.weight", d, heads * dim).T
         gate, up = (norm(x) @ weights(f"{name}.mlp.{p}_proj.weight", 96, d).T for p in ("gate", "up"))
@@ -262,8 +265,12 @@ def block_of(told: Tensor, embedded: Tensor) -> Tensor:
     return norm(x)[1:]
 
 
-def test_a_block_is_what_its_paper_says() -> None:
+@pytest.mark.parametrize("window", [0, 10])
+def test_a_block_is_what_its_paper_says(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each behind a text, from all hidden states at once; beside a prompt that is read in parts."""
+    windows = {"use_sliding_window": True, "sliding_window": window} if window else {}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if window else {}
+    monkeypatch.setitem(CASES, "dflash", ("dflash", DEEP, DFLASH | windows | kinds))
     runner, request = runner_of("dflash"), requests()[0]
     guesses = Guesses(runner)
     text = request.tokens + run(runner, [request], drafts=3, step_tokens=16).tokens()["greedy"]
@@ -275,7 +282,7 @@ def test_a_block_is_what_its_paper_says() -> None:
     assert len(guesses) > 5
     for known, made in guesses.items():
         ids = torch.tensor([known[-1], *[7] * len(made)], dtype=torch.int32)
-        states = block_of(whole[: len(known) - 1], runner.model.embed(ids))
+        states = block_of(whole[: len(known) - 1], runner.model.embed(ids), window)
         assert runner.model.lm_head(states).argmax(1).tolist() == made
 
 
@@ -315,7 +322,6 @@ def test_a_block_of_another_model_is_refused() -> None:
         ({"dflash_config": {"target_layer_ids": [0]}}, "no mask_token_id"),
         ({"dflash_config": table | {"mask_token_id": VOCAB}}, f"token {VOCAB} of {VOCAB}"),
         ({"vocab_size": 99}, "vocab_size is 99"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding windows"),
         ({"architectures": EAGLE["architectures"]}, "no head of DFlash"),
     ):
         with pytest.raises(ConfigError, match=said):
