@@ -22,3 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seed() -> None:
     """The same data in every run."""
     torch.manual_seed(0)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say why at once, since a run on a borrowed GPU may be cut short."""
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = f"{crash.path}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)[-2000:]
+        print(f"\nWHY {report.nodeid}: {why[:1000]}", flush=True)

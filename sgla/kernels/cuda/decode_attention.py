@@ -192,12 +192,15 @@ def _kernel(
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
-def default_cut(head_dim: int, pairs: int, narrow: bool) -> Cut:
-    """For so many pairs of row and KV head; ``narrow``: of 8-bit pages. Two blocks a multiprocessor do not
-    end at the same time, but two warps fetch, which takes longest for short tiles."""
+def default_cut(head_dim: int, pairs: int, dtype: torch.dtype) -> Cut:
+    """For so many pairs of row and KV head; ``dtype``: of keys in pages. Two blocks a multiprocessor do not
+    end at the same time, but two warps fetch, which takes longest for short tiles, and more attend, which
+    takes long with integers."""
     if head_dim > 128:
         return WIDE
-    return MANY if pairs > (processors() // 2 if narrow else 3 * processors()) else FEW
+    if dtype.itemsize > 1:
+        return MANY if pairs > 3 * processors() else FEW
+    return MANY if pairs > processors() // (2 if dtype.is_floating_point else 3) else FEW
 
 
 @lru_cache(1 << 12)
@@ -295,7 +298,7 @@ class DecodeAttention:
             window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale,
         )  # fmt: skip
-        cut = self.cut or default_cut(dim, slots.shape[0] * kv_heads * group.parts, k.element_size() == 1)
+        cut = self.cut or default_cut(dim, slots.shape[0] * kv_heads * group.parts, k.dtype)
         kernel = _kernel(
             dim,
             group,
