@@ -19,6 +19,7 @@ from sgla.errors import ConfigError
 from sgla.hub.gguf_deltas import KDA, RECURRENT
 from sgla.hub.gguf_gemma import SPARSE
 from sgla.hub.gguf_layout import HF_KEYS, Layout
+from sgla.hub.gguf_mimo import COUNTS, PATTERN, VALUE_SCALE
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,10 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table["attention.sliding_window_pattern"] = Pattern()
     if layout.kinds:
         table |= _KINDS
+    if layout.wider:
+        table |= {"attention.head_count_kv": Text(int), VALUE_SCALE: Number()}
+        table |= {PATTERN: Flags(), "rope.freq_base_swa": POSITIVE, "attention.sliding_window": SIZE}
+        table |= {"nextn_predict_layers": COUNT, "rope.scaling.type": Only(("none",))}
     if "indexer_types" in layout.known:
         table[PICKS] = Flags()
     if layout.altup:
@@ -390,6 +395,9 @@ def _required(layout: Layout) -> Iterator[str]:
             *(f"attention.{name}" for name in ("head_count_kv", "key_length", "key_length_swa")),
             *(f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern")),
         )
+    if layout.wider:
+        yield from (COUNTS, PATTERN, "attention.key_length", "attention.value_length", "rope.freq_base")
+        yield "attention.sliding_window"
     if layout.growing:
         yield "rope.scaling.type"
         if "attention.temperature_scale" not in layout.missing:

@@ -22,7 +22,8 @@ class HFTensor(NamedTuple):
     part, u queries, g a head's part that is not rotated, y its value, o all values, b keys and values. Of
     Mamba 2 i all rows, c channels of the convolution, w its taps, j the values of all heads, z heads, x
     groups, p values of a group; w is also that of short convolutions. L is the latent of what experts read, E
-    what they read. Of indexers H heads, D values of one, I of all. Of Mamba 1 i, c, w and j, S values of a
+    what they read. Of indexers H heads, D values of one, I of all. K are values
+    where keys have another width. Of Mamba 1 i, c, w and j, S values of a
     channel's state, R what time steps are made of, T the same with B and C. Of gated delta nets i, c, w, j, z
     and p as of Mamba 2, Z twice z; Q are queries with their gates. Of Kimi's delta nets w, j, z and p as of
     Mamba 2."""
@@ -34,12 +35,12 @@ class HFTensor(NamedTuple):
 @dataclass(frozen=True)
 class Stored:
     """A tensor of a layer: the ``tensors`` of HF's class that its rows are, one below the other.
-    ``layers``: all, those without or with experts, or those with an indexer. ``flag``: the key of HF's
-    configuration that says whether there is one. ``unless``: a size without which alone there is one,
+    ``layers``: all, those without or with experts, with an indexer or with a window. ``flag``: the key of
+    HF's configuration that says whether there is one. ``unless``: a size without which alone there is one,
     ``given``: one without which there is none. ``mixer``: of layers that alone have one."""
 
     tensors: tuple[HFTensor, ...]
-    layers: Literal["all", "dense", "sparse", "picks"] = "all"
+    layers: Literal["all", "dense", "sparse", "picks", "slides"] = "all"
     flag: str = ""
     unless: str = ""
     given: str = ""
@@ -88,6 +89,7 @@ class Layout:
     windows_optional: bool = False  # HF's class runs without any
     convolves: bool = False  # layers without KV heads are short convolutions
     kinds: bool = False  # layers with windows have heads of their own
+    wider: bool = False  # layers with windows have more KV heads
     altup: bool = False  # the residual stream is several wide
     deltas: Deltas = ""  # all layers but each so many-th one are gated delta nets
     last_norm: str = "output_norm"

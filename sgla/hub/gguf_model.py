@@ -28,6 +28,9 @@ from sgla.hub.gguf_layout import (
     Layout,
     Stored,
 )
+from sgla.hub.gguf_mimo import check_lists as check_wider
+from sgla.hub.gguf_mimo import slides as has_window
+from sgla.hub.gguf_mimo import wider, wider_sizes
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
@@ -66,6 +69,8 @@ class GGUFModel:
         self.keys = read_keys(metadata, layout)
         if layout.kinds or layout.altup:
             check_lists(layout, self.keys)
+        if layout.wider:
+            check_wider(layout, self.keys)
         self._check_layers()
         if any(len(values) != self.layers for key, values in self.keys.items() if key.startswith("xielu.")):
             raise ConfigError("xielu.alpha_p, alpha_n, beta and eps have not a value for each layer")
@@ -119,6 +124,8 @@ class GGUFModel:
             "L": latent,
             "E": latent or hidden,
         }
+        if self.layout.wider:
+            return sizes | wider_sizes(keys, 0)
         if self.layout.altup:
             return sizes | stream_sizes(keys, self._rows("blk.0.laurel_l.weight"))
         if self.layout.deltas:
@@ -155,6 +162,8 @@ class GGUFModel:
         layer = tensor.split(".")[1] if tensor.startswith("blk.") else ""
         if layer and self.layout.kinds:
             return self.sizes | layer_sizes(self.keys, int(layer))
+        if layer and self.layout.wider:
+            return self.sizes | wider_sizes(self.keys, int(layer))
         if layer and self.layout.deltas == "channels":
             return self.sizes | layer_widths(self.keys, self.sizes, int(layer))
         return self.sizes
@@ -198,6 +207,9 @@ class GGUFModel:
             self._check_widths(layout, keys)
         if layout.kinds:
             return config | self._kinds()
+        if layout.wider:
+            sparse = [i for i in range(self.layers) if self._is_sparse(i)]
+            return config | wider(layout, keys, self.layers, sparse)
         if layout.scans != "only":
             config |= self._heads()
         config |= self._windows(layout, keys)
@@ -355,7 +367,7 @@ class GGUFModel:
         found = {
             name: stored.tensors
             for name, stored in self.layout.tensors.items()
-            if (stored.layers in ("all", kind) or (stored.layers == "picks" and self._picks(layer)))
+            if (stored.layers in ("all", kind) or self._is_kind(stored.layers, layer))
             and stored.mixer in ("", mixer)
             and self._is_there(stored)
         }
@@ -380,6 +392,11 @@ class GGUFModel:
             return name.startswith(("attn_k", "attn_v"))
         return self.layout.kinds and name == "attn_v.weight" and not slides(self.keys, layer)
 
+    def _is_kind(self, kind: str, layer: int) -> bool:
+        if kind == "slides":
+            return has_window(self.keys, layer)
+        return kind == "picks" and self._picks(layer)
+
     def _picks(self, layer: int) -> bool:
         """Whether it has an indexer. Where no key says which have, those do whose tensors are there."""
         if "indexer_types" not in self.layout.known:
@@ -396,7 +413,7 @@ class GGUFModel:
             return False
         if self.layout.scans == "alone":
             return mixer_of(self.layout, self.keys, layer) == "mlp"
-        if self.layout.periodic:
+        if self.layout.periodic or self.layout.wider:
             return f"blk.{layer}.ffn_gate_inp.weight" in self._tensors
         step = self._value("interleave_moe_layer_step")
         behind: bool = layer >= self._value("leading_dense_block_count")

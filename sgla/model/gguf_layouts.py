@@ -40,6 +40,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         convolves=gguf.convolves,
         deltas=gguf.deltas,
         kinds=gguf.kinds,
+        wider=gguf.wider,
         altup=gguf.altup,
         last_norm=gguf.last_norm,
         by_width=gguf.by_width,

@@ -56,6 +56,13 @@ GEMMA4 = {
         for part, dims in (("gate", "emd"), ("up", "emd"), ("down", "edm"))
     },
 }
+# MiMo-V2's values are narrower than its keys.
+MIMO = {
+    **BALANCED,
+    "attn_v.weight": one("self_attn.v_proj.weight", "Kd"),
+    "attn_output.weight": one("self_attn.o_proj.weight", "do"),
+    "attn_sinks.weight": one("self_attn.sinks", "n", layers="slides"),
+}
 GEMMA3N = {
     "inp_gate.weight": one("per_layer_input_gate.weight", "Wd"),
     "proj.weight": one("per_layer_projection.weight", "dW"),
@@ -96,6 +103,7 @@ class Gguf:
     convolves: bool = False
     deltas: Deltas = ""
     kinds: bool = False
+    wider: bool = False
     altup: bool = False
     last_norm: str = "output_norm"
     shared: bool = False

@@ -203,7 +203,7 @@ def converted(
             continue
         if arch == Arch.BAILINGMOE2:
             name = name.replace(".expert_bias", ".expert_bias.bias")
-        if name.endswith("sinks"):
+        if name.endswith(("sinks", "attention_sink_bias")):
             name += ".weight"
         if arch == Arch.FALCON_H1:
             tensor = multiplied(tensor, name, config)
@@ -698,6 +698,21 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         DELTA | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72, "intermediate_size": ...},
         DELTA_KEYS | {"full_attention_interval": 2},
     ),
+    "mimo": (
+        Arch.MIMO2,
+        "mimo_v2_flash",
+        {key: value for key, value in ROUTED.items() if key != "n_shared_experts"}
+        | {"num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 12, "num_key_value_heads": 1}
+        | {
+            "sliding_window": 8,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        },
+        SIGMOID
+        | {"attention__head_count_kv": [1, 2, 2, 1], "attention__sliding_window": 7}
+        | {"attention__sliding_window_pattern": [0, 1, 1, 0], "attention__value_length": 12}
+        | {"attention__value_scale": 0.707, "rope__dimension_count": 8, "rope__freq_base_swa": 1e4}
+        | dict.fromkeys(("expert_group_count", "expert_group_used_count")),
+    ),
     "glm-5": (
         Arch.GLM_DSA,
         "glm_moe_dsa",
@@ -991,6 +1006,9 @@ def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
         ("apertus", "rope__freq_base", 50.0),
         ("phimoe", "rope__scaling__attn_factor", 1.0),
         ("glm-5", "attention__indexer__top_k", 5),
+        ("mimo", "attention__value_scale", 0.5),
+        ("mimo", "attention__sliding_window", 3),
+        ("mimo", "rope__freq_base_swa", 50.0),
         ("mistral 4", "attention__temperature_scale", 3.0),
         ("kimi linear", "expert_weights_norm", False),
     ],
@@ -1044,6 +1062,11 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("deepseek-v3", "attention__head_count_kv", 3),
         ("deepseek-v3", "attention__indexer__top_k", 16),
         ("glm-5", "attention__indexer__types", [True, False]),
+        ("mimo", "attention__head_count_kv", [1, 2, 2, 2]),
+        ("mimo", "attention__head_count_kv", [1, 2]),
+        ("mimo", "attention__sliding_window_pattern", [0, 1]),
+        ("mimo", "rope__dimension_count", 30),
+        ("mimo", "attention__value_length", None),
         ("glm-5", "attention__indexer__top_k", None),
         ("mistral 4", "attention__temperature_length", 64),
         ("kimi linear", "attention__q_lora_rank", 24),
@@ -1116,6 +1139,12 @@ def add_predictor(tensors: dict[str, np.ndarray]) -> None:
     tensors["blk.3.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
 
 
+def add_predictors(tensors: dict[str, np.ndarray]) -> None:
+    """Three of them, with windows."""
+    for name in ("attn_norm.weight", "attn_q.weight", "nextn.eh_proj.weight"):
+        tensors |= {f"blk.{layer}.{name}": np.zeros((48, 96), np.float32) for layer in (4, 5, 6)}
+
+
 def add_two_parts(tensors: dict[str, np.ndarray]) -> None:
     """A layer that guesses a further token, which has attention and experts."""
     last = {name: values for name, values in tensors.items() if name.startswith(("blk.2.", "blk.3."))}
@@ -1142,6 +1171,12 @@ OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
         ("gemma4 sharing keys and values", add_unread, {}),
         ("qwen3.5 moe", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
         ("glm-4.5", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
+        (
+            "mimo",
+            add_predictors,
+            {"block_count": 7, "nextn_predict_layers": 3, "attention__head_count_kv": [1, 2, 2, 1, 2, 2, 2]}
+            | {"attention__sliding_window_pattern": [0, 1, 1, 0, 1, 1, 1]},
+        ),
         (
             "nemotron-h moe",
             add_two_parts,

@@ -25,6 +25,7 @@ from sgla.model.gguf_words import (
     BALANCED,
     CHOSEN_SOFTMAX,
     EXPERT_BIASES,
+    MIMO,
     SHARED_GATE,
     SIGMOID,
     SOFTMAX,
@@ -595,6 +596,9 @@ FAMILIES = {
         ),
         attention="sgla.model.mimo_spec:read",
         mixture="sgla.model.mixture_spec:mimo",
+        gguf=(
+            Gguf("mimo2", tensors=MIMO, gating=(SIGMOID,), missing={"expert_weights_norm": True}, wider=True),
+        ),
         predictor=_MIMO_PREDICTOR,
         renamed=((".attention_sink_bias", ".sinks"), (".pre_mlp_layernorm", ".post_attention_layernorm")),
         out_bias=False,
