@@ -32,8 +32,8 @@ from sgla.http.middleware import (
     Gate,
     add_headers,
     identify,
-    is_of_administrators,
     preflight,
+    wakes,
 )
 from sgla.http.models import MODELS, Handler, Lookup, Models, chosen
 from sgla.http.native import generate as native
@@ -256,16 +256,15 @@ def make_app(
 
 
 def lookups() -> dict[Handler, Lookup]:
-    """How each handler comes by its model. Those that change the server do not wake one."""
+    """How each handler comes by its model. Those about its rest do not wake one."""
     found: dict[Handler, Lookup] = {realtime.realtime: Lookup(wakes=True)}
     for route, methods in ROUTES.items():
-        wakes = not is_of_administrators(route)
         for handler in methods.values():
             operation = OPERATIONS.get(handler)
             if operation is not None and operation.body is not None and operation.accepts == JSON:
                 names = NAMES if route.startswith(f"{ollama.PREFIX}/") else NAMES[:1]
                 found[handler] = Lookup(
-                    [name for name in names if name in operation.body.__struct_fields__], wakes
+                    [name for name in names if name in operation.body.__struct_fields__], wakes(route)
                 )
     return found
 

@@ -65,6 +65,14 @@ ADMIN = frozenset(
         "rebalance_experts",
     ]
 )
+# Of administrators, and for a model that is awake: one that sleeps since nobody came wakes for them, too.
+WAKING = frozenset(SECRET) - {"step_log"} | {
+    "update_weights_from_disk",
+    "get_weights_by_name",
+    "load_lora_adapter",
+    "unload_lora_adapter",
+    "rebalance_experts",
+}
 ADMIN_OF_V1 = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's paths
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
 EXPOSED = "x-request-id, request-id, x-model, x-ignored-fields, x-should-retry, Retry-After"
@@ -88,6 +96,11 @@ def part_of(path: str) -> str:
 
 def is_of_administrators(path: str) -> bool:
     return part_of(path) in ADMIN | OWN
+
+
+def wakes(path: str) -> bool:
+    """Whether the route does something with a model, and not with its rest."""
+    return not is_of_administrators(path) or part_of(path) in WAKING
 
 
 class Gate:

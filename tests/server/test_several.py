@@ -142,6 +142,10 @@ async def test_idle_models_sleep_and_wake_for_a_request(
             assert await site.vectors() == alone[1]
             assert chat.phase == "sleeping"
             assert await asyncio.gather(site.text(), site.text()) == [alone[0]] * 2
+        while not chat.asleep:
+            await asyncio.sleep(0.01)
+        shown = {"model": "chat", "name": "model.norm.weight", "truncate_size": 2}
+        assert (await site.post("/get_weights_by_name", shown))[0] == 200
         await site.post("/sleep?model=chat")
         status, body = await site.post("/v1/completions", CHAT)
         assert (status, body["error"]["code"]) == (503, "model_loading")
