@@ -34,6 +34,7 @@ def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[s
         "delta of channels",
         "a scan beside attention",
         "convolutions",
+        "convolutions, local attention",
         "scans alone",
         "lightning",
         "module with windows",

@@ -178,6 +178,12 @@ CONVOLUTIONS = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+WINDOWS = CONVOLUTIONS | {
+    "architectures": ["Lfm3ForCausalLM"],
+    "model_type": "lfm3",
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+    "sliding_window": 200,
+}
 BESIDE = {
     "architectures": ["FalconH1ForCausalLM"],
     "model_type": "falcon_h1",
@@ -245,7 +251,7 @@ SCANS = {
     scope="module",
     params=[
         *((m, dtype) for m in (MODEL, KIMI, CONVOLUTIONS, ONE_EACH) for dtype in ("float32", "bfloat16")),
-        *((model, "float32") for model in (BESIDE, CHANNELS, SCANS)),
+        *((model, "float32") for model in (BESIDE, CHANNELS, SCANS, WINDOWS)),
     ],
     ids=lambda case: f"{case[0]['model_type']} {case[1]}",
 )
