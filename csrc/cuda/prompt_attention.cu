@@ -7,8 +7,8 @@
 // together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah et al.,
 // 2024). The first scores of a tile go with the last values of the one before, so products never pause.
 //
-// Few tiles behind long histories would leave multiprocessors idle, so a tile may be cut into parts, each with
-// some of its keys. Their sums go to memory, and `merge_parts` makes one result of them.
+// Few tiles behind long histories would leave multiprocessors idle, so a tile may be cut into parts, each
+// with some of its keys. Their sums go to memory, and `merge_parts` makes one result of them.
 #include "wgmma.cuh"
 
 #ifndef HD  // 64 or 128
