@@ -1,7 +1,7 @@
 """Try the cuts of the kernel that keeps activations in registers (weights of 4 or 8 bits), and say which is
 fastest.
 
-    python bench/gpu_stationary.py [--rows 16,1,4,32,64] [--kind int4g128] [--seconds 60] [--chains 16,1]
+    python bench/gpu_stationary.py [--rows 16,8,1] [--kind int4g128] [--seconds 60] [--chains 16,8,1]
 
 The products, their check and their times are those of ``gpu_integers.py``. One JSON line a product and number
 of rows, with the share of 4.34 TB/s; one a chain of a layer's four products, each of which reads what the one
@@ -29,7 +29,6 @@ from sgla.kernels.cuda import stationary_gemm as sg
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.integers import KINDS
 from sgla.kernels.rehearsal import compilers
-from sgla.kernels.triton import elementwise, integers
 
 BF16 = torch.bfloat16
 RATE = 4.34e6  # bytes a microsecond
@@ -37,7 +36,7 @@ LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
 def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
-    blocks = (2, 4) if rows <= 8 else (2, 1) if rows <= 16 else (1,)
+    blocks = (2, 4) if rows <= 8 else (2, 1)
     slices = (2, 3, 4, 6, 8) if layer.k > 8192 else (1, 2, 4)
     tiles = (1, 2) if layer.n > 8192 else (1,)
     beside = (1, 1, 1, False), (1, 2, 2, False), (1, 1, 2, False), (1, 1, 2, True), (2, 1, 1, False)
@@ -59,13 +58,8 @@ class Product(gi.Product):
         more: dict[str, Any] = {"norm": self.norm, "eps": 1e-6, "epilogue": self.layer.epilogue, "out": out}
         if isinstance(config, sg.Config):
             sg.linear(self.x, weight, config=config, **more)
-        elif len(self.x) <= ig.MAX_ROWS:
+        else:
             ig.linear(self.x, weight, config=config, **more)
-        else:  # what serves so many rows, without the sum behind it
-            x = self.x if self.norm is None else elementwise.rms_norm(self.x, self.norm, 1e-6)
-            y = integers.linear(x, weight)
-            if self.layer.epilogue == ig.SILU:
-                elementwise.act_mul(y, "silu")
 
 
 def sweep(
@@ -154,8 +148,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="16,1,4,32,64")
-    parser.add_argument("--chains", default="16,1")
+    parser.add_argument("--rows", default="16,8,1")
+    parser.add_argument("--chains", default="16,8,1")
     parser.add_argument("--kind", default="int4g128", choices=list(KINDS))
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--stages", type=int, default=sg.STAGES)

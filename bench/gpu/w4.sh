@@ -2,10 +2,9 @@
 # Weights of 4 bits on one H200. Run in the repository's root with OUT set. At most 170 s; results in w4.jsonl, w4.log.
 #   cuts    each product of Qwen3-8B by kernel and cut: us ("serving": what serves today), share of 4.34 TB/s; a layer's
 #           four in turn; what a kernel needs that only reads. Those that are wrong are named
-#   w4a16   W2 and steps of 16 rows with what keeps activations in registers (stationary_gemm.cu)
-#   tests   its products against torch in float32
-#   more    cuts of other numbers of rows
-#   before  as w4a16 with what serves
+#   w4a16   W2 and steps of 8 and 16 rows, 9 and more by it
+#   tests   products whose activations stay in registers (stationary_gemm.cu) against torch in float32
+#   before  as w4a16 without those
 LIMIT=${LIMIT:-170}
 . "$(dirname "$0")/parts.sh"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -21,10 +20,9 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}}, "ignore": ["lm_head"]}
 json.dump(model, open(path, "w"))
 PY
-part cuts 55 bench/gpu_stationary.py --rows 16,1 --seconds 40
-export SGLA_STATIONARY=1
-part w4a16 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 16
-part tests 45 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k stationary
+part cuts 45 bench/gpu_stationary.py --seconds 35
+export SGLA_STATIONARY=9 # rows from which on activations stay in registers
+part w4a16 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 8,16
+part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k stationary
 unset SGLA_STATIONARY
-part more 40 bench/gpu_stationary.py --rows 4,32,64 --chains "" --seconds 30
-part before 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 16
+part before 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 8,16

@@ -6,9 +6,9 @@
 // between them, so a warp never needs other channels. It reads its part of each of the block's tiles by a
 // cp.async ring of its own, which begins before the wait for the previous kernel; a lane loads the very words
 // that it multiplies. Nothing of x is read from shared memory; what goes through it are weights and, of each
-// tile, the sums of the warps, of which there are two buffers: one is added up while warps fill the other. The
-// blocks of a cluster then send each other the sums of their slices (st.async), each finishes some columns, and
-// nobody waits for the sums of a tile before the next one is multiplied.
+// tile, the sums of the warps, in two buffers: those of a tile are added up when the next one is multiplied, so
+// that warps hardly wait for each other. The blocks of a cluster send each other the sums of their slices
+// (st.async), and each finishes some columns another tile later.
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x, which is a product of x with ones. The sum of a group
@@ -24,7 +24,7 @@
 #ifndef WHOLE  // 1: zeros are whole numbers, in bfloat16 as the products need them; 0: any, in float16
 #define WHOLE 1
 #endif
-#ifndef NT  // groups of 8 rows of x: 1, 2, 4 or 8
+#ifndef NT  // groups of 8 rows of x: 1 or 2
 #define NT 2
 #endif
 #ifndef MT  // 16 weight rows of a warp in a tile
@@ -161,7 +161,9 @@ __device__ __forceinline__ void fold(float (&v)[COUNT], int lane, int& at) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float row_square[SLICES][NT * 8];  // of each slice
-  __shared__ __align__(8) u64 delivered[KEPT];  // tiles' sums
+  __shared__ float of_warps[WK][NT * 8];         // its parts
+  __shared__ __align__(8) u64 summed[2];         // of the two buffers of sums
+  __shared__ __align__(8) u64 delivered[KEPT];   // tiles' sums
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wk = warp / WN, wn = warp % WN;
   const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % SLICES, parts = gridDim.x / SLICES,
@@ -174,16 +176,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
       got = red + RED_BYTES, squares = smem_addr(row_square), all = smem_addr(delivered);
   const int from_column = min(COLS, SHARE * slice), to_column = min(COLS, SHARE * (slice + 1));
   const int told = SLICES * p.m * (to_column - from_column) * (GATED ? 8 : 4);  // bytes of a tile
-  if (SLICES > 1) {
-    if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {
+    barrier_init(smem_addr(summed), WARPS);
+    barrier_init(smem_addr(summed) + 8, WARPS);
 #pragma unroll
-      for (int i = 0; i < KEPT; ++i) barrier_init(all + i * 8, 1);
+    for (int i = 0; i < (SLICES > 1 ? KEPT : 0); ++i) {
+      barrier_init(all + i * 8, 1);
       barriers_visible();
-#pragma unroll
-      for (int i = 0; i < KEPT; ++i) barrier_expect(all + i * 8, told + (NORM && i == 0 ? SLICES * p.m * 4 : 0));
+      barrier_expect(all + i * 8, told + (NORM && i == 0 ? SLICES * p.m * 4 : 0));
     }
-    cluster_arrive();
   }
+  if (SLICES > 1) cluster_arrive();
 
   // The last tile is moved back so that all its rows exist.
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
@@ -295,24 +298,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     if (NORM) {
       int row = 0;
       fold<SQUARES / 2, 1>(square, lane, row);
-      __syncthreads();  // `passing` has been read
-#pragma unroll
-      for (int v = 0; v < (SQUARES > 16 ? SQUARES / 16 : 1); ++v) {
-        const int at = row + v;
-        if (wn == 0) sts32(red + (wk * (NT * 8) + at / 4 * 8 + at % 4 * 2 + lane / 16) * 4, square[v]);
-      }
-      __syncthreads();
-      if (threadIdx.x < NT * 8) {
-        float sum = 0.f;
-#pragma unroll
-        for (int v = 0; v < WK; ++v) sum += lds32f(red + (v * (NT * 8) + threadIdx.x) * 4);
-        if (SLICES == 1) sts32(squares + threadIdx.x * 4, sum);
-#pragma unroll
-        for (int v = 0; v < (SLICES > 1 ? SLICES : 0); ++v)
-          if (threadIdx.x < p.m) tell(squares + (slice * (NT * 8) + threadIdx.x) * 4, all, v, sum);
-      }
+      if (wn == 0) of_warps[wk][row / 4 * 8 + row % 4 * 2 + lane / 16] = square[0];
     }
-    __syncthreads();
+    __syncthreads();  // what is behind `passing` has been read, too
+    if (NORM && threadIdx.x < NT * 8) {
+      float sum = 0.f;
+#pragma unroll
+      for (int v = 0; v < WK; ++v) sum += of_warps[v][threadIdx.x];
+      if (SLICES == 1) sts32(squares + threadIdx.x * 4, sum);
+#pragma unroll
+      for (int v = 0; v < (SLICES > 1 ? SLICES : 0); ++v)
+        if (threadIdx.x < p.m) tell(squares + (slice * (NT * 8) + threadIdx.x) * 4, all, v, sum);
+    }
   }
 
   // What becomes of a sum: of output column n of row m; ``before``: what is in ``out`` already.
@@ -380,17 +377,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     }
   };
 
+  // When all warps have left their sums of a tile.
+  auto follow = [&](int tile) {
+    const int place = tile - first;
+    barrier_wait(smem_addr(summed) + place % 2 * 8, place / 2 % 2);
+    if (SLICES == 1) {
+      add_up(tile, place % 2);
+    } else {
+      send(place % KEPT, place % 2);
+      if (tile > first) add_up(tile - 1, 0);  // whose sums have come meanwhile
+    }
+  };
+
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
-  int stage = 0, buffer = 0;
+  constexpr int BEHIND = SLICES > 1 ? 2 : 1;  // tiles
+  int stage = 0;
   for (int tile = first; tile < last; ++tile) {
-    if (SLICES == 1) keep(tile);
+    if (tile - BEHIND >= first) keep(tile - BEHIND);
     cp_async_wait<STAGES - 2>();
     __syncwarp();
     load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     if (LATE && tile + STAGES >= last) pdl_launch();
     const u32 from = ring + stage * STAGE_BYTES;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
-    const u32 to = red + buffer * RED_TILE + wk * RED_WARP + (t * 2 * RED_ROW + wn * OWN + g) * 4;
+    const u32 to = red + (tile - first) % 2 * RED_TILE + wk * RED_WARP + (t * 2 * RED_ROW + wn * OWN + g) * 4;
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
       float acc[NT][4] = {};
@@ -439,21 +449,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
           }
         }
       }
+      if (i == 0 && tile > first) follow(tile - 1);
 #pragma unroll
       for (int j = 0; j < NT; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           sts32(to + ((j * 8 + (e & 1)) * RED_ROW + i * 16 + (e >= 2 ? 8 : 0)) * 4, acc[j][e]);
     }
-    __syncthreads();  // of two buffers the other one's readers passed the one before
-    if (SLICES > 1) {
-      send((tile - first) % KEPT, buffer);
-      if (tile > first) add_up(tile - 1, 0);  // whose sums have come meanwhile
-      keep(tile);
-    } else {
-      add_up(tile, buffer);
-    }
-    buffer ^= 1;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(smem_addr(summed) + (tile - first) % 2 * 8);
   }
-  if (SLICES > 1) add_up(last - 1, 0);
+  if (SLICES == 1) keep(last - 1);
+  if (SLICES > 1 && last - 1 > first) keep(last - 2);
+  follow(last - 1);
+  if (SLICES > 1) {
+    keep(last - 1);
+    add_up(last - 1, 0);
+  }
 }

@@ -61,13 +61,8 @@ def test_few_rows_equal_the_oracle(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64"])
 def test_stationary_rows_equal_the_oracle(kind: str) -> None:
     weights = [weight(n, k, kind) for n, k in ((6144, 4096), (4096, 12288), (200, 1000))]
-    cases = [
-        (w, m)
-        for w in weights
-        for m in (1, 3, 8, 13, 16, 27, 32, 64)
-        if stationary_gemm.serves(m, w.n, w.k, w.bits, w.group)
-    ]
-    assert {m for _, m in cases} >= {1, 3, 8, 13, 16}
+    cases = [(w, m) for w in weights for m in (1, 8, 13, 16)]
+    assert not any(stationary_gemm.refuses(m, w.n, w.k, w.bits, w.group) for w, m in cases)
     with rehearsing():
         for w, m in cases:
             list(few_rows(w, m, stationary_gemm.linear))
@@ -81,7 +76,7 @@ CUTS = (1, 2, 1), (2, 1, 2, 1, 1, 2, True), (1, 2, 3, 2), (1, 1, 4, 1, 2, 2), (2
 
 def test_every_cut_of_stationary_rows_equals_the_oracle() -> None:
     w = weight(1000, 1960, "int4g128")
-    cases = [(m, stationary_gemm.Config(*cut)) for m in (1, 11, 32) for cut in CUTS]
+    cases = [(m, stationary_gemm.Config(*cut)) for m in (1, 11) for cut in CUTS]
 
     def fits(m: int, cut: stationary_gemm.Config) -> bool:
         rows = integer_gemm.padded(m)

@@ -4,6 +4,7 @@ what stands before and after them, in which x stays in registers."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
-from sgla.kernels.cuda.integer_gemm import ALIGNED, padded, refuses
+from sgla.kernels.cuda.integer_gemm import padded
 from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
 from sgla.kernels.integers import BLOCK, Integers
 from sgla.kernels.rehearsal import under_way
 
-__all__ = ["ADD", "ALIGNED", "FLOAT32", "GELU", "SILU", "STORE", "refuses"]
-MAX_ROWS = 64  # of x
+__all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
+MAX_ROWS = 16  # of x
 MOST_WARPS = 16  # of a block
 MOST_SLICES = 8
 STAGES = 6  # at most
@@ -99,11 +100,12 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         return None
     weight_rows = config.beside * config.tiles * 16
     sums = 2 * deep * groups * 8 * (weight_rows + 4) * 4
-    passing = max(sums, warps * PASSING, deep * groups * 32)
+    passing = max(sums, warps * PASSING)
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
     stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
-    stages = min(STAGES, (SHARED // config.resident - 2048 - shared) // stage)
+    fixed = 2048 + (deep + config.slices) * groups * 32  # bytes: of the kernel's arrays, and so that KiB fit
+    stages = min(STAGES, (SHARED // config.resident - fixed - shared) // stage)
     if stages < 2:
         return None
     own, loaded = shape.blocks * per, config.blocks * per  # words of constants
@@ -132,22 +134,24 @@ def plan(shape: Shape, config: Config) -> Plan | None:
 
 @lru_cache(1 << 14)
 def default_config(shape: Shape) -> Config | None:
-    """The first that fits, or None."""
-    wanted = (
-        Config(1, blocks, slices, beside)
-        for slices in range(1, MOST_SLICES + 1)
-        for blocks in (2, 1)
-        for beside in (1,)
-    )
-    return next((config for config in wanted if plan(shape, config) is not None), None)
+    """The cut that was fastest or nearly so with the layers of Qwen3-8B on an H200 (``bench/gpu/w4.sh``): the
+    fewest slices, so that warps have all of k between them; None: no cut fits."""
+    many = shape.n * (1 + shape.gated) > 4 * shape.k
+    wanted = itertools.product(range(1, MOST_SLICES + 1), (2, 1), (2, 1) if many else (1,))
+    configs = (Config(tiles, blocks, slices) for slices, blocks, tiles in wanted)
+    return next((config for config in configs if plan(shape, config) is not None), None)
 
 
 @lru_cache(1 << 14)
-def serves(rows: int, n: int, k: int, bits: int, group: int) -> bool:
-    """Whether it multiplies by a weight ``[n, k]``, whatever stands before and after it."""
-    many = padded(rows)
-    shapes = Shape(many, n // 2, k, bits, group, True, SILU), Shape(many, n, k, bits, group, True, ADD)
-    return all(default_config(shape) is not None for shape in shapes)
+def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
+    """Why it cannot multiply ``rows`` by a weight ``[n, k]``, whatever stands before and after, or None."""
+    shapes = (
+        Shape(padded(rows), *more)
+        for more in ((n // 2, k, bits, group, True, SILU), (n, k, bits, group, True, ADD))
+    )
+    if rows > MAX_ROWS or any(default_config(shape) is None for shape in shapes):
+        return "its activations do not fit into registers"
+    return None
 
 
 def linear(

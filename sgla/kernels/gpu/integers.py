@@ -20,9 +20,8 @@ NAME = "few integers"  # of nodes that other rules look for
 # Rows from which on a weight is better made bfloat16 and left to cuBLAS: what that reads and writes is then
 # little beside the product.
 LONG = 1025
-# Whether products of few rows keep their activations in registers (bench/gpu/w4.sh measures it).
-STATIONARY = os.environ.get("SGLA_STATIONARY") == "1"
-MAX_ROWS = stationary_gemm.MAX_ROWS if STATIONARY else integer_gemm.MAX_ROWS
+# Rows from which on activations of few rows stay in registers.
+STATIONARY = int(os.environ.get("SGLA_STATIONARY", "17"))
 
 
 def few_refuses(work: Work, *chain: Node) -> str | None:
@@ -31,9 +30,9 @@ def few_refuses(work: Work, *chain: Node) -> str | None:
         return OTHER
     if not work.wgmma:
         return "its kernel is made for Hopper"
-    w, x, rows = linear.given["w"], linear.given["x"], work.rows(linear)
-    if rows > MAX_ROWS or (rows > integer_gemm.MAX_ROWS and not _stationary(rows, w)):
+    if work.rows(linear) > integer_gemm.MAX_ROWS:
         return f"it takes at most {integer_gemm.MAX_ROWS} rows"
+    w, x = linear.given["w"], linear.given["x"]
     if work.record.dtypes[x.number] != torch.bfloat16:
         return "it multiplies bfloat16"
     return integer_gemm.refuses(w.n // 2, w.k)
@@ -49,12 +48,10 @@ def few(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _few, made, linear.results, linear.rows)]
 
 
-def _stationary(rows: int, w: Integers) -> bool:
-    return STATIONARY and stationary_gemm.serves(rows, w.n, w.k, w.bits, w.group)
-
-
 def _few(x: Tensor, weight: Integers, **given: Any) -> Tensor:
-    kernel = stationary_gemm if _stationary(x.shape[0], weight) else integer_gemm
+    m, w = x.shape[0], weight
+    stationary = m >= STATIONARY and stationary_gemm.refuses(m, w.n, w.k, w.bits, w.group) is None
+    kernel = stationary_gemm if stationary else integer_gemm
     return kernel.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
 
 
@@ -111,7 +108,7 @@ def sizes(weights: list[Any], most: int) -> list[int]:
     """Numbers of rows up to ``most`` with which products by these take every kernel that they take."""
     shapes = {(w.n, w.k) for w in weights if are_integers(w)}
     first: dict[Any, int] = {}
-    few = MAX_ROWS if this_device().wgmma else 0
+    few = integer_gemm.MAX_ROWS if this_device().wgmma else 0
     for m in range(1, min(most, LONG) + 1) if shapes else ():
         for n, k in shapes:
             chosen = integer_gemm.padded(m) if m <= few else integers.tile_for(m, n, k, 2)

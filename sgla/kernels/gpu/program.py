@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sgla.kernels import lora, ops
-from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import adapters, e4m3, integers, mixture
@@ -246,7 +246,7 @@ class RecordedForward:
             return None
         if m <= skinny_gemm.MAX_ROWS:
             return m
-        bounds = integers.MAX_ROWS, mixture.OURS, ROUTED, integers.LONG - 1
+        bounds = integer_gemm.MAX_ROWS, mixture.OURS, ROUTED, integers.LONG - 1
         limits = *(m <= bound for bound in bounds), batch_gemm.draw_config(m) is None
         reduced = False
         if record.ranks is not None:

@@ -1,0 +1,246 @@
+// What a CUDA kernel of ours asks of the hardware, on a CPU: each thread is a context of its own, which gives way
+// wherever it waits. A block has MEMORY bytes of shared memory, whose addresses carry the block's number; copies
+// by cp.async happen when they are waited for and not before. Functions that have PTX in the sources are here
+// instead (see emulated_cuda.py).
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __launch_bounds__(...)
+using std::min;
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Index { unsigned x; };
+Index threadIdx, blockIdx, gridDim;
+namespace emulated {
+typedef unsigned u32;
+constexpr u32 MEMORY = 256 << 10, STACK = 64 << 10;
+
+struct Copy { u32 to; const void* from; u32 bytes, size; };
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  int block, number, cluster_arrivals = 0;
+  bool done = false;
+  std::vector<Copy> copies;             // since the last commit
+  std::deque<std::vector<Copy>> groups;  // committed
+};
+struct Warp {
+  u32 given[32][10], made[32][4];
+  int count = 0, turns = 0;
+};
+struct Block {
+  std::vector<unsigned char> memory = std::vector<unsigned char>(MEMORY, 0xff);
+  Warp warps[32];
+  int count = 0, turns = 0;
+};
+struct Barrier { int8_t wanted, missing; uint16_t phase; int32_t bytes; };  // the word in shared memory
+
+std::vector<Thread> threads;
+std::vector<Block> blocks;
+Thread* me;
+ucontext_t scheduler;
+int threads_of_block, blocks_of_cluster, cluster_count, cluster_turns;
+
+inline void fail(const char* why) { std::puts(why), std::abort(); }
+inline void give_way() { swapcontext(&me->context, &scheduler); }
+inline Block& block() { return blocks[me->block]; }
+inline Warp& warp() { return block().warps[me->number / 32]; }
+inline unsigned char* memory(u32 address, u32 size) {
+  if (address % size || (address & 0xfffff) + size > MEMORY || address >> 20 >= blocks.size()) fail("an address");
+  return blocks[address >> 20].memory.data() + (address & 0xfffff);
+}
+template <class T> T read(u32 address) {
+  T value;
+  std::memcpy(&value, memory(address, sizeof(T)), sizeof(T));
+  return value;
+}
+template <class T> void write(u32 address, T value) { std::memcpy(memory(address, sizeof(T)), &value, sizeof(T)); }
+template <class To, class From> To bits(From value) {
+  To found;
+  std::memcpy(&found, &value, sizeof(To));
+  return found;
+}
+// All lanes of a warp meet: what each gives, and what `work` makes for each.
+template <int GIVEN, int MADE> void meet(const u32 (&given)[GIVEN], u32 (&made)[MADE], void (*work)(Warp&, int), int what) {
+  const int lane = me->number % 32, turn = warp().turns;
+  std::copy(given, given + GIVEN, warp().given[lane]);
+  if (++warp().count == 32) {
+    work(warp(), what);
+    warp().count = 0, ++warp().turns;
+  }
+  while (warp().turns == turn) give_way();
+  std::copy(warp().made[lane], warp().made[lane] + MADE, made);
+}
+inline u32 rounded(float x) {
+  const u32 b = bits<u32>(x);
+  return (b + 0x7fff + (b >> 16 & 1)) >> 16;
+}
+inline float lower(u32 x) { return bits<float>(x << 16); }
+inline float upper(u32 x) { return bits<float>(x & 0xffff0000u); }
+inline u32 there(u32 address, int rank) {
+  return (me->block / blocks_of_cluster * blocks_of_cluster + rank) << 20 | (address & 0xfffff);
+}
+inline void counted(u32 address, int arrivals, int bytes) {
+  Barrier bar = read<Barrier>(address);
+  bar.missing -= arrivals, bar.bytes += bytes;
+  if (bar.missing < 0) fail("a barrier with too many arrivals");
+  if (bar.missing == 0 && bar.bytes == 0) ++bar.phase, bar.missing = bar.wanted;
+  write(address, bar);
+}
+
+// Run a kernel, cluster by cluster: `entry` is what each thread does.
+inline void launch(int grid, int threads_each, int cluster, void (*entry)()) {
+  gridDim.x = grid, threads_of_block = threads_each, blocks_of_cluster = cluster;
+  blocks = std::vector<Block>(grid);
+  for (int first = 0; first < grid; first += cluster) {
+    threads = std::vector<Thread>(cluster * threads_each);
+    cluster_count = cluster_turns = 0;
+    for (size_t i = 0; i < threads.size(); ++i) {
+      Thread& t = threads[i];
+      t.block = first + i / threads_each, t.number = i % threads_each, t.stack.resize(STACK);
+      getcontext(&t.context);
+      t.context.uc_stack.ss_sp = t.stack.data(), t.context.uc_stack.ss_size = STACK;
+      makecontext(&t.context, entry, 0);
+    }
+    size_t left = threads.size();
+    for (long turns = 0; left; ++turns) {
+      if (turns > 10000000) fail("threads wait for ever");
+      for (Thread& t : threads) {
+        if (t.done) continue;
+        me = &t, threadIdx.x = t.number, blockIdx.x = t.block;
+        swapcontext(&scheduler, &t.context);
+        left -= t.done;
+      }
+    }
+  }
+}
+}  // namespace emulated
+
+inline float __uint_as_float(unsigned x) { return emulated::bits<float>(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline unsigned pack2(float lo, float hi) { return emulated::rounded(lo) | emulated::rounded(hi) << 16; }
+inline float half2f(unsigned x) { return emulated::bits<_Float16>(uint16_t(x)); }
+inline unsigned sub2(unsigned a, unsigned b) {
+  return pack2(emulated::lower(a) - emulated::lower(b), emulated::upper(a) - emulated::upper(b));
+}
+
+// Shared memory.
+inline unsigned __cvta_generic_to_shared(const void* p) {
+  const auto at = static_cast<const unsigned char*>(p) - emulated::block().memory.data();
+  return unsigned(emulated::me->block) << 20 | unsigned(at);
+}
+inline uint4 lds128(unsigned address) { return emulated::read<uint4>(address); }
+inline void sts128(unsigned address, const uint4& v) { emulated::write(address, v); }
+inline unsigned lds32(unsigned address) { return emulated::read<unsigned>(address); }
+inline void sts32(unsigned address, float v) { emulated::write(address, v); }
+
+// Copies.
+inline void copy(unsigned to, const void* from, unsigned bytes, unsigned size) {
+  if (bytes && reinterpret_cast<uintptr_t>(from) % size) emulated::fail("a source of a copy");
+  emulated::me->copies.push_back({to, from, bytes, size});
+}
+inline void cp_async16(unsigned to, const void* from, unsigned bytes) { copy(to, from, bytes, 16); }
+inline void cp_async_commit() {
+  emulated::me->groups.push_back(std::move(emulated::me->copies));
+  emulated::me->copies.clear();
+}
+template <int N> inline void cp_async_wait() {
+  auto& groups = emulated::me->groups;
+  for (; int(groups.size()) > N; groups.pop_front())
+    for (const auto& c : groups.front()) {
+      std::memset(emulated::memory(c.to, c.size), 0, c.size);
+      std::memcpy(emulated::memory(c.to, c.size), c.from, c.bytes);
+    }
+}
+
+// Warps.
+inline void __syncwarp() {
+  const unsigned none[1] = {};
+  unsigned nothing[1];
+  emulated::meet(none, nothing, [](emulated::Warp&, int) {}, 0);
+}
+inline float __shfl_xor_sync(unsigned, float v, int distance) {
+  const unsigned given[1] = {emulated::bits<unsigned>(v)};
+  unsigned made[1];
+  emulated::meet(given, made, [](emulated::Warp& w, int d) {
+    for (int l = 0; l < 32; ++l) w.made[l][0] = w.given[l ^ d][0];
+  }, distance);
+  return emulated::bits<float>(made[0]);
+}
+inline void ldmatrix(unsigned (&r)[4], unsigned address) {
+  const unsigned given[1] = {address};
+  emulated::meet(given, r, [](emulated::Warp& w, int) {
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) {
+        emulated::memory(w.given[i * 8 + l / 4][0], 16);
+        w.made[l][i] = emulated::read<unsigned>(w.given[i * 8 + l / 4][0] + l % 4 * 4);
+      }
+  }, 0);
+}
+inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  unsigned given[10] = {a0, a1, a2, a3, b0, b1}, made[4];
+  std::memcpy(given + 6, d, 16);
+  emulated::meet(given, made, [](emulated::Warp& w, int) {
+    float a[16][16], b[16][8];
+    for (int l = 0; l < 32; ++l) {
+      const int g = l / 4, t = l % 4 * 2;
+      for (int i = 0; i < 4; ++i)
+        for (int e = 0; e < 2; ++e)
+          a[g + i % 2 * 8][t + i / 2 * 8 + e] = e ? emulated::upper(w.given[l][i]) : emulated::lower(w.given[l][i]);
+      for (int i = 0; i < 2; ++i)
+        for (int e = 0; e < 2; ++e)
+          b[t + i * 8 + e][g] = e ? emulated::upper(w.given[l][4 + i]) : emulated::lower(w.given[l][4 + i]);
+    }
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) {
+        double sum = emulated::bits<float>(w.given[l][6 + i]);
+        for (int k = 0; k < 16; ++k) sum += double(a[l / 4 + i / 2 * 8][k]) * b[k][l % 4 * 2 + i % 2];
+        w.made[l][i] = emulated::bits<unsigned>(float(sum));
+      }
+  }, 0);
+  std::memcpy(d, made, 16);
+}
+
+// Blocks, clusters, kernels.
+inline void __syncthreads() {
+  const int turn = emulated::block().turns;
+  if (++emulated::block().count == emulated::threads_of_block) emulated::block().count = 0, ++emulated::block().turns;
+  while (emulated::block().turns == turn) emulated::give_way();
+}
+inline void cluster_arrive() {
+  emulated::me->cluster_arrivals = emulated::cluster_turns;
+  if (++emulated::cluster_count == int(emulated::threads.size())) emulated::cluster_count = 0, ++emulated::cluster_turns;
+}
+inline void cluster_wait() {
+  while (emulated::cluster_turns == emulated::me->cluster_arrivals) emulated::give_way();
+}
+inline void pdl_wait() {}
+inline void pdl_launch() {}
+inline void barrier_init(unsigned bar, int count) {
+  emulated::write(bar, emulated::Barrier{int8_t(count), int8_t(count), 0, 0});
+}
+inline void barriers_visible() {}
+inline void barrier_arrive(unsigned bar) { emulated::counted(bar, 1, 0); }
+inline void barrier_expect(unsigned bar, int bytes) { emulated::counted(bar, 1, bytes); }
+inline void barrier_wait(unsigned bar, unsigned parity) {
+  while (emulated::read<emulated::Barrier>(bar).phase % 2 == parity) emulated::give_way();
+}
+inline void tell(unsigned address, unsigned bar, int rank, float v) {
+  emulated::write(emulated::there(address, rank), v);
+  emulated::counted(emulated::there(bar, rank), 0, -4);
+}

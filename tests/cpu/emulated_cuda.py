@@ -1,0 +1,66 @@
+"""Run a CUDA kernel of ours on the CPU, thread by thread: its source as C++, with what the hardware does from
+``emulated_cuda.h``. Slow, so for shapes of a few hundred; what threads must wait for is checked, too."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from sgla.kernels.cuda import build
+
+FOLDER = Path(__file__).parent
+# A function with its template line, if it has one; those with PTX are the header's.
+FUNCTION = re.compile(
+    r"^(?:template <.*>\n)?__device__ __forceinline__ [^;{]*\{(?:.*\}\n|\n?(?:.*\n)*?\}\n)", re.M
+)
+SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)((?:\[[^\]]*\])+);")
+APART = 200 << 10  # where arrays lie that are not of the dynamic shared memory, 1 KiB each
+# Functions of one source, whose PTX needs numbers of that source.
+OWN = {
+    "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes) "
+    "{ copy(to, from, bytes, WIDTH); }\n"
+}
+
+
+def compile_kernel(
+    file: str, name: str, defines: Mapping[str, int], threads: int, cluster: int, folder: Path
+) -> ctypes.CDLL:
+    """A library whose ``run(params, grid)`` is the kernel ``name`` of ``csrc/cuda/file``."""
+    source, key = build.source_of(file, tuple(sorted(defines.items())), "cpu")
+    macros = "".join(f"#define {macro} {value}\n" for macro, value in defines.items())
+    source = source.removeprefix(
+        "".join(f"#define {macro} {value}\n" for macro, value in sorted(defines.items()))
+    )
+    source = FUNCTION.sub(_without_ptx, source)
+    arrays = iter(range(APART, 256 << 10, 1 << 10))
+    memory = "emulated::block().memory.data()"
+    source = source.replace(
+        "extern __shared__ __align__(128) unsigned char smem[];", f"unsigned char* smem = {memory};"
+    )
+    source = SHARED.sub(
+        lambda found: (
+            f"auto& {found[2]} = *reinterpret_cast<{found[1]} (*){found[3]}>({memory} + {next(arrays)});"
+        ),
+        source,
+    )
+    path = folder / f"{key}.cpp"
+    path.write_text(
+        f'{macros}#include "{FOLDER / "emulated_cuda.h"}"\n{source}\n'
+        f"static Params given;\n"
+        f"static void entry() {{ {name}(given); emulated::me->done = true; emulated::give_way(); }}\n"
+        f'extern "C" void run(Params p, int grid) '
+        f"{{ given = p; emulated::launch(grid, {threads}, {cluster}, entry); }}\n"
+    )
+    library = path.with_suffix(".so")
+    subprocess.run(["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, path], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def _without_ptx(found: re.Match[str]) -> str:
+    if "asm" not in found[0]:
+        return found[0]
+    name = re.search(r"(\w+)\(", found[0].replace("__forceinline__", ""))
+    return OWN.get(name[1], "") if name else ""

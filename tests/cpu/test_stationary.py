@@ -1,0 +1,81 @@
+"""Products whose activations stay in registers: the CUDA kernel, emulated, against the dense product."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_cuda import compile_kernel
+
+from sgla.kernels import ops
+from sgla.kernels.cuda import integer_gemm, stationary_gemm
+from sgla.kernels.cuda.stationary_gemm import ADD, FLOAT32, SILU, STORE, Config, Shape
+from sgla.kernels.integers import KINDS
+from sgla.quant.weight import pack
+
+
+class Given(ctypes.Structure):
+    """``Params`` under a type that several libraries may share."""
+
+    _fields_ = stationary_gemm._Params._fields_
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+@pytest.mark.parametrize(
+    ("kind", "rows", "epilogue", "cut"),
+    [
+        ("int4g128", 3, STORE, Config(1, 2)),
+        ("int4g64", 16, ADD, Config(2, 1, 4, 2)),
+        ("int4m32", 11, SILU, Config(1, 1, 3)),
+        ("int8g128", 9, SILU, Config(1, 1, 2)),
+        ("int4g128", 1, FLOAT32, Config(1, 4, 1, 1, 2, 2, True)),
+    ],
+)
+def test_the_kernel_equals_the_oracle(
+    kind: str, rows: int, epilogue: int, cut: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last tile reaches beyond the weight, the last block of channels beyond x."""
+    monkeypatch.setattr(stationary_gemm, "processors", lambda: 3)
+    torch.manual_seed(0)
+    n, k = 200, 1000
+    w, x = pack(torch.randn(n, k), kind), torch.randn(rows, k).bfloat16()
+    norm, columns = (None if epilogue == ADD else torch.rand(k) + 0.5), n // 2 if epilogue == SILU else n
+    out = torch.randn(rows, columns).to(torch.float32 if epilogue == FLOAT32 else torch.bfloat16)
+    y = (x.float() if norm is None else ops.rms_norm(x.float(), norm, 1e-6)) @ w.dequant().T
+    y = ops.act_mul(y, "silu") if epilogue == SILU else y + out.float() if epilogue == ADD else y
+    shape = Shape(
+        integer_gemm.padded(rows), columns, k, *KINDS[kind], norm is not None, epilogue, kind[4] == "g"
+    )
+    made = stationary_gemm.plan(shape, cut)
+    assert made is not None
+    library = compile_kernel(
+        "stationary_gemm.cu", "stationary_gemm", made.defines, made.threads, cut.slices, tmp_path
+    )
+    tensors = x, *w.tensors, norm, None, out
+    library.run(
+        Given(
+            *(None if t is None else t.data_ptr() for t in tensors),
+            rows, columns, k, x.stride(0), out.stride(0), shape.blocks, 1e-6,
+        ),
+        made.parts * cut.slices,
+    )  # fmt: skip
+    assert (out.float() - y).norm() < 5e-3 * y.norm()
+
+
+@pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64"])
+@pytest.mark.parametrize(("n", "k"), [(200, 1000), (6144, 4096), (4096, 14336)])
+def test_cuts_fit_a_multiprocessor(kind: str, n: int, k: int) -> None:
+    for rows in (1, 8, 16):
+        for epilogue, columns in ((ADD, n), (SILU, n // 2)):
+            shape = Shape(rows, columns, k, *KINDS[kind], True, epilogue, kind[4] == "g")
+            cut = stationary_gemm.default_config(shape)
+            assert cut is not None, shape
+            made = stationary_gemm.plan(shape, cut)
+            assert made is not None
+            assert cut.resident * (made.shared + 1024) <= stationary_gemm.SHARED
+            covered = made.defines["WK"] * cut.blocks * cut.slices
+            assert covered >= shape.blocks > covered - made.defines["WK"] * cut.blocks
