@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
@@ -27,6 +28,7 @@ from sgla.layers.adapters import EXPERTS, Adapters, Mixture, Target
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 MAX_ALPHA = 1e30
+PATTERNS = 1024  # of ranks, and of alphas
 SHOWN = 4  # names in an error
 SPARE = 1 << 20  # bytes of a file beside its values
 STAGED = 256 << 20  # the same, where other stages may have larger layers, as that of the vocabulary
@@ -85,9 +87,14 @@ class LoraConfig:
 def _by_pattern(values: Mapping[str, float], module: str, default: float) -> float:
     """The value of the first pattern that the end of a module's path matches, as in PEFT."""
     for pattern, value in values.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _compiled(pattern).match(module):
             return value
     return default
+
+
+@lru_cache(maxsize=4 * PATTERNS)  # to compile one takes much longer than to match it
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 class Piece(NamedTuple):
@@ -158,8 +165,8 @@ def _parameters(folder: Path, names: Any) -> Iterator[str]:
 
 def _entries(key: str, patterns: Any) -> Iterator[tuple[str, Any]]:
     """Names and values. Patterns are PEFT's regular expressions; what takes long to match is refused."""
-    if not isinstance(patterns, dict) or len(patterns) > 1024:
-        raise InvalidAdapter(f"{key} is not an object of at most 1024 patterns")
+    if not isinstance(patterns, dict) or len(patterns) > PATTERNS:
+        raise InvalidAdapter(f"{key} is not an object of at most {PATTERNS} patterns")
     for pattern, value in patterns.items():
         if not _PLAIN.fullmatch(pattern):
             raise InvalidAdapter(f"{key}: {pattern[:99]!r} is no plain name of a module")

@@ -22,7 +22,7 @@ from tiny import Transcript, make_core, run, run_executor, submit, tiny_config
 from sgla.actors.adapters import Adapter, AdapterTable
 from sgla.errors import InvalidAdapter
 from sgla.hub.source import open_source
-from sgla.loading.adapter import CONFIG, WEIGHTS
+from sgla.loading.adapter import CONFIG, PATTERNS, WEIGHTS, LoraConfig, _compiled
 from sgla.messages import Control, Submit
 from sgla.quant.weight import pack
 from sgla.worker.cpu import CpuRunner
@@ -297,6 +297,17 @@ def test_bad_adapters_are_refused(server: CpuRunner, base: Path, tmp_path: Path,
         load(server, 1, tmp_path / "bad")
     assert server.adapters is not None
     assert not server.adapters._host
+
+
+def test_many_patterns_are_compiled_once() -> None:
+    """Or those of a hostile adapter would keep others waiting for minutes."""
+    patterns = {f"{'a' * 150}\\w{i}": 4 for i in range(PATTERNS)}
+    config = LoraConfig(8, 8.0, patterns, patterns, False)
+    _compiled.cache_clear()
+    for layer in range(3):
+        assert config.rank_of(f"model.layers.{layer}.self_attn.q_proj") == 8
+        assert config.scale_of(f"model.layers.{layer}.self_attn.q_proj") == 1.0
+    assert _compiled.cache_info().misses == PATTERNS
 
 
 def test_good_adapters_of_other_types(server: CpuRunner, base: Path, tmp_path: Path) -> None:
