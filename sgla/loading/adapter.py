@@ -347,7 +347,7 @@ def _checked(folder: Path, rank: int, adapters: Adapters, module: str, pair: dic
         if tuple(tensor.shape) != shape:
             raise bad(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} (another base?)")
         if tensor.dtype not in FLOATS:
-            raise bad(f"{name} has type {tensor.dtype}, expected a floating point one")
+            raise bad(f"{name} has type {tensor.dtype}, expected float32, bfloat16 or float16")
     return module, a, b, found
 
 
