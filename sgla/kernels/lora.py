@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     """Rows that a GPU computes together. ``order`` int32[T]: rows, those of one adapter behind one another;
     ``runs`` int32[*, 3]: parts of it with one adapter, each where it begins, how many rows it has, at most
     ``size`` (0: there is nothing to do), and their place. ``experts`` int32[T]: whose part of the adapter
-    each row has, if the rows are pairs of a token and an expert, a run each."""
+    each row of ``order`` has, if the rows are pairs of a token and an expert; that of a run is one."""
 
     order: Tensor
     runs: Tensor

@@ -21,7 +21,7 @@ from sgla.kernels.gpu.adapters import EXPAND, SHRINK, settle
 from sgla.kernels.gpu.record import Recorder, Ref
 from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
 from sgla.kernels.trace import STAND_INS
-from sgla.kernels.triton.lora import FEW, MANY, add, sort
+from sgla.kernels.triton.lora import FEW, MANY, add, add_experts, grouped, pairs, sort
 from sgla.quant.weight import storage
 
 
@@ -60,6 +60,36 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
     scale = ((squares.sum(0) / k + 0.01) ** -0.5)[: len(places), None]
     made = add(y.clone(), Unscaled(x, squares, 0.01), stack, rows, False)
     torch.testing.assert_close(made, y + (expected - y) * scale, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_pairs_alone_and_together(parts: int) -> None:
+    """Of tokens and experts, some of which other ranks have; rows of several adapters, and of none."""
+    generator, experts, top_k, rank, k, n = torch.Generator().manual_seed(parts), 5, 3, 6, 40, 24
+    stack = Stack(3, k, [n] * experts * parts)
+    memory = torch.randn(3, rank, stack.last, generator=generator)
+    stack.lie(memory)
+    whole = Stack(3, k, [parts * n] * experts)  # of which each has one
+    places = np.repeat(np.array([2, 0, 1, 3, 1], np.int32), [1, 2, 90, 3, 4])
+    ids = torch.stack([torch.randperm(experts + 1, generator=generator)[:top_k] - 1 for _ in places]).int()
+    rows = Rows()
+    rows.places = (torch.from_numpy(places),) * 2
+    x = torch.randn(len(places) * top_k, k, generator=generator)
+    y = torch.randn(len(x), parts * n, generator=generator)
+    expected = y.clone()
+    for pair, (place, expert) in enumerate(zip(np.repeat(places, top_k), ids.flatten().tolist())):
+        for part in range(parts if place and expert >= 0 else 0):
+            number = expert * parts + part
+            b = stack.b[place - 1, number * n : (number + 1) * n]
+            expected[pair, part * n : (part + 1) * n] += b @ (stack.a[place - 1, number] @ x[pair])
+    made = [pairs(ids, rows, False, whole), grouped(ids, rows.places[0], whole)]
+    assert made[0].experts is not None
+    assert len(made[1].runs) < len(made[0].runs)
+    for tiles in made:
+        found = add_experts(y.clone(), x, stack, tiles, parts)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    counted = [sum(count for _, count, _ in tiles.runs.tolist()) for tiles in made]
+    assert counted == [int(((ids >= 0) & (rows.places[0] > 0)[:, None]).sum())] * 2
 
 
 def on_host(places: np.ndarray, size: int) -> Tiles:

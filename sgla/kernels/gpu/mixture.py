@@ -235,7 +235,7 @@ def run_adapted(
     x, probabilities, ids, _ = _route(x, None, None, routed, router, routing, biases, 0)
     if counts is not None:
         counts.add(ids)
-    pairs, top_k, each = lora.pairs(ids, rows, sampled), ids.shape[1], ids.flatten().long()
+    pairs, top_k, each = lora.pairs(ids, rows, sampled, second), ids.shape[1], ids.flatten().long()
     if gate_up.kind in PACKED:
         packed = e2m1.tiles_for(ids.numel(), count.every, x.itemsize, this_device().wgmma)
         groups = None if packed.rows is None else moe.group(ids, count.here, packed.rows)

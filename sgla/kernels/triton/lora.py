@@ -21,6 +21,7 @@ from sgla.kernels.triton.common import _begin, _pdl
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
 SHRUNK, EXPANDED = 512, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
+GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
 SORTED = 16  # rows that a program finds the places of
 
 
@@ -176,8 +177,11 @@ def sort(rows: Rows, table: Tensor, slots: Tensor) -> None:
     )  # fmt: skip
 
 
-def pairs(ids: Tensor, rows: Rows, sampled: bool) -> Tiles:
-    """Of the pairs of tokens and experts ids int32[T, top_k] (-1: another rank's)."""
+def pairs(ids: Tensor, rows: Rows, sampled: bool, stack: Stack) -> Tiles:
+    """Of the pairs of tokens and experts ids int32[T, top_k] (-1: another rank's), of which each has a part
+    of ``stack``. Where they are many, those with one adapter and one expert are computed together."""
+    if ids.numel() >= GROUPED:
+        return grouped(ids, rows.places[sampled], stack)
     experts = ids.flatten()
     order = torch.empty_like(experts)
     runs = torch.empty(len(experts), 3, dtype=torch.int32, device=ids.device)
@@ -185,6 +189,23 @@ def pairs(ids: Tensor, rows: Rows, sampled: bool) -> Tiles:
         rows.places[sampled], experts, order, runs, len(experts), ids.shape[1], BLOCK=128, **_pdl()
     )
     return Tiles(order, runs, FEW, experts)
+
+
+def grouped(ids: Tensor, places: Tensor, stack: Stack) -> Tiles:
+    """Of pairs whose tokens have these ``places`` int32[T]."""
+    experts, pairs = ids.flatten(), ids.numel()
+    place = places[: len(ids)].repeat_interleave(ids.shape[1])
+    count, nobody = len(stack.sizes), len(stack.sizes) * (len(stack.ranks) + 1)
+    key = torch.where((place > 0) & (experts >= 0), place * count + experts, nobody)
+    keys, order = key.sort(stable=True)
+    at, first = torch.arange(pairs, device=ids.device), torch.searchsorted(keys, keys)
+    left = torch.searchsorted(keys, keys, right=True) - at
+    leads = ((at - first) % MANY == 0) & (keys < nobody)
+    most = triton.cdiv(pairs, MANY) + min(pairs, count * len(stack.ranks))  # tiles
+    tile = torch.where(leads, leads.cumsum(0) - 1, most)
+    runs = torch.zeros(most + 1, 3, dtype=torch.int32, device=ids.device)
+    runs[tile] = torch.stack([at, left.clamp(max=MANY), place[order]], 1).int()
+    return Tiles(order.int(), runs[:most], MANY, experts[order])
 
 
 def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
