@@ -84,7 +84,8 @@ class PictureRoom:
         self._extra = vision.prepares(config, settings)
         film = vision.film
         self._film = "" if film is None else film.processor
-        self._paced = {} if film is None or film.paced is None else {"tokens_per_second": film.paced(config)}
+        paced = {} if film is None or film.paced is None else {"tokens_per_second": film.paced(config)}
+        self._filming = self._extra | paced
         modules = [*MODULES, *(OF_KIND[kind] for kind in vision.takers if kind in OF_KIND)]
         self._pool = Pool(processes, seconds=seconds, modules=modules)
         self._turns = PerClient(max(1, processes - 1))
@@ -239,7 +240,7 @@ class PictureRoom:
         """Of a process: the function, and all but its last two arguments."""
         settings = self._settings_of(kind_of(picture), asked.sizes)
         if isinstance(picture, Video):
-            return PREPARE_VIDEO, picture, self._film, settings, self._paced
+            return PREPARE_VIDEO, picture, self._film, settings, self._filming
         if isinstance(picture, Sound):
             hearing = self._vision.hearing
             assert hearing is not None

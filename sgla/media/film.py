@@ -139,12 +139,13 @@ class Film:
 
 
 def filmed(video: Video, processor: str, settings: str, asked: dict[str, Any], most: int) -> dict[str, Any]:
-    """Arrays by name, in numpy. ``settings``: JSON; ``asked``: ``tokens_per_second`` that positions go by, if
-    not by numbers; ``most``: bytes. Besides what transformers has, ``tenths`` int64[t]: of seconds, when each
-    pair of frames is, ``seconds`` int64[t]: when it begins, and ``steps`` int64[t]: its position in time.
+    """Arrays by name, in numpy. ``settings``: JSON; ``asked``: what the model's configuration adds, with the
+    ``tokens_per_second`` that positions go by, if not by numbers; ``most``: bytes. Besides what transformers
+    has, ``tenths`` int64[t]: of seconds, when each pair of frames is, ``seconds`` int64[t]: when it begins,
+    and ``steps`` int64[t]: its position in time.
     Raises InvalidField."""
     if processor in FRAMED:
-        return FRAMED[processor](video, json.loads(settings), most)
+        return FRAMED[processor](video, json.loads(settings) | asked, most)
     film = Film(processor, json.loads(settings))
     numbers = film.numbers(video)
     high, wide = film.fitted(len(numbers), video.height, video.width)

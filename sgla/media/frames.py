@@ -5,6 +5,7 @@ may be made. They give arrays by name, and raise InvalidField."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from sgla.errors import InvalidField
+from sgla.media.prepare import processor_of
 from sgla.media.processors import KimiK25, padded
 from sgla.media.video import Video
 from sgla.media.watch import frames
@@ -24,6 +26,10 @@ CLIP = {
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+MINICPM = (  # what its processors of pictures and of videos have in common
+    *("max_slice_nums", "scale_resolution", "patch_size", "slice_mode", "downsample_mode", "resample"),
+    *("image_mean", "image_std"),
+)
 SQUARE = {"size": {"height": 384, "width": 384}, **CLIP}
 
 
@@ -47,11 +53,15 @@ def evenly(video: Video, count: int) -> list[int]:
 
 def check_room(count: int, high: int, wide: int, most: int) -> None:
     if 12 * high * wide * count > most:
-        raise InvalidField(
-            f"{count} frames of {wide} x {high} pixels take more than {most >> 20} MiB; ask for fewer "
-            "(mm_processor_kwargs: fps, num_frames)",
-            param="messages",
-        )
+        raise too_many(count, most, f" of {wide} x {high} pixels")
+
+
+def too_many(count: int, most: int, size: str = "") -> InvalidField:
+    return InvalidField(
+        f"{count} frames{size} take more than {most >> 20} MiB; ask for fewer (mm_processor_kwargs: fps, "
+        "num_frames)",
+        param="messages",
+    )
 
 
 def side(size: Any, *names: str) -> list[int]:
@@ -193,6 +203,38 @@ def kimi_k25(video: Video, given: Given, most: int) -> Arrays:
     }
 
 
+def minicpm(video: Video, given: Given, most: int) -> Arrays:
+    """A frame a second, or as many as may be at equal distances, each cut as a picture; ``cut``: the sizes of
+    a frame's parts, in patches."""
+    said = known({"max_num_frames": 128, "num_frames": None, "stack_frames": 1}, given)
+    if said["stack_frames"] > 1:
+        raise InvalidField("frames that are stacked (stack_frames) are not supported", param="messages")
+    limit, lasts = said["num_frames"] or said["max_num_frames"], video.frames / video.rate
+    numbers = [int(second * video.rate) for second in range(math.ceil(lasts))]
+    if lasts > limit:
+        numbers = [int(round(i * 0.1, 1) * video.rate) for i in range(int(lasts / 0.1))]
+        numbers = [min(number, video.frames - 1) for number in numbers]
+    if len(numbers) > limit:
+        numbers = [numbers[i] for i in np.linspace(0, len(numbers) - 1, limit, dtype=int)]
+    own = {name: given[name] for name in MINICPM if name in given}
+    processor = processor_of("MiniCPMV4_6ImageProcessor", json.dumps(own))
+    how = {"return_tensors": "np", "input_data_format": "channels_last"}
+    made: list[Arrays] = []
+    # One that is asked for twice, of a video with few frames a second, is decoded once.
+    for number, image in zip(dict.fromkeys(numbers), frames(video, list(dict.fromkeys(numbers)))):
+        one = processor(images=[image], **how)
+        if one["pixel_values"].nbytes * len(numbers) > most:
+            raise too_many(len(numbers), most)
+        made += [one] * numbers.count(number)
+    return {
+        "pixel_values": np.concatenate([one["pixel_values"] for one in made], -1),
+        "target_sizes": np.concatenate([one["target_sizes"] for one in made]).astype(np.int64),
+        "cut": np.asarray(made[0]["target_sizes"], np.int64),
+        "grids": np.asarray(made[0]["grids"], np.int64),
+        "frames": np.array([len(made)]),
+    }
+
+
 def seconds_of(video: Video, numbers: list[int]) -> Any:
     """int64[frames], of their beginnings."""
     return np.array([int(number / video.rate) for number in numbers])
@@ -203,5 +245,6 @@ FRAMED: dict[str, Callable[[Video, Given, int], Arrays]] = {
     "InternVLVideoProcessor": internvl,
     "Kimi_K25VideoProcessor": kimi_k25,
     "LlavaOnevisionVideoProcessor": llava_onevision,
+    "MiniCPMV4_6VideoProcessor": minicpm,
     "SmolVLMVideoProcessor": smolvlm,
 }

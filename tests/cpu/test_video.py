@@ -17,6 +17,7 @@ from test_vision import (
     internvl,
     kimi,
     llava_onevision,
+    minicpm,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
@@ -167,6 +168,8 @@ def of_frames(name: str, film: dict[str, Any], ids: Any, image: int) -> dict[str
     made = {key: torch.from_numpy(values) for key, values in film.items()}
     if name == "llava-onevision":
         return {"pixel_values_videos": made["pixel_values_videos"]}
+    if name.startswith("minicpm"):
+        return {"pixel_values_videos": made["pixel_values"], "target_sizes_videos": made["target_sizes"]}
     if name == "smolvlm":
         return {key: made[key] for key in ("pixel_values", "pixel_attention_mask")}
     kinds = {"mm_token_type_ids": 2 * (ids == image).int()}
@@ -180,7 +183,10 @@ def of_frames(name: str, film: dict[str, Any], ids: Any, image: int) -> dict[str
 
 POOLED = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 6, "num_frames": 4}
 FAST = ("gemma4", "kimi-k2.5")
+CUT = {"patch_size": 4, "scale_resolution": 16}
 FRAMED = {
+    "minicpm-v": (minicpm, CUT | {"max_slice_nums": 4}),
+    "minicpm-v whole": (minicpm, CUT | {"slice_mode": False, "max_num_frames": 2}),
     "llava-onevision": (llava_onevision, {"size": {"height": 16, "width": 16}, "num_frames": 5}),
     "smolvlm": (smolvlm, {"size": {"longest_edge": 24}, "max_image_size": {"longest_edge": 16}}),
     "gemma4": (

@@ -94,9 +94,9 @@ class Model(NamedTuple):
         film = self.speller.vision.film
         assert film is not None
         config = self.source.config
-        paced = {} if film.paced is None else {"tokens_per_second": film.paced(config)}
+        asked = self.asked() | ({} if film.paced is None else {"tokens_per_second": film.paced(config)})
         videos = json.dumps(settings_of(self.folder).videos)
-        return filmed(video, film.processor, videos, paced, 1 << 26)
+        return filmed(video, film.processor, videos, asked, 1 << 26)
 
     def heard(self, sound: Sound) -> dict[str, Any]:
         """What is made of a sound."""

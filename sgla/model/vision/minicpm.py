@@ -8,20 +8,25 @@ from itertools import count
 from typing import Any
 
 from sgla.messages import Prepared
-from sgla.model.vision.spec import Config, Settings, Spelled, Vision, values
+from sgla.model.vision.spec import Config, Film, Settings, Spelled, Vision, values
 
 TOKEN, BEGIN, END = "<|image_pad|>", "<image>", "</image>"
+FRAMES = "<|video_pad|>"
 SLICE, SLICED = "<slice>", "</slice>"
 NUMBER = "<image_id></image_id>"
 
 
 def spelled(config: Config, settings: Settings, picture: Prepared) -> Spelled:
     sizes, (rows, columns) = values(picture, "target_sizes"), values(picture, "grids")
-    joined = 4 if mode(config) == "4x" else 16
-    counts = [height * width // joined for height, width in zip(sizes[::2], sizes[1::2])]
     lines = "\n".join([f"{SLICE}{TOKEN}{SLICED}" * columns] * rows)
     number = NUMBER if settings.images.get("use_image_id", True) else ""
-    return Spelled(f"{number}{BEGIN}{TOKEN}{END}{lines}", tuple(counts))
+    return Spelled(f"{number}{BEGIN}{TOKEN}{END}{lines}", counts(config, sizes))
+
+
+def counts(config: Config, sizes: list[int]) -> tuple[int, ...]:
+    """Tokens of parts of so many rows and columns of patches."""
+    joined = 4 if mode(config) == "4x" else 16
+    return tuple(height * width // joined for height, width in zip(sizes[::2], sizes[1::2]))
 
 
 def numbered(text: str) -> str:
@@ -38,6 +43,13 @@ def prepares(config: Config, settings: Settings) -> dict[str, Any]:
     return {"downsample_mode": mode(config)}
 
 
+def filmed(config: Config, settings: Settings, video: Prepared) -> Spelled:
+    """All frames are cut alike, and have no numbers."""
+    sizes, (rows, columns), (frames,) = (values(video, name) for name in ("cut", "grids", "frames"))
+    lines = "\n".join([f"{SLICE}{FRAMES}{SLICED}" * columns] * rows)
+    return Spelled(f"{BEGIN}{FRAMES}{END}{lines}" * frames, counts(config, sizes) * frames)
+
+
 MINICPM_V = Vision(
     processors=("MiniCPMV4_6ImageProcessor",),
     token=("image_token_id", 248056),
@@ -46,6 +58,13 @@ MINICPM_V = Vision(
     spelled=spelled,
     joined=numbered,
     parts=("vision_tower", "merger"),
-    sizes=("max_slice_nums",),
+    sizes=("max_slice_nums", "num_frames"),
     prepares=prepares,
+    film=Film(
+        processor="MiniCPMV4_6VideoProcessor",
+        token=("video_token_id", 248057),
+        written=FRAMES,
+        media=FRAMES,
+        spelled=filmed,
+    ),
 )
