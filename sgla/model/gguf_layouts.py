@@ -193,7 +193,7 @@ def _channel_delta() -> Iterator[tuple[str, Stored]]:
     for name, hf, dims in (
         ("attn_k.weight", "k_proj.weight", "jd"),
         ("attn_v.weight", "v_proj.weight", "jd"),
-        *((f"ssm_conv1d_{part}.weight", f"{part}_conv1d.weight", "jw") for part in "qkv"),
+        *((f"ssm_conv1d_{part}.weight", f"{part}_conv1d.weight", "j1w") for part in "qkv"),
         ("ssm_f_a.weight", "f_a_proj.weight", "pd"),
         ("ssm_f_b.weight", "f_b_proj.weight", "jp"),
         ("ssm_g_a.weight", "g_a_proj.weight", "pd"),

@@ -140,7 +140,7 @@ def write(
                 part = "ffn_down_exps" if name.endswith("_scale") else "ffn_gate_inp"
                 found = f"blk.{name.split('.')[2]}.{part}.scale"
             assert found, name
-            whole = found.endswith(("ssm_a", "ssm_d", "ssm_norm.weight"))
+            whole = found.endswith(("ssm_a", "ssm_d", "ssm_norm.weight")) or "ssm_conv1d_" in found
             tensors[found] = (tensor if whole else tensor.squeeze()).numpy()
     if arch == Arch.GEMMA4:
         frequencies = keys["attention.key_length"] // 2
@@ -278,6 +278,8 @@ def of_delta(name: str, tensor: torch.Tensor, arch: Arch, config: dict[str, Any]
 
 def of_channels(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """A tensor of Kimi Linear, whose dense MLP transformers calls otherwise than published files do."""
+    if "_conv1d." in name:
+        tensor = tensor[None]
     if name.endswith(".A_log"):
         tensor = -tensor.exp()
     name = re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name)
