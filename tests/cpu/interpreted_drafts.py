@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,14 +32,14 @@ from interpreted_gpu import (
     source,
 )
 from msgspec.structs import replace as replace_struct
-from tiny import VOCAB, Transcript, make_core, run, submit, tiny_config
+from tiny import VOCAB, Launching, Transcript, make_core, run, submit, tiny_config
 
 from sgla.dist import Shard, gpus
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.kernels.cuda import thresholds
 from sgla.kernels.triton import attention, sampling
-from sgla.messages import Control, Grammar, StepPlan, StepResult, Submit
+from sgla.messages import Control, Grammar, StepPlan, Submit
 from sgla.sched.core import Core
 from sgla.worker import chains, gpu_model, gpu_setup
 from sgla.worker.start_cpu import cpu_runner
@@ -64,33 +63,6 @@ class Capture:
 
 class Graph(NamedTuple):
     replay: Callable[[], None]
-
-
-class Launching:
-    """An executor that launches a step when it is planned, unless the one before is held, and finishes it
-    when it is drained."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner, self.held = runner, 0
-        self._plans: deque[StepPlan] = deque()
-        self._flights: deque[Any] = deque()
-
-    def submit(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
-        self._go_on()
-
-    def drain(self) -> list[StepResult]:
-        self._go_on()
-        result = self._runner.finish(self._flights.popleft())
-        self._go_on()
-        return [result]
-
-    def _go_on(self) -> None:
-        while self._plans and not (self._flights and self._flights[-1].held):
-            self._flights.append(self._runner.launch(self._plans.popleft()))
-        if self._flights and self._flights[0].held:
-            self._runner.release(self._flights[0])
-            self.held += 1
 
 
 def requests() -> list[Submit]:

@@ -103,6 +103,33 @@ class Synchronous:
         return list(moved)
 
 
+class Launching:
+    """An executor that launches a step when it is planned, unless the one before is held, and finishes it
+    when it is drained."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self.held = runner, 0
+        self._plans: deque[StepPlan] = deque()
+        self._flights: deque[Any] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+        self._go_on()
+
+    def drain(self) -> list[StepResult]:
+        self._go_on()
+        result = self._runner.finish(self._flights.popleft())
+        self._go_on()
+        return [result]
+
+    def _go_on(self) -> None:
+        while self._plans and not (self._flights and self._flights[-1].held):
+            self._flights.append(self._runner.launch(self._plans.popleft()))
+        if self._flights and self._flights[0].held:
+            self._runner.release(self._flights[0])
+            self.held += 1
+
+
 class Transcript(dict[str, list[Delta]]):
     """Deltas by rid."""
 

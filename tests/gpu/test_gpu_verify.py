@@ -230,14 +230,14 @@ def scored(runner: Any, text: list[int]) -> list[TokenLogprob]:
 
 
 def test_many_rows_of_which_none_may_guess() -> None:
-    """They have graphs of their own, until few are left."""
+    """They have graphs of their own, until few are left. What they bring is nearly the best."""
     rng = random.Random(7)
-    asked = [submit(str(i), [rng.randrange(5000)] * 9, 6 + i, temperature=0.5, seed=i) for i in range(44)]
-    found = []
-    for guesses in ({}, GUESSING):
-        runner = make(dtype="float32", max_running_requests=48, **guesses)
-        assert (len(runner.graphs._alone) > 0) == bool(guesses)
-        core = make_core(runner.facts, drafts=runner.facts.drafts)
-        found.append(run(runner, asked, core))
-    assert found[0] == found[1]
+    asked = [submit(str(i), [rng.randrange(5000)] * 9, 6 + i) for i in range(44)]
+    plain, guessing = (make(max_running_requests=48, **guesses) for guesses in ({}, GUESSING))
+    assert len(guessing.graphs._alone) > len(plain.graphs._alone) == 0
+    core = make_core(guessing.facts, drafts=guessing.facts.drafts)
+    found = run(guessing, asked, core)
     assert core.stats().draft_tokens > 0
+    for request in asked[::6]:
+        brought = scored(plain, request.tokens + found[request.rid])[-len(found[request.rid]) :]
+        assert max(place.top[0][1] - place.logprob for place in brought) < NEAR

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import pytest
 import torch
 from test_gpu_runner import assert_same_bits, ints, make, plan, twice
 
-from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, StepResult, Submit
+from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, Submit
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+import tiny
 from config_cases import gemma3
-from tiny import Transcript, make_core, submit
+from tiny import Launching, Transcript, make_core, submit
 
 WINDOW, PAGE = 100, 16
 MODEL = gemma3(
@@ -57,19 +57,7 @@ def run(runner: Any, wanted: list[Submit], core: Any) -> dict[str, list[int]]:
 
 def answers(runner: Any, wanted: list[Submit], core: Any) -> Transcript:
     """Steps are launched when they are planned, as the worker does."""
-    flights: deque[Any] = deque()
-    transcript = Transcript()
-    for request in wanted:
-        core.offer(request, 0.0)
-    while not core.idle:
-        while (step := core.plan(0.0)) is not None:
-            flights.append(runner.launch(step))
-        result: StepResult = runner.finish(flights.popleft())
-        assert not result.failed
-        for delta in core.retire(result, 0.0):
-            transcript.setdefault(delta.rid, []).append(delta)
-        core.check()
-    return transcript
+    return tiny.run(runner, wanted, core, executor=Launching(runner))
 
 
 def kept(runner: Any, **limits: Any) -> dict[str, list[int]]:
