@@ -46,6 +46,9 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
+#ifndef EARLY  // stages asked for before the wait for the previous kernel; x does not wait for the others
+#define EARLY (STAGES - 1)
+#endif
 #ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
 #define RESIDENT 2
 #endif
@@ -216,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     cp_async_commit();
   };
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) load(s);
+  for (int s = 0; s < EARLY; ++s) load(s);
   pdl_wait();
   pdl_launch();
 
@@ -226,6 +229,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     while (chunk >= chunks) chunk -= chunks, ++row;
   };
   find();
+  bool asked = EARLY == STAGES - 1;
+  auto ask = [&]() {
+    if (!asked) {
+#pragma unroll
+      for (int s = EARLY; s < STAGES - 1; ++s) load(s);
+    }
+    asked = true;
+  };
   constexpr int AT_ONCE = NT == 1 || NORM ? 4 : 8;
   while (row < p.m) {
     uint4 v[AT_ONCE];
@@ -247,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
       chunk += WARPS;
       find();
     }
+    ask();
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (rows[i] >= p.m) break;
@@ -265,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
       if (ats[i] % GROUP == 0) sts32(sums_of + (ats[i] / GROUP * (NT * 8) + rows[i]) * 4, sum);
     }
   }
+  ask();
   __syncthreads();
   if (NORM) {
     if (threadIdx.x < p.m) {

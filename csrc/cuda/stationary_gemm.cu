@@ -48,6 +48,9 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
+#ifndef EARLY  // stages asked for before the wait for the previous kernel; x does not wait for the others
+#define EARLY (STAGES - 1)
+#endif
 #ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
 #define RESIDENT 1
 #endif
@@ -228,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     cp_async_commit();
   };
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) load(first + s, s);
+  for (int s = 0; s < EARLY; ++s) load(first + s, s);
 
   // Lane % 16 takes 8 channels of each block of k, of row lane / 16 of two.
   const int channel = own_block * BLOCK + lane % 16 * 8;
@@ -259,6 +262,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
           if (row < p.m && k < p.k)
             in[j][b][i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         }
+#pragma unroll
+    for (int s = EARLY; s < STAGES - 1; ++s) load(first + s, s);
 #pragma unroll
     for (int j = 0; j < NT; ++j)
 #pragma unroll

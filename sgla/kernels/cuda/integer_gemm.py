@@ -35,7 +35,7 @@ class Config(NamedTuple):
     """How the work is cut. ``tiles`` of 16 weight rows are a warp's, 1 or 2, whose k ``warps`` of a block
     share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 2 or 4. ``per_sm``
     blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
-    fetch weights there."""
+    fetch weights there, ``early`` loads at most before this one has ended."""
 
     tiles: int
     warps: int
@@ -43,6 +43,7 @@ class Config(NamedTuple):
     unit: int = 2
     per_sm: int = 2
     resident: int = 2
+    early: int = STAGES
 
 
 class Shape(NamedTuple):
@@ -124,6 +125,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "UNIT": config.unit,
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
+        "EARLY": min(config.early, stages - 1),
         "RESIDENT": config.resident,
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,

@@ -41,7 +41,8 @@ class Config(NamedTuple):
     """How the work is cut. A warp keeps ``blocks`` of 128 channels of x, and multiplies ``tiles`` of 16
     weight rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of
     a block the same channels. ``per_sm`` blocks are on a multiprocessor that has room for ``resident``: those
-    of the next kernel fetch weights there, if ``late`` when this one has asked for its last."""
+    of the next kernel fetch weights there, if ``late`` when this one has asked for its last; ``early`` loads
+    at most before that one has ended."""
 
     tiles: int = 1
     blocks: int = 2
@@ -50,6 +51,7 @@ class Config(NamedTuple):
     per_sm: int = 1
     resident: int = 1
     late: bool = False
+    early: int = STAGES
 
 
 class Shape(NamedTuple):
@@ -122,6 +124,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "RED_BYTES": passing,
+        "EARLY": min(config.early, stages - 1),
         "RESIDENT": config.resident,
         "LATE": int(config.late),
         "NORM": int(shape.norm),
