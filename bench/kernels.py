@@ -18,12 +18,13 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu import native
-from sgla.kernels.cpu.panels import KINDS, Kind
+from sgla.kernels.cpu.panels import KINDS
 from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.ops import KVLayer
-from sgla.quant.weight import Weight, pack
+from sgla.quant.weight import OF_PANELS, Weight, pack
 
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, FFN, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
+STORAGES = [OF_PANELS.get(kind, kind) for kind in KINDS]
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
 PAGE = 16
 
@@ -94,11 +95,11 @@ class Bench:
 
     def linear(self) -> None:
         """Each repetition walks over enough copies of the weight that none stays in a cache."""
-        for kind in KINDS:
+        for kind in STORAGES:
             for n, k in SHAPES:
                 self._linear(kind, n, k)
 
-    def _linear(self, kind: Kind, n: int, k: int) -> None:
+    def _linear(self, kind: str, n: int, k: int) -> None:
         one = pack(torch.randn(n, k), kind)
         copies = max(1, int(80e6 / one.nbytes))
         weights = [type(one)(n, k, one.data.clone(), *one.tensors[1:]) for _ in range(copies)]
@@ -159,11 +160,11 @@ class Bench:
         program, data = self.program(fn, 1, 1), batch(1, 1, 0, 1)
         self.report("barrier", us=seconds(lambda: program.run(data)) * 1e3)
 
-    def model(self, kinds: list[Kind]) -> None:
+    def model(self, kinds: list[str]) -> None:
         for kind in kinds:
             self._model(kind)
 
-    def _model(self, kind: Kind) -> None:
+    def _model(self, kind: str) -> None:
         def weight(n: int, k: int) -> Weight:
             return pack(torch.randn(n, k) * k**-0.5, kind)
 
@@ -214,7 +215,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa")
     parser.add_argument("--only", default="limits,barrier,linear,attention,model")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="weight kinds of the whole model")
+    parser.add_argument("--kinds", default=",".join(STORAGES), help="weight kinds of the whole model")
     args = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(args.threads, args.isa)

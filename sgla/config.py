@@ -142,7 +142,7 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "for such files: as they are; checkpoint is the same for any format), int8 (on a CPU a KL of "
             "0.0001 nats a token on Gemma 3 270M, as bfloat16) and "
             "int4 (0.024, the most probable token is another one at 8 % of places; no loss for GGUF "
-            "Q4_0 and Q4_1), mxfp4 on a CPU (4-bit floating point), fp8 on a GPU"
+            "Q4_0 and Q4_1), mxfp4 on a CPU (4-bit floating point), fp8 (8-bit)"
         ),
     ] = None
     logits_processors: Annotated[

@@ -206,10 +206,6 @@ def settle_quantization(
     ``device`` has not."""
     asked = filling.config.quantization
     method = spec.method if isinstance(spec, ModelSpec) else None
-    if asked == "fp8" and device != "cuda":
-        raise ConfigError(
-            "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
-        )
     if asked == "mxfp4" and device == "cuda" and as_stored(method, asked) is not None:
         asked, filling.config = None, msgspec.structs.replace(filling.config, quantization=None)
     if method is not None and device not in method.devices:

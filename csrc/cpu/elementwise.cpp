@@ -57,6 +57,26 @@ void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
   }
 }
 
+// The same of wide kinds.
+template <Kind K>
+void unpack_wide(const uint8_t* w, int64_t width, int64_t n, float* out) {
+  const uint8_t *at = w + n / PANEL * panel_bytes(K, width), *scales = at;
+  int v = n % PANEL / LANES, lane = n % LANES;
+  float scale = 0;
+  for (int64_t k = 0; k < width; k += summed(K), at += group_rows(K) * ROW_BYTES) {
+    if (k % span(K) == 0) {
+      scale = head_scale(at, v)[lane];
+      at += head_bytes(K);
+    }
+    if (deep(K) && k % 64 == 0) {
+      scales = at;
+      at += ROW_BYTES;
+    }
+    float step = deep(K) ? scale * deep_scale(scales, k / 16 % 4, v)[lane] : scale;
+    for (int64_t i = 0; i < summed(K) && k + i < width; i++) out[k + i] = step * value_of<K>(at, i, v)[lane];
+  }
+}
+
 float square_sum(const float* x, int64_t d) {
   vf a{}, b{};
   int64_t j = 0;
@@ -95,6 +115,10 @@ void run_embedding(Context& c, const Instr& i) {
       case Q4_0: unpack_row<Q4_0>(w, i.k, id, out); break;
       case IQ4_NL: unpack_row<IQ4_NL>(w, i.k, id, out); break;
       case E2M1: unpack_row<E2M1>(w, i.k, id, out); break;
+      case E4M3: unpack_wide<E4M3>(w, i.k, id, out); break;
+      case NF4: unpack_wide<NF4>(w, i.k, id, out); break;
+      case FP4: unpack_wide<FP4>(w, i.k, id, out); break;
+      case NVFP4: unpack_wide<NVFP4>(w, i.k, id, out); break;
     }
     if (i.f[0] == 1.0f) return;
     for (int64_t j = 0; j < i.k; j++) out[j] *= i.f[0];

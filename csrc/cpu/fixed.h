@@ -51,7 +51,8 @@ inline void quantize_row(const float* x, int64_t k, float* out, int64_t step) {
     UNROLL for (int j = 0; j < PARTS; j++) {
       vi q = round_to_int(v[j] * up);
       half[j / (PARTS / 2)] += q;
-      store_int16((int16_t*)out + j * LANES, K == FIXED || BYTE_PRODUCTS ? q : __builtin_shuffle(q, order));
+      bool plain = K == FIXED || K == E4M3 || BYTE_PRODUCTS;
+      store_int16((int16_t*)out + j * LANES, plain ? q : __builtin_shuffle(q, order));
     }
 #if BYTE_PRODUCTS
     split<K>((int16_t*)out);
@@ -89,6 +90,44 @@ INLINE vi look_up(const uint8_t* table, vi v) {
   return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)v);
 #else
   return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)v);
+#endif
+}
+
+// The pairs of a vector of places in a table of int16.
+INLINE void take_tabled(const int16_t* table, vi raw, vi (&out)[4]) {
+#if defined(__AVX512F__)
+  __m512i entries = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)table));
+  UNROLL for (int i = 0; i < 4; i++)
+    out[i] = (vi)_mm512_permutexvar_epi16((__m512i)((pairs)raw >> (4 * i)), entries);  // of the lowest bits
+#else
+  alignas(16) uint8_t lows[16], highs[16];
+  UNROLL for (int i = 0; i < 16; i++) lows[i] = table[i] & 255, highs[i] = (uint16_t)table[i] >> 8;
+  UNROLL for (int i = 0; i < 2; i++) {
+    vi q = (vi)((vu)raw >> (4 * i)) & 0x0f0f0f0f, low = look_up(lows, q), high = look_up(highs, q);
+    out[i] = (low & 0x00ff00ff) | (vi)((pairs)high << 8);
+    out[i + 2] = (vi)((pairs)low >> 8) | (high & (int32_t)0xff00ff00);
+  }
+#endif
+}
+
+// The pairs of a vector of e4m3 as 16 times what they are, rounded: 8 times the mantissa with its first bit,
+// times a power of two of 14 bits.
+INLINE void take_e4m3(vi raw, vi (&out)[2]) {
+  constexpr int8_t MANTISSAS[16] = {64,  72,  80,  88,  96,  104,  112,  120,
+                                    -64, -72, -80, -88, -96, -104, -112, -120};
+  constexpr uint8_t LOW[16] = {0, 0, 1, 2, 4, 8, 16, 32, 64, 128};
+  constexpr uint8_t HIGH[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 4, 8, 16, 32};
+  vi exponents = (vi)((vu)raw >> 4) & 0x0f0f0f0f;
+  vi mantissas = look_up((const uint8_t*)MANTISSAS, raw & 0x0f0f0f0f);
+  vi low = look_up(LOW, exponents), high = look_up(HIGH, exponents);
+#if defined(__AVX512F__)
+  __m512i m = (__m512i)mantissas, l = (__m512i)low, h = (__m512i)high, zero = _mm512_setzero_si512();
+  out[0] = (vi)_mm512_mulhrs_epi16(_mm512_unpacklo_epi8(zero, m), _mm512_unpacklo_epi8(l, h));
+  out[1] = (vi)_mm512_mulhrs_epi16(_mm512_unpackhi_epi8(zero, m), _mm512_unpackhi_epi8(l, h));
+#else
+  __m256i m = (__m256i)mantissas, l = (__m256i)low, h = (__m256i)high, zero = _mm256_setzero_si256();
+  out[0] = (vi)_mm256_mulhrs_epi16(_mm256_unpacklo_epi8(zero, m), _mm256_unpacklo_epi8(l, h));
+  out[1] = (vi)_mm256_mulhrs_epi16(_mm256_unpackhi_epi8(zero, m), _mm256_unpackhi_epi8(l, h));
 #endif
 }
 
@@ -131,7 +170,7 @@ INLINE void multiply_add(vi& sum, vi a, vi b) {
 template <Kind K, int MR, int COLUMNS>
 INLINE void sum_products(const int32_t* x, const int32_t* x_sums, const uint8_t* w, int32_t* sums,
                          Ahead& ahead) {
-  constexpr int ROWS = grouped(K) ? group_rows(K) : FIXED_GROUP / 2;
+  constexpr int ROWS = group_rows(K);
   constexpr int PAIRS = pairs_of(K);
   // Sums of one row are two, for a product waits for the one before.
   constexpr int CHAINS = MR * COLUMNS <= 2 ? 2 : 1;
@@ -151,6 +190,19 @@ INLINE void sum_products(const int32_t* x, const int32_t* x_sums, const uint8_t*
     fetch<COLUMNS * LANES * 4 / 64>(ahead);
     vi raw[COLUMNS];
     each<COLUMNS>([&](auto j) INLINED { raw[j] = load_int(w + j * LANES * 4); });
+    if constexpr (wide(K)) {  // whose pairs are taken out together
+      each<COLUMNS>([&](auto j) INLINED {
+        vi b[PAIRS];
+        if constexpr (K == E4M3) take_e4m3(raw[j], b);
+        if constexpr (tabled(K)) take_tabled(table_of(K), raw[j], b);
+        each<MR>([&](auto m) INLINED {
+          each<PAIRS>([&](auto s) INLINED {
+            multiply_add<(MR > 3)>(acc[s % CHAINS][m][j], x[m * FIXED_X + s] - vi{}, b[s]);
+          });
+        });
+      });
+      continue;
+    }
     each<PAIRS>([&](auto s) INLINED {
       vi b[COLUMNS];
       each<COLUMNS>([&](auto j) INLINED { b[j] = take_pair<K>(raw[j], s); });
@@ -179,29 +231,46 @@ INLINE void sum_products(const int32_t* x, const int32_t* x_sums, const uint8_t*
 template <Kind K, int MR>
 __attribute__((noinline)) Ahead fixed_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k,
                                              float* tile, bool first, Ahead ahead) {
-  constexpr int GROUPS = grouped(K) ? 2 : 1;  // of weights, for 64 channels
-  constexpr int64_t COUNT = FIXED_GROUP / GROUPS, HEAD = grouped(K) ? head_bytes(K) : FIXED_HEAD;
-  constexpr int64_t BYTES = HEAD + (grouped(K) ? group_rows(K) : COUNT / 2) * ROW_BYTES;
+  constexpr int GROUPS = FIXED_GROUP / summed(K);  // of weights, for 64 channels
+  constexpr int64_t HEAD = head_bytes(K);
   constexpr int COLUMNS = columns(MR);
   static const uint8_t NONE[HEAD] = {};
   alignas(64) int32_t sums[GROUPS][MR * PANEL];
-  for (; k > 0; k -= FIXED_GROUP, x += ldx, first = false) {
+  const uint8_t *head = w, *scales = w;
+  for (int64_t at = 0; at < k; at += FIXED_GROUP, x += ldx, first = false) {
     const uint8_t* heads[GROUPS];
+    if (span(K) >= FIXED_GROUP && at % span(K) == 0) {
+      head = w;
+      w += HEAD;
+    }
+    if (deep(K)) {
+      scales = w;
+      w += ROW_BYTES;
+    }
     for (int g = 0; g < GROUPS; g++) {
       heads[g] = NONE;
-      if (g * COUNT >= k) continue;  // the last 64 channels have one group
-      heads[g] = w;
+      if (!deep(K) && at + g * summed(K) >= k) continue;  // the last 64 channels have one group
+      if (span(K) < FIXED_GROUP) {
+        head = w;
+        w += HEAD;
+      }
+      heads[g] = head;
       UNROLL for (int j = 0; j < NV; j += COLUMNS)
-        sum_products<K, MR, COLUMNS>((const int32_t*)x + g * COUNT / 2, (const int32_t*)x + X_SUMS + g,
-                                     w + HEAD + j * LANES * 4, sums[g] + j * LANES, ahead);
-      w += BYTES;
+        sum_products<K, MR, COLUMNS>((const int32_t*)x + g * summed(K) / 2, (const int32_t*)x + X_SUMS + g,
+                                     w + j * LANES * 4, sums[g] + j * LANES, ahead);
+      w += group_rows(K) * ROW_BYTES;
     }
     for (int j = 0; j < NV; j++) {
       vf scale[GROUPS], low[GROUPS];
       UNROLL for (int g = 0; g < GROUPS; g++) {
-        auto head = (const uint16_t*)heads[g] + j * LANES;
-        scale[g] = grouped(K) ? load_f16(head) : load_bf16(head);
-        if (affine(K)) low[g] = load_f16(head + PANEL);
+        if (wide(K)) {
+          scale[g] = head_scale(heads[g], j) * unit_of(K);
+          if (deep(K)) scale[g] *= deep_scale(scales, g, j);
+          continue;
+        }
+        auto constants = (const uint16_t*)heads[g] + j * LANES;
+        scale[g] = grouped(K) ? load_f16(constants) : load_bf16(constants);
+        if (affine(K)) low[g] = load_f16(constants + PANEL);
       }
       for (int m = 0; m < MR; m++) {
         const float* row = x + m * FIXED_X;

@@ -7,8 +7,11 @@
 // Q4_0 have scales alone, for their minimum is half of the range below 0. Nibbles of IQ4_NL and E2M1, with
 // scales alone, are places in a table. Of 5 bits (int5, Q5_0) each half of a dword has three values, and the
 // bits left of the five rows of a group one more. Fixed ones (fixed.h; 2 int16 in a dword), before each 64 k
-// (32 rows), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds in the order of
-// k, whatever the number of rows: so results do not depend on the batch.
+// (32 rows), 32 scales in bfloat16. Wide ones have 32 scales in float32 before as many k as ``span`` says:
+// E4M3 bytes (exponent, sign, mantissa; of four channels first the former two k of each, then the latter),
+// NF4, FP4 and NVFP4 places in a table of int16; NVFP4 has before each 64 k a row of dwords with four scales,
+// for 16 k each, in 8 bits. Every output element is one chain of fused multiply-adds in the order of k,
+// whatever the number of rows: so results do not depend on the batch.
 #pragma once
 
 #include "program.h"
@@ -49,16 +52,25 @@ constexpr int64_t PREFETCH = 4096;  // bytes ahead of a single reader: best of 1
 constexpr bool affine(Kind kind) { return kind == INT8 || kind == INT5 || kind == INT4; }
 constexpr bool coded(Kind kind) { return kind == IQ4_NL || kind == E2M1; }
 constexpr bool symmetric(Kind kind) { return kind == Q8_0 || kind == Q5_0 || kind == Q4_0 || coded(kind); }
-constexpr bool grouped(Kind kind) { return affine(kind) || symmetric(kind); }
+constexpr bool tabled(Kind kind) { return kind == NF4 || kind == FP4 || kind == NVFP4; }
+constexpr bool deep(Kind kind) { return kind == NVFP4; }  // with scales for 16 k
+constexpr bool wide(Kind kind) { return kind == E4M3 || tabled(kind); }
+constexpr bool grouped(Kind kind) { return affine(kind) || symmetric(kind) || wide(kind); }
 constexpr bool five_bits(Kind kind) { return kind == Q5_0 || kind == INT5; }
-constexpr bool bytes(Kind kind) { return kind == INT8 || kind == Q8_0; }
+constexpr bool bytes(Kind kind) { return kind == INT8 || kind == Q8_0 || kind == E4M3; }
 constexpr bool nibbles(Kind kind) { return grouped(kind) && !bytes(kind); }
 
 // k values in a dword
 constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : bytes(kind) ? 4 : nibbles(kind) ? 8 : 2; }
 
-// Of a group: bytes of its constants, and rows of dwords.
-constexpr int64_t head_bytes(Kind kind) { return symmetric(kind) ? PANEL * 2 : PANEL * 4; }
+// Channels of k with constants before them, and bytes of these.
+constexpr int64_t span(Kind kind) {
+  if (kind == FIXED || kind == NF4 || kind == FP4) return FIXED_GROUP;
+  return kind == E4M3 ? 128 : deep(kind) ? 256 : GROUP;
+}
+constexpr int64_t head_bytes(Kind kind) {
+  return symmetric(kind) || kind == FIXED ? PANEL * 2 : PANEL * 4;
+}
 // What 0 is, of symmetric kinds.
 constexpr float zero_of(Kind kind) {
   return kind == Q8_0 || kind == IQ4_NL ? 128 : kind == Q5_0 || kind == E2M1 ? 16 : 8;
@@ -69,14 +81,31 @@ constexpr uint8_t IQ4_NL_CODES[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                       129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t E2M1_CODES[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 constexpr const uint8_t* codes_of(Kind kind) { return kind == E2M1 ? E2M1_CODES : IQ4_NL_CODES; }
-constexpr int64_t group_rows(Kind kind) { return five_bits(kind) ? 5 : GROUP / per_dword(kind); }
-constexpr int64_t group_bytes(Kind kind) { return head_bytes(kind) + group_rows(kind) * ROW_BYTES; }
+// Of NF4 (8191 times the numbers, rounded), FP4 (6144 times) and NVFP4 (twice).
+constexpr int16_t NF4_TABLE[16] = {-8191, -5703, -4301, -3235, -2330, -1513, -746, 0,
+                                   652,   1318,  2016,  2768,  3610,  4608,  5922, 8191};
+constexpr int16_t FP4_TABLE[16] = {0, 32,  4096,  6144,  2048,  3072,  1024,  1536,
+                                   0, -32, -4096, -6144, -2048, -3072, -1024, -1536};
+constexpr int16_t NVFP4_TABLE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr const int16_t* table_of(Kind kind) {
+  return kind == NF4 ? NF4_TABLE : kind == FP4 ? FP4_TABLE : NVFP4_TABLE;
+}
 
-// Bytes of the first k channels of a panel (k a multiple of 64, or the panel's whole k).
+// Channels of k whose products are added up before they are scaled, and their rows of dwords.
+constexpr int64_t summed(Kind kind) { return deep(kind) ? 16 : kind == FIXED ? FIXED_GROUP : GROUP; }
+constexpr int64_t group_rows(Kind kind) {
+  return five_bits(kind) ? 5 : summed(kind) / per_dword(kind);
+}
+// Rows of dwords of k channels.
+constexpr int64_t dword_rows(Kind kind, int64_t k) {
+  if (deep(kind)) return (k + 63) / 64 * (4 * group_rows(kind) + 1);
+  return (k + summed(kind) - 1) / summed(kind) * group_rows(kind);
+}
+
+// Bytes of the first k channels of a panel (k a multiple of 256, or the panel's whole k).
 constexpr int64_t panel_bytes(Kind kind, int64_t k) {
-  if (grouped(kind)) return (k + GROUP - 1) / GROUP * group_bytes(kind);
-  if (kind == FIXED) return (k + FIXED_GROUP - 1) / FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP / 2 * ROW_BYTES);
-  return (k + per_dword(kind) - 1) / per_dword(kind) * ROW_BYTES;
+  if (!grouped(kind) && kind != FIXED) return (k + per_dword(kind) - 1) / per_dword(kind) * ROW_BYTES;
+  return (k + span(kind) - 1) / span(kind) * head_bytes(kind) + dword_rows(kind, k) * ROW_BYTES;
 }
 
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
@@ -90,7 +119,7 @@ struct Ahead {
 };
 
 constexpr int32_t pace_of(Kind kind) {
-  return panel_bytes(kind, 64) / (grouped(kind) ? 2 * group_rows(kind) : 64 / per_dword(kind));
+  return panel_bytes(kind, 256) / (grouped(kind) ? dword_rows(kind, 256) : 256 / per_dword(kind));
 }
 
 template <int LINES = 2>
@@ -147,6 +176,33 @@ struct Reader<INT4> : GroupReader {
     return q * scale[v] + low[v];
   }
 };
+
+// Scales of a wide kind for a vector of channels: those of the head, and the ``i``-th in a row of dwords of
+// scales for 16 k, which have no sign, five bits of exponent and three of mantissa.
+INLINE vf head_scale(const uint8_t* head, int v) { return load((const float*)head + v * LANES); }
+INLINE vf deep_scale(const uint8_t* scales, int i, int v) {
+  return as_float(take_byte(load_int(scales + v * LANES * 4), i) << 20);
+}
+
+// What the integers that a wide kind is multiplied as are multiplied by, beside scales.
+constexpr float unit_of(Kind kind) {
+  return kind == E4M3 ? 1.0f / 16 : kind == NF4 ? 1.0f / 8191 : kind == FP4 ? 1.0f / 6144
+         : kind == NVFP4 ? 0x1p103f : 1.0f;
+}
+
+// Value ``i`` of rows of dwords of a wide kind, of a vector of channels, before scales.
+template <Kind K>
+INLINE vf value_of(const uint8_t* rows, int i, int v) {
+  if (K == E4M3) {
+    vu b;
+    for (int j = 0; j < LANES; j++)
+      b[j] = rows[i / 4 * ROW_BYTES + (v * LANES + j) / 4 * 16 + i % 4 / 2 * 8 + j % 4 * 2 + i % 2];
+    return as_float((vi)((b & 0xf0) << 19 | (b & 7) << 20 | (b & 8) << 28)) * 0x1p120f;
+  }
+  vi q = load_int(rows + i / 8 * ROW_BYTES + v * LANES * 4) >> (i % 8 * 4) & 15;
+  for (int j = 0; j < LANES; j++) q[j] = table_of(K)[q[j]];
+  return to_float(q) * unit_of(K);
+}
 
 template <int MR>
 struct Tile {

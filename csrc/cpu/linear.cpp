@@ -40,7 +40,7 @@ struct Linear {
     panels = (n_out + PANEL - 1) / PANEL;
     ldx = x_width(i.k);
 #if INTEGER_PRODUCTS
-    fixed = kind == FIXED || grouped(kind);
+    fixed = kind == FIXED || (grouped(kind) && !(BYTE_PRODUCTS && wide(kind)));
     x_stride = fixed ? BLOCK_K / FIXED_GROUP * FIXED_X : x_width(BLOCK_K) + 16;
 #else
     fixed = false;
@@ -109,8 +109,12 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
     case IQ4_NL: return fixed_panel<IQ4_NL>(x, ldx, w, k, rows, tile, first, ahead);
     case E2M1: return fixed_panel<E2M1>(x, ldx, w, k, rows, tile, first, ahead);
 #if BYTE_PRODUCTS
-    default: return;  // such panels are made for other levels alone
+    default: return;  // such panels are made for other levels alone, or converted
 #else
+    case E4M3: return fixed_panel<E4M3>(x, ldx, w, k, rows, tile, first, ahead);
+    case NF4: return fixed_panel<NF4>(x, ldx, w, k, rows, tile, first, ahead);
+    case FP4: return fixed_panel<FP4>(x, ldx, w, k, rows, tile, first, ahead);
+    case NVFP4: return fixed_panel<NVFP4>(x, ldx, w, k, rows, tile, first, ahead);
     case INT5: return fixed_panel<INT5>(x, ldx, w, k, rows, tile, first, ahead);
     case Q5_0: return fixed_panel<Q5_0>(x, ldx, w, k, rows, tile, first, ahead);
     case FIXED: return fixed_panel<FIXED>(x, ldx, w, k, rows, tile, first, ahead);
@@ -142,7 +146,34 @@ void convert(const uint8_t* w, int64_t k, float* out) {
   }
 }
 
+template <Kind K>
+void convert_wide(const uint8_t* w, int64_t k, float* out) {
+  const uint8_t *head = w, *scales = w;
+  for (int64_t at = 0; at < k; at += summed(K), w += group_rows(K) * ROW_BYTES) {
+    if (at % span(K) == 0) {
+      head = w;
+      w += head_bytes(K);
+    }
+    if (deep(K) && at % FIXED_GROUP == 0) {
+      scales = w;
+      w += ROW_BYTES;
+    }
+    for (int v = 0; v < NV; v++) {
+      vf scale = head_scale(head, v);
+      if (deep(K)) scale *= deep_scale(scales, at / 16 % 4, v);
+      for (int64_t i = 0; i < summed(K) && at + i < k; i++)
+        store(out + (at + i) * PANEL + v * LANES, value_of<K>(w, i, v) * scale);
+    }
+  }
+}
+
 void convert(Kind kind, const uint8_t* w, int64_t k, float* out) {
+#if !INTEGER_PRODUCTS || BYTE_PRODUCTS
+  if (kind == E4M3) convert_wide<E4M3>(w, k, out);
+  if (kind == NF4) convert_wide<NF4>(w, k, out);
+  if (kind == FP4) convert_wide<FP4>(w, k, out);
+  if (kind == NVFP4) convert_wide<NVFP4>(w, k, out);
+#endif
   if (kind == BF16) convert<BF16>(w, k, out);
   if (kind == INT8) convert<INT8>(w, k, out);
   if (kind == INT4) convert<INT4>(w, k, out);
@@ -156,6 +187,7 @@ int64_t packed_bytes(const Linear& l, int64_t rows) {
 #if INTEGER_PRODUCTS
 void quantize(Kind kind, const float* x, int64_t k, float* out, int64_t step) {
   if (kind == FIXED) return quantize_row<FIXED>(x, k, out, step);  // of AVX2 and AVX512_VNNI alone
+  if (kind == E4M3) return quantize_row<E4M3>(x, k, out, step);
   if (bytes(kind)) return quantize_row<INT8>(x, k, out, step);
   if (nibbles(kind)) return quantize_row<INT4>(x, k, out, step);
 }
@@ -212,6 +244,7 @@ struct Output {
 // Whether converting weights in registers, each time they are used, beats converting them once into L2: the
 // more work a conversion is, the fewer rows.
 bool is_direct(const Linear& l) {
+  if (wide(l.kind) && !l.fixed) return false;
   if (l.rows <= l.registers()) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
   int64_t limit = l.fixed || !grouped(l.kind) ? 48 : MAX_MR;
   return l.rows <= limit && packed_bytes(l, l.rows) <= X_BYTES;

@@ -2,8 +2,8 @@
 
 8 bits: ``X.weight`` int8, and ``X.SCB``, the largest number of each row; a CPU keeps them in ``q8_0``, a GPU
 in ``int8g128``, whose scales are float16. 4 bits: ``X.weight`` has places in the table ``X.weight.quant_map``
-(nf4 or fp4), and ``X.weight.absmax`` the largest number of each block, which may itself be quantized. A GPU
-keeps the places (``quant/coded.py``), on a CPU they become floating-point numbers.
+(nf4 or fp4), and ``X.weight.absmax`` the largest number of each block, which may itself be quantized. The
+places are kept (``quant/coded.py``).
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> Method:
 
 
 class Bnb4(Method):
-    name, devices = "bitsandbytes", ("cuda",)
-    notes = (
-        "a CPU makes floating-point numbers of the checkpoint's nf4 and fp4 weights; --quantization int8 "
-        "or int4 takes less memory there",
-    )
+    name, devices = "bitsandbytes", ("cpu", "cuda")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

@@ -1,5 +1,9 @@
 """Weights in 8-bit floating point with a scale for each output channel, or for 128 or 32 input channels of
-it."""
+it.
+
+CPU kernels multiply them in groups of 128 whose largest numbers are from 224 to 448: numbers below a 512th of
+these lose bits.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.errors import ConfigError
+from sgla.kernels.cpu.panels import Kind
 from sgla.quant.weight import Weight
 
 MAX = 448.0
@@ -17,9 +22,9 @@ GROUP, MX_GROUP = 128, 32  # channels of k with one scale
 
 
 class E4M3(Weight):
-    """e4m3 numbers (arXiv 2209.05433) ``[n, k]``, float32 scales ``[n]``. Kernels for GPUs alone."""
+    """e4m3 numbers (arXiv 2209.05433) ``[n, k]``, float32 scales ``[n]``."""
 
-    kind = "fp8"
+    kind, native = "fp8", True
 
     @classmethod
     def pack(cls, dense: Tensor) -> Self:
@@ -36,12 +41,16 @@ class E4M3(Weight):
         numbers, scale = self.tensors
         return type(self)(self.n, stop - start, numbers[:, start:stop], scale)
 
+    def to_native(self) -> tuple[Kind, tuple[Tensor, ...]]:
+        numbers, scale = self.tensors
+        return "e4m3", _grouped(numbers, scale[:, None].expand(-1, -(-self.k // GROUP)))
+
 
 class E4M3Groups(Weight):
-    """e4m3 numbers ``[n, k]``, float32 scales ``[n, ceil(k / GROUP)]``: has blocks of 128 x 128 as they are.
-    Kernels for GPUs alone."""
+    """e4m3 numbers ``[n, k]``, float32 scales ``[n, ceil(k / GROUP)]``: has blocks of 128 x 128 as they
+    are."""
 
-    kind = "fp8g128"
+    kind, native = "fp8g128", True
 
     @classmethod
     def pack(cls, dense: Tensor) -> Self:
@@ -63,12 +72,21 @@ class E4M3Groups(Weight):
         groups = scale[:, start // GROUP : -(-stop // GROUP)]
         return type(self)(self.n, stop - start, numbers[:, start:stop], groups)
 
+    def to_native(self) -> tuple[Kind, tuple[Tensor, ...]]:
+        return "e4m3", _grouped(*self.tensors)
+
+    @classmethod
+    def of_native(cls, n: int, k: int, *tensors: Tensor) -> Weight:
+        codes, scale = tensors
+        signs, rest = (codes & 8) << 4, (codes >> 1 & 0x78) | (codes & 7)
+        return cls(n, k, (signs | rest).view(torch.float8_e4m3fn)[:, :k].contiguous(), scale)
+
 
 class MXFP8(Weight):
     """e4m3 numbers ``[n, k]`` and exponents, 127 more than they mean, of 32 channels each, uint8
-    ``[n, blocks of 128 * 4]`` (OCP Microscaling Formats 1.0). Kernels for GPUs alone."""
+    ``[n, blocks of 128 * 4]`` (OCP Microscaling Formats 1.0)."""
 
-    kind = "mxfp8"
+    kind, native = "mxfp8", True
 
     @classmethod
     def of(cls, numbers: Tensor, exponents: Tensor) -> Self:
@@ -96,3 +114,28 @@ class MXFP8(Weight):
             raise ConfigError(f"mxfp8 weights split over ranks in groups of {MX_GROUP}; use another --tp")
         numbers, exponents = self.tensors
         return self.of(numbers[:, start:stop], exponents[:, start // MX_GROUP : -(-stop // MX_GROUP)])
+
+    def to_native(self) -> tuple[Kind, tuple[Tensor, ...]]:
+        numbers, exponents = self.tensors
+        return "e4m3", _grouped(numbers, None, exponents.int() - 127)
+
+
+def _grouped(numbers: Tensor, scale: Tensor | None, exponents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What CPU kernels read, uint8 ``[n, ceil(k / 32) * 32]`` with sign and mantissa in the lower bits, and
+    float32 ``[n, ceil(k / 128)]``: numbers times powers of two, so that the largest of 128 is from 224 to
+    448. ``exponents``: those of 32 channels each, int32 ``[n, blocks * 4]``."""
+    n, k = numbers.shape
+    parts = F.pad(numbers.view(torch.uint8), (0, -k % GROUP)).view(n, -1, GROUP // MX_GROUP, MX_GROUP)
+    top = (parts & 127).amax(-1).view(torch.float8_e4m3fn).float()
+    room = torch.frexp(MAX / top)[1] - 1  # by how much numbers could be doubled
+    if exponents is not None:
+        room -= exponents.view(room.shape)
+    common = room.masked_fill(top == 0, 999).amin(-1, keepdim=True).masked_fill_((top == 0).all(-1, True), 0)
+    up = common if exponents is None else common + exponents.view(room.shape)
+    moved = torch.ldexp(parts.view(torch.float8_e4m3fn).float(), up[..., None]) if up.any() else None
+    codes = parts if moved is None else moved.to(torch.float8_e4m3fn).view(torch.uint8)
+    turned = (codes & 0x78) << 1 | codes >> 4 & 8 | codes & 7
+    down = torch.ldexp(torch.ones(common.shape[:2]), -common[..., 0])
+    found = down if scale is None else down * scale
+    found = found.masked_fill(top.isnan().any(-1), torch.nan)  # which the kernels do not know
+    return turned.view(n, -1)[:, : -(-k // MX_GROUP) * MX_GROUP].contiguous(), found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import ClassVar, Self
+from typing import ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.errors import ConfigError
+from sgla.kernels.cpu.panels import Kind
 from sgla.quant.weight import Weight
 
 GROUP = 64  # channels of k with one scale
@@ -19,8 +20,10 @@ _THIRDS = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)
 
 class Coded(Weight):
     """int32 ``[n, blocks * 16]``, the codes of eight neighbours each, the first in the lowest bits; and
-    float32 ``[n, blocks * 2]``, what the numbers of the table are multiplied by. Kernels for GPUs alone."""
+    float32 ``[n, blocks * 2]``, what the numbers of the table are multiplied by. CPU kernels have these as
+    integers of 14 bits."""
 
+    native = True
     table: ClassVar[tuple[float, ...]]  # of 16
 
     @classmethod
@@ -58,6 +61,18 @@ class Coded(Weight):
             raise ConfigError(f"{self.kind} weights split over ranks in groups of {GROUP}; use another --tp")
         words, scale = self.tensors
         return self.of(_codes(words)[:, start:stop], scale[:, start // GROUP : -(-stop // GROUP)])
+
+    def to_native(self) -> tuple[Kind, tuple[Tensor, ...]]:
+        words, scale = self.tensors
+        data = words.view(torch.uint8)[:, : -(-self.k // 32) * 16]
+        return cast(Kind, self.kind), (data, scale[:, : -(-self.k // GROUP)])
+
+    @classmethod
+    def of_native(cls, n: int, k: int, *tensors: Tensor) -> Weight:
+        data, scale = tensors
+        blocks = -(-k // BLOCK)
+        words = F.pad(data, (0, blocks * BLOCK // 2 - data.shape[1])).view(torch.int32)
+        return cls(n, k, words, F.pad(scale, (0, blocks * BLOCK // GROUP - scale.shape[1])))
 
 
 @lru_cache

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.errors import ConfigError
+from sgla.kernels.cpu.panels import Kind
 from sgla.quant.weight import Weight
 
 GROUP = 32
 BLOCK = 128  # channels of k that lie together
 NVFP4_GROUP, E4M3_MAX = 16, 448.0
+HIGHEST = 22  # more than an exponent that CPU kernels are given means, of frexp
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 # Kernels read a code as a bfloat16 that is 2 ** -126 times the number, and multiply it by one with the stored
 # exponent, so that it becomes 2 ** -64 times what it means: half of the exponents are left on either side.
@@ -55,9 +57,9 @@ class E2M1(Weight):
 
 class NVFP4(Weight):
     """int32 ``[n, blocks * 16]`` as of ``E2M1``, a scale of each 16 numbers, e4m3 ``[n, blocks * 8]``, and a
-    float32 ``[n]`` by which these are multiplied. Kernels for GPUs alone."""
+    float32 ``[n]`` by which these are multiplied."""
 
-    kind = "nvfp4"
+    kind, native = "nvfp4", True
 
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, factor: Tensor) -> Self:
@@ -93,6 +95,33 @@ class NVFP4(Weight):
         words, scale, factor = self.tensors
         codes = _codes(words).view(self.n, -1)[:, start:stop]
         return self.of(codes, scale[:, start // NVFP4_GROUP : stop // NVFP4_GROUP], factor)
+
+    def to_native(self) -> tuple[Kind, tuple[Tensor, ...]]:
+        """For 64 channels four scales, a byte each, then eight words of codes: the first of eight channels in
+        the lowest bits. Scales have a bit more of exponent and no sign, which codes have."""
+        words, scale, factor = self.tensors
+        units, spans = -(-self.k // 64), -(-self.k // 256)
+        values = F.pad(scale.float(), (0, -scale.shape[1] % 4)).view(self.n, -1, 4)[:, :units]
+        mantissa, exponent = torch.frexp(values.abs())
+        codes = _codes(words).view(self.n, -1, 4, NVFP4_GROUP)[:, :units] ^ (values < 0).int()[..., None] << 3
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        packed = (codes.view(self.n, units, 8, 8) << shifts).sum(-1, dtype=torch.int32)
+        bytes_ = (exponent + HIGHEST << 3) + (mantissa * 16).int() - 8
+        bytes_ = bytes_.masked_fill(values == 0, 0).to(torch.uint8).view(torch.int32)
+        data = torch.cat([bytes_, packed], -1).view(self.n, -1).view(torch.uint8)
+        unknown = values.isnan().any(-1).any(-1)
+        return "nvfp4", (data, factor.masked_fill(unknown, torch.nan)[:, None].expand(-1, spans))
+
+    @classmethod
+    def of_native(cls, n: int, k: int, *tensors: Tensor) -> Weight:
+        data, factor = tensors
+        rows = data.view(n, -1, 9, 4)
+        held = rows[:, :, 0].flatten(1).int()
+        scale = torch.ldexp((held & 7) / 8 + 1, (held >> 3) - HIGHEST - 1).masked_fill(held == 0, 0.0)
+        pairs = rows[:, :, 1:].flatten(1)
+        codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)[:, :k]
+        groups = -(-k // NVFP4_GROUP)
+        return cls.of(codes, scale.to(torch.float8_e4m3fn)[:, :groups], factor[:, 0].contiguous())
 
 
 def _codes(words: Tensor) -> Tensor:

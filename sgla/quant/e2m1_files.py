@@ -1,9 +1,9 @@
 """Checkpoints whose linear layers are e2m1 numbers, two in each byte, in groups with a scale. Loads no torch.
 
 NVFP4: 16 numbers have a scale in e4m3, and a tensor has one for these scales. It divides them in files of
-compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). A
-GPU keeps them as they are (``nvfp4``), on a CPU they become floating-point numbers. MXFP4: 32 numbers have a
-power of two, ``X.weight_scale``. A CPU keeps them as they are, with scales in float16, a GPU in ``mxfp4``.
+compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). They
+are kept as they are (``nvfp4``). MXFP4: 32 numbers have a power of two, ``X.weight_scale``. A CPU keeps them
+as they are, with scales in float16, a GPU in ``mxfp4``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sgla.quant.schemes import schemes
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
-NOTE = "the checkpoint's activations are not rounded; a CPU makes floating-point numbers of NVFP4 weights"
+NOTE = "the checkpoint's activations are not rounded"
 
 
 class Nvfp4(Method):
-    name, storage, devices = "nvfp4", "nvfp4", ("cuda",)
+    name, storage, devices = "nvfp4", "nvfp4", ("cpu", "cuda")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

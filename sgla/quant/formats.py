@@ -62,13 +62,13 @@ def devices(kinds: Iterable[str]) -> tuple[str, ...]:
 
 register(Format("f32", "sgla.quant.plain:F32", 4.0))
 register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
-register(Format("fp8", "sgla.quant.channels:E4M3", 1.0, ("cuda",)))
-register(Format("fp8g128", "sgla.quant.channels:E4M3Groups", 1.03125, ("cuda",)))
-register(Format("mxfp8", "sgla.quant.channels:MXFP8", 1.03125, ("cuda",)))
+register(Format("fp8", "sgla.quant.channels:E4M3", 1.0))
+register(Format("fp8g128", "sgla.quant.channels:E4M3Groups", 1.03125))
+register(Format("mxfp8", "sgla.quant.channels:MXFP8", 1.03125))
 register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125, ("cuda",)))
-register(Format("nf4", "sgla.quant.coded:NF4", 0.5625, ("cuda",)))
-register(Format("fp4", "sgla.quant.coded:FP4", 0.5625, ("cuda",)))
-register(Format("nvfp4", "sgla.quant.e2m1:NVFP4", 0.5625, ("cuda",)))
+register(Format("nf4", "sgla.quant.coded:NF4", 0.5625))
+register(Format("fp4", "sgla.quant.coded:FP4", 0.5625))
+register(Format("nvfp4", "sgla.quant.e2m1:NVFP4", 0.5625))
 for _bits in (4, 8):
     for _of in "gm":
         for _group in (32, 64, 128):

@@ -26,7 +26,7 @@ _WIDEST = 1 << 17  # rows or columns of a block
 
 
 class Fp8(Method):
-    name, storage, devices = "fp8", "fp8", ("cuda",)
+    name, storage, devices = "fp8", "fp8", ("cpu", "cuda")
     scales = _UNUSED
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -53,6 +53,15 @@ class Fp8(Method):
                 "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a "
                 "CPU activations are not rounded",
             )
+        if not self.stored("cpu"):
+            self.notes += (f"a CPU makes floating-point numbers of blocks of {self.block[1]} channels",)
+
+    def stored(self, device: str = "cpu") -> str:
+        """A GPU rounds blocks of other sizes once more."""
+        return "" if device == "cpu" and self.in_blocks and self.block[1] % 128 else self.storage
+
+    def kept(self, module: str, device: str = "cpu") -> str:
+        return self.stored(device)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         scales = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
@@ -75,8 +84,8 @@ class Mx8(Method):
     """MXFP8 (OCP Microscaling Formats 1.0): ``X.weight`` with ``X.weight_scale``, an exponent for every 32
     channels."""
 
-    name, storage, devices = "mxfp8", "mxfp8", ("cuda",)
-    notes = ("the checkpoint's activations are not rounded; a CPU makes floats of MXFP8 weights",)
+    name, storage, devices = "mxfp8", "mxfp8", ("cpu", "cuda")
+    notes = ("the checkpoint's activations are not rounded",)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return {

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgla.kernels.cpu.panels import Kind, Panels
 from sgla.quant.formats import FORMATS
 
+OF_PANELS = {"fixed": "bf16", "e4m3": "fp8g128"}  # storages of formats of panels with other names
 # (shape, type) -> an uninitialized tensor
 Make = Callable[[Sequence[int], torch.dtype], Tensor]
 
@@ -59,7 +60,7 @@ class Weight(ABC):
     """
 
     kind: ClassVar[str]
-    native: ClassVar[bool] = False  # whether the CPU kernels know it, under the same name
+    native: ClassVar[bool] = False  # whether the CPU kernels know it
 
     def __init__(self, n: int, k: int, *tensors: Tensor) -> None:
         self.n, self.k, self.tensors = n, k, tensors
@@ -161,9 +162,19 @@ class Weight(ABC):
         ``isa``: the level of the kernels, the best one if empty.
         """
         if self.panels is None and self.native:
-            self.panels = Panels.of(cast(Kind, self.kind), self.k, *self.tensors, isa=isa)
+            kind, tensors = self.to_native()
+            self.panels = Panels.of(kind, self.k, *tensors, isa=isa)
             self._give_up()
         return self.panels
+
+    def to_native(self) -> tuple[Kind, tuple[Tensor, ...]]:
+        """What CPU kernels are given: a format of panels, and tensors with a row for each output channel."""
+        return cast(Kind, self.kind), self.tensors
+
+    @classmethod
+    def of_native(cls, n: int, k: int, *tensors: Tensor) -> Weight:
+        """The inverse."""
+        return cls(n, k, *tensors)
 
     def put(self, rows: range, columns: range | None, source: SourceTensor, at: int = 0) -> None:
         """Store ``source[rows, columns]`` (None: all columns) in the rows from ``at`` on, in place, wherever
@@ -177,7 +188,8 @@ class Weight(ABC):
             for index, own in enumerate(self.parts):
                 own._write_shared(at - index * size, part)
         elif self.panels is not None:
-            self.panels.put(at, cast(Kind, self.kind), *part.tensors)
+            kind, tensors = part.to_native()
+            self.panels.put(at, kind, *tensors)
         else:
             for own_rows, new in zip(self.home or self.tensors, part.tensors, strict=True):
                 own_rows[at : at + part.n].copy_(new)
@@ -207,8 +219,8 @@ class Weight(ABC):
         """Itself, or out of the panels; kernels of some levels have other formats than they were given."""
         if self.panels is None:
             return self
-        kind = "bf16" if self.panels.kind == "fixed" else self.panels.kind
-        return storage(kind)(self.n, self.k, *(t for t in self.panels.plain() if t is not None))
+        kind = OF_PANELS.get(self.panels.kind, self.panels.kind)
+        return storage(kind).of_native(self.n, self.k, *(t for t in self.panels.plain() if t is not None))
 
 
 def storage(kind: str) -> type[Weight]:

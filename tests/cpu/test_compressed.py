@@ -97,7 +97,7 @@ def test_every_layout_means_its_matrix(name: str) -> None:
     check(method, *quantize(torch.zeros(96, 128), name), atol=1e-3 if name == "int8 asymmetric" else 1e-6)
 
 
-def test_nvfp4_stays_as_it_is_on_gpus() -> None:
+def test_nvfp4_stays_as_it_is() -> None:
     """Bit for bit, in parts and cut between its groups; what is made of floats is the nearest."""
     method = method_of({"quantization_config": said(g=GROUPS["nvfp4"][0])})
     assert method is not None
@@ -154,17 +154,19 @@ def test_schemes_are_mixed_in_a_file(tmp_path: Path) -> None:
     packed, plain = pair(tmp_path, MIXED, of, more=cache, **SHAPE)
     resolved = resolve(Config(device="cpu"), detect(), packed.config)
     assert resolved.config.quantization == "checkpoint"
-    assert any("a CPU makes floating-point numbers of NVFP4" in note for note in resolved.notes)
+    assert "the checkpoint's activations are not rounded" in resolved.notes
     model, expected = load_model(packed, quantization="checkpoint"), load_model(plain)
     assert model.cache_scales == [(1.0, 1.5), (2.0, 2.5), (3.0, 3.5)]
     assert expected.cache_scales is None
     layers = [(b.attention.qkv, b.attention.out, b.mlp.gate_up, b.mlp.down) for b in model.blocks]
     kinds = [[layer.weight.kind for layer in each] for each in layers]
     assert kinds == [
-        ["f32", "f32", "e2m1", "q8_0"],
-        ["f32", "f32", "q8_0", "q8_0"],
-        ["f32", "f32", "q8_0", "f32"],
+        ["f32", "nvfp4", "e2m1", "q8_0"],
+        ["f32", "nvfp4", "q8_0", "q8_0"],
+        ["f32", "nvfp4", "q8_0", "f32"],
     ]
+    rows, native = (Eager(model, native=each).generate(PROMPTS, 4) for each in (False, True))
+    assert [row.tokens for row in native] == [row.tokens for row in rows]
     logprobs = Eager(expected).prompt_logprobs(PROMPTS)
     for given in ("checkpoint", None):
         found = Eager(load_model(packed, quantization=given)).prompt_logprobs(PROMPTS)

@@ -10,9 +10,9 @@ import pytest
 import test_kernels
 import torch
 from emulated import TOOLS, emulated, executable
+from levels import STORAGES
 
 from sgla.kernels import build
-from sgla.kernels.cpu.panels import KINDS, Kind
 
 LEVELS = [("i8mm", "aarch64"), ("dotprod", "aarch64"), ("generic", "aarch64"), ("avx2", "x86_64")]
 # Each takes the compiler half a minute, the first time.
@@ -33,8 +33,8 @@ def test_a_program_is_of_its_level(name: str, arch: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("kind", KINDS)
-def test_linear(name: str, arch: str, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", STORAGES)
+def test_linear(name: str, arch: str, kind: str) -> None:
     with emulated(name, arch):
         for n, k in ((33, 50), (96, 576)):
             test_kernels.test_linear(name, kind, n, k)

@@ -168,13 +168,14 @@ def test_every_layout_means_its_matrix(name: str) -> None:
 def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) -> None:
     packed, plain = pair(tmp_path, CASES[name][0], lambda _, w: quantize(w, name), **SHAPE)
     resolved = resolve(Config(device="cpu"), detect(), packed.config)
-    assert resolved.config.quantization == (None if "nf4" in name else "checkpoint")
-    assert "nf4" not in name or any("floating-point" in note for note in resolved.notes)
+    assert resolved.config.quantization == "checkpoint"
     expected, wide = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (plain, packed))
     torch.testing.assert_close(wide, expected)
     model = load_model(packed, quantization=resolved.config.quantization)
-    assert {b.mlp.down.weight.kind for b in model.blocks} == {"f32" if "nf4" in name else CASES[name][1]}
+    assert {b.mlp.down.weight.kind for b in model.blocks} == {CASES[name][1]}
     torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected, rtol=0, atol=0.2)
+    rows, native = (Eager(model, native=each).generate(PROMPTS, 4) for each in (False, True))
+    assert [row.tokens for row in native] == [row.tokens for row in rows]
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from levels import STORAGES
 from torch import Tensor
 
 from sgla.config import Config
@@ -22,7 +23,7 @@ from sgla.kernels.cpu import native
 from sgla.kernels.cpu.fuse import Buffer, Node, fuse, place
 from sgla.kernels.cpu.instructions import LOWERINGS
 from sgla.kernels.cpu.native import Opcode
-from sgla.kernels.cpu.panels import KINDS, PAIR_LEVELS, Kind
+from sgla.kernels.cpu.panels import PAIR_LEVELS
 from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import using
@@ -42,7 +43,7 @@ class Tiny:
     """Two layers with a shared embedding, optional sharding hooks after the row-parallel linears."""
 
     def __init__(
-        self, kind: Kind, dtype: torch.dtype = torch.float32, reduce: Callable[[Tensor], None] | None = None
+        self, kind: str, dtype: torch.dtype = torch.float32, reduce: Callable[[Tensor], None] | None = None
     ):
         torch.manual_seed(7)
         self.reduce = reduce
@@ -59,7 +60,7 @@ class Tiny:
         ]
 
     @staticmethod
-    def weight(n: int, k: int, kind: Kind) -> Weight:
+    def weight(n: int, k: int, kind: str) -> Weight:
         return pack(torch.randn(n, k) * k**-0.5, kind)
 
     def reduced(self, x: Tensor) -> Tensor:
@@ -115,9 +116,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_recorded_model_equals_eager(kind: Kind, threads: int) -> None:
+def test_recorded_model_equals_eager(kind: str, threads: int) -> None:
     eager, model = Tiny(kind), Tiny(kind)
     program = Program.record(model, ProgramLimits(40, 5), threads)
     tolerance = 2e-5
@@ -188,7 +189,7 @@ def test_draws_behind_the_logits_are_those_of_the_sampler(threads: int) -> None:
 class Mixture(Tiny):
     """Two layers of experts; FFN is not a multiple of a panel in the second."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(kind)
         experts = 5
         self.experts = [
@@ -207,9 +208,9 @@ class Mixture(Tiny):
         return ops.linear(ops.gather(h, b.sample_rows), self.head)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_recorded_mixture_equals_eager(kind: Kind, threads: int) -> None:
+def test_recorded_mixture_equals_eager(kind: str, threads: int) -> None:
     eager, model = Mixture(kind), Mixture(kind)
     program = Program.record(model, ProgramLimits(40, 5), threads)
     again = Program.record(model, ProgramLimits(40, 5), threads)  # experts keep their panels
@@ -242,8 +243,8 @@ def test_bf16_pages_are_close() -> None:
         torch.testing.assert_close(program.run(step(rows)), eager(step(rows)), rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_do_not_depend_on_batch_or_chunks(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", STORAGES)
+def test_logits_do_not_depend_on_batch_or_chunks(kind: str) -> None:
     together, alone = (Program.record(Tiny(kind), ProgramLimits(40, 5), 2) for _ in range(2))
     for rows in STEPS:
         last = together.run(step(rows))[2].clone()

@@ -3,19 +3,22 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import Eager
+from levels import STORAGES
 from tiny import tiny_source
 
 from sgla.kernels.cpu.panels import HALF
-from sgla.kernels.cpu.panels import KINDS as ALL
 from sgla.loading.load import load_model
 from sgla.quant.formats import FORMATS
 from sgla.quant.groups import Groups
 from sgla.quant.weight import pack, storage
 
-KINDS = [*ALL, "fp8"]
+KINDS = [*STORAGES, "fp8", "mxfp8"]
 LEVELS = {"int8": 255, "int5": 31, "int4": 15, "q8_0": 255, "q5_0": 31, "q4_0": 15}  # the largest quant
 # Of the largest of a group: half of the widest gap in a table, and what is beyond its end.
 OTHERS = {"iq4_nl": 12.1 / 113, "e2m1": 1 / 4}
+# The same in their own groups of channels, of which whole blocks of 128 are stored.
+TABLED = {"nf4": (64, 0.3039 / 2), "fp4": (64, 1 / 6), "nvfp4": (16, 1 / 5)}
+E4M3 = ("fp8", "fp8g128", "mxfp8")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,16 +26,23 @@ OTHERS = {"iq4_nl": 12.1 / 113, "e2m1": 1 / 4}
 def test_error_is_within_half_a_quantum(kind: str, n: int, k: int) -> None:
     torch.manual_seed(n)
     w = torch.randn(n, k)
-    if kind in LEVELS or kind in OTHERS:
+    if kind in LEVELS or kind in OTHERS or kind in TABLED:
         w[:, 0] *= 100  # which concerns its own group alone
     error = (pack(w, kind).dequant() - w).abs()
     if kind == "f32":
         bound = torch.zeros(n, 1)
     elif kind == "bf16":
         bound = w.abs() * 2**-8
-    elif kind == "fp8":
+    elif kind in E4M3:
         # half of the last of three bits, and of the smallest number below those
-        bound = w.abs() * 2**-4 * 1.001 + w.abs().amax(1, keepdim=True) / 448 * 2**-10
+        bound = w.abs() * (2**-3 if kind == "mxfp8" else 2**-4) * 1.001  # a power of two cuts off the top
+        bound = bound + w.abs().amax(1, keepdim=True) / 448 * 2**-10
+    elif kind in TABLED:
+        size, gap = TABLED[kind]
+        groups = torch.nn.functional.pad(w, (0, -k % size)).view(n, -1, size)
+        bound = groups.abs().amax(2).repeat_interleave(size, 1)[:, :k] * gap * 1.001
+        if kind == "nvfp4":  # whose scales are e4m3
+            bound = bound + w.abs().amax(1, keepdim=True) * 2**-9
     elif kind in OTHERS:
         groups = torch.nn.functional.pad(w, (0, -k % 32)).view(n, -1, 32)
         bound = groups.abs().amax(2).repeat_interleave(32, 1)[:, :k] * OTHERS[kind] * 1.001
@@ -82,10 +92,10 @@ def test_tiny_weights_keep_their_shape(kind: str, size: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices_commute_with_dequant(kind: str) -> None:
     torch.manual_seed(0)
-    whole = pack(torch.randn(16, 96), kind)
+    whole = pack(torch.randn(16, 256), kind)
     dense = whole.dequant()
     assert torch.equal(whole.rows(3, 12).dequant(), dense[3:12])
-    assert torch.equal(whole.columns(32, 96).dequant(), dense[:, 32:])
+    assert torch.equal(whole.columns(128, 256).dequant(), dense[:, 128:])
     assert torch.equal(whole.part(1, 4).dequant(), dense[4:8])
     ids = torch.tensor([15, 0, 3, 3], dtype=torch.int32)
     assert torch.equal(whole.take(ids), dense[ids.long()].float())
@@ -94,9 +104,9 @@ def test_slices_commute_with_dequant(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_storage_takes_the_bytes_it_says(kind: str) -> None:
-    """Estimates of a model's size ask ``FORMATS``; fp8's scales of whole rows are left out there."""
-    n, k = 7, 64
-    scales = 4 * n if kind == "fp8" else 0
+    """Estimates of a model's size ask ``FORMATS``; scales of whole rows are left out there."""
+    n, k = 7, 128
+    scales = 4 * n if kind in ("fp8", "nvfp4") else 0
     assert storage(kind).empty(n, k).nbytes == FORMATS[kind].bytes * n * k + scales
 
 

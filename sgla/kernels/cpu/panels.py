@@ -15,11 +15,32 @@ from torch import Tensor
 from sgla.kernels.cpu.native import library, memory
 
 Kind = Literal[
-    "f32", "bf16", "int8", "int5", "int4", "q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1", "fp8"
-]  # the last one on GPUs alone
+    "f32",
+    "bf16",
+    "int8",
+    "int5",
+    "int4",
+    "q8_0",
+    "q5_0",
+    "q4_0",
+    "iq4_nl",
+    "e2m1",
+    "e4m3",
+    "nf4",
+    "fp4",
+    "nvfp4",
+]
 # Those with a scale alone, and what is 0 of their quants.
 HALF: dict[Kind, int] = {"q8_0": 128, "q5_0": 16, "q4_0": 8, "iq4_nl": 128, "e2m1": 16}
-KINDS: list[Kind] = ["f32", "bf16", "int8", "int5", "int4", *HALF]
+# Those with scales in float32 (csrc/cpu/gemm.h: wide): channels of k with one, channels that lie together,
+# and rows of dwords of these.
+WIDE: dict[Kind, tuple[int, int, int]] = {
+    "e4m3": (128, 32, 8),
+    "nf4": (64, 32, 4),
+    "fp4": (64, 32, 4),
+    "nvfp4": (256, 64, 9),
+}
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int5", "int4", *HALF, *WIDE]
 # What the codes of four bits mean, ``HALF`` more (csrc/cpu/gemm.h).
 CODES: dict[Kind, tuple[int, ...]] = {
     "iq4_nl": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
@@ -38,6 +59,7 @@ FORMATS: list[Format] = [
     "int5",
     "iq4_nl",
     "e2m1",
+    *WIDE,
 ]  # the order of ``Kind`` in program.h
 
 FIXED_LEVELS = ("avx512_vnni", "avx2")  # where these beat float32 and there is no bfloat16 product
@@ -46,9 +68,10 @@ BYTE_LEVELS = ("i8mm", "dotprod")  # that multiply in integers of 8 bits (csrc/c
 WIDTH = 32  # output channels of a panel
 SHARE = 16  # panels worth a thread
 GROUP = 32  # channels of k with one scale
-# Dword rows of a group.
+# Dword rows of channels with one scale.
 GROUP_ROWS = {"int8": 8, "int5": 5, "int4": 4, "q8_0": 8, "q5_0": 5, "q4_0": 4}
 GROUP_ROWS |= dict.fromkeys(CODES, 4)
+GROUP_ROWS |= {kind: span // unit * rows for kind, (span, unit, rows) in WIDE.items()}
 FIXED_GROUP, FIXED_HEAD = 64, WIDTH * 2  # channels of k, and bytes of their scales
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}  # others: uint8
 _PER_DWORD = {"f32": 1, "bf16": 2}  # elements of the plain tensor; others: 4 bytes
@@ -61,7 +84,7 @@ class Panels:
 
     ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8, int5 and int4 in groups of 32 led by 32
     scales and 32 minima in float16, those of ``HALF`` by scales alone,
-    ``fixed`` in groups of 64 led by 32 scales in bfloat16.
+    ``fixed`` in groups of 64 led by 32 scales in bfloat16, ``WIDE`` in theirs led by 32 scales in float32.
     """
 
     kind: Format
@@ -92,10 +115,10 @@ class Panels:
         data = _padded(data, per_dword)
         dwords = data.shape[1] // per_dword
         constants = [values for values in (scale, minimum) if values is not None]
-        group, head = GROUP_ROWS.get(kind, dwords), len(constants) * WIDTH * 2
-        count = -(-n // WIDTH)
+        group, head = GROUP_ROWS.get(kind, dwords), sum(WIDTH * c.element_size() for c in constants)
+        count, groups = -(-n // WIDTH), -(-dwords // group)
         if out is None:
-            out = memory.take(count * (dwords // group * head + dwords * WIDTH * 4))
+            out = memory.take(count * (groups * head + dwords * WIDTH * 4))
         pack, row, panel = library().dll.sgla_pack, dwords * 4, out.numel() // count
 
         def pack_some(first: int, last: int) -> None:
@@ -110,8 +133,11 @@ class Panels:
             )
 
         _in_threads(count, pack_some)
-        if head:
-            heads = out.view(count, dwords // group, -1)[:, :, :head].view(torch.float16)
+        if kind == "e4m3":  # of four channels first the former two k of each, then the latter
+            halves = out.view(torch.int16).view(-1, 4, 2)
+            out.view(torch.int16).view(-1, 2, 4).copy_(halves.transpose(1, 2).clone())
+        if constants:
+            heads = _heads(out, count, groups, group, head).view(constants[0].dtype)
             for part, values in enumerate(constants):
                 padded = F.pad(values, (0, 0, 0, -n % WIDTH)).view(count, WIDTH, -1)
                 heads[:, :, part * WIDTH : (part + 1) * WIDTH] = padded.transpose(1, 2)
@@ -163,12 +189,19 @@ class Panels:
         if self.kind not in GROUP_ROWS:
             data = self._rows(self.data.view(torch.int32).view(count, -1, WIDTH))
             return data[:, : self.k], None, None
-        groups, head = -(-self.k // GROUP), WIDTH * (2 if self.kind in HALF else 4)
-        body = self.data.view(count, groups, -1)
-        heads = body[:, :, :head].contiguous().view(torch.float16)
+        span, unit, rows = WIDE.get(self.kind, (GROUP, GROUP, GROUP_ROWS[self.kind]))
+        groups, head = -(-self.k // span), WIDTH * (2 if self.kind in HALF else 4)
+        group, dwords = GROUP_ROWS[self.kind], -(-self.k // unit) * rows
+        heads = _heads(self.data, count, groups, group, head).clone(memory_format=torch.contiguous_format)
+        heads = heads.view(torch.float32 if self.kind in WIDE else torch.float16)
         constants = [h.transpose(1, 2).reshape(-1, groups)[: self.n] for h in heads.split(WIDTH, dim=2)]
-        dwords = body[:, :, head:].contiguous().view(torch.int32).view(count, -1, WIDTH)
-        return self._rows(dwords), constants[0], constants[1] if len(constants) > 1 else None
+        row = torch.arange(dwords)
+        where = (row // group + 1) * (head // 4) + row * WIDTH
+        body = self.data.view(torch.int32).view(count, -1)[:, where[:, None] + torch.arange(WIDTH)]
+        if self.kind == "e4m3":
+            halves = body.view(torch.int16).view(-1, 2, 4).transpose(1, 2)
+            body = halves.contiguous().view(torch.int32).view(body.shape)
+        return self._rows(body), constants[0], constants[1] if len(constants) > 1 else None
 
     def _rows(self, dwords: Tensor) -> Tensor:
         """Dwords [panels, k, 32] -> plain rows [n, ...]."""
@@ -176,11 +209,20 @@ class Panels:
         return rows.clone(memory_format=torch.contiguous_format).view(_DTYPES.get(self.kind, torch.uint8))
 
 
+def _heads(data: Tensor, count: int, groups: int, rows: int, size: int) -> Tensor:
+    """The bytes before groups of so many rows of dwords, ``[count, groups, size]``; the last one may be
+    shorter."""
+    strides = data.numel() // count, rows * WIDTH * 4 + size, 1
+    return data.as_strided((count, groups, size), strides)
+
+
 def _known(
     kind: Kind, data: Tensor, scale: Tensor | None, minimum: Tensor | None, isa: str
 ) -> tuple[Kind, Tensor, Tensor | None, Tensor | None]:
     """As a kind that the kernels of this level have."""
-    missing = (*HALF, "int5") if isa == "generic" else ("q5_0", "int5") if isa in BYTE_LEVELS else ()
+    missing: tuple[str, ...] = (
+        (*HALF, "int5") if isa == "generic" else ("q5_0", "int5") if isa in BYTE_LEVELS else ()
+    )
     if kind not in missing:
         return kind, data, scale, minimum
     assert scale is not None
