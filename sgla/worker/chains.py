@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sgla.kernels.ops import Layer
 from sgla.messages import VERIFIED, StepPlan
 from sgla.worker.device_state import upload
-from sgla.worker.flights import LATE, Flight
+from sgla.worker.flights import Flight, over
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import Capture, DecodeGraphs, seconds_of
 from sgla.worker.pace import Curve, Pace
@@ -139,7 +139,7 @@ class Chains(ABC):
     def _learn(self, step: int) -> None:
         """How much was right in the steps that are over for sure when ``step`` is launched: so all ranks have
         learned the same by then. What they took, a rank alone learns."""
-        while self._flights and self._flights[0][0].step <= step - LATE:
+        while self._flights and over(self._flights[0][0], step):
             flight, tokens = self._flights.popleft()
             flight.end.synchronize()
             rows, guesses = tokens, 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgla.messages import NewRow, StepPlan
 from sgla.worker.device_state import upload
-from sgla.worker.flights import LATE, Flight
+from sgla.worker.flights import Flight, over
 from sgla.worker.others import BITS, Outputs, Put
 from sgla.worker.state import Int32s
 
@@ -29,7 +29,7 @@ class DeviceOutputs(Outputs):
 
     def learn(self, plan: StepPlan) -> None:
         """What was answered in the steps that are over for sure when ``plan`` is launched."""
-        while self._flights and self._flights[0][1].step <= plan.step - LATE:
+        while self._flights and over(self._flights[0][1], plan.step):
             new, flight = self._flights.popleft()
             for row in new:
                 self.admit(row.slot, row.apart)

@@ -31,6 +31,12 @@ class Extras(NamedTuple):
     hidden: list[Tensor]
 
 
+def over(flight: Flight, step: int) -> bool:
+    """Whether it is over for sure, on all ranks, when ``step`` is launched. Steps with later numbers are of a
+    scheduler that is gone."""
+    return not step - LATE < flight.step < step
+
+
 @dataclass(slots=True)
 class Flight:
     """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``pending``: its rows, if

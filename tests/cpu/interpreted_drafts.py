@@ -212,16 +212,18 @@ class Guesses(dict[str, list[int]]):
 
 
 def guessed(runner: Any, case: str) -> dict[str, Any]:
-    """``rights``: right guesses after each request, where they come one after another."""
+    """``rights``: right guesses of each request, where they come one after another."""
     guided = runner.facts.guided_drafts
-    core: Core = make_core(runner.facts, drafts=DRAFTS, guided_drafts=guided, **CASES[case][3])
+    limits = {"drafts": DRAFTS, "guided_drafts": guided} | CASES[case][3]
     executor = Launching(runner)
     if case == "others":
-        rights, tokens = [0], {}
-        for one in answers():
-            tokens |= run(runner, [one], core, executor=executor).tokens()
-            rights.append(sum(core.stats().right_at))
+        rights, tokens = [], {}
+        for one in answers():  # each from a scheduler of its own, whose steps begin with the first
+            own = make_core(runner.facts, **limits)
+            tokens |= run(runner, [one], own, executor=executor).tokens()
+            rights.append(sum(own.stats().right_at))
         return {"tokens": tokens, "rights": rights}
+    core: Core = make_core(runner.facts, **limits)
     found = shown(run(runner, wanted(case), core, executor=executor))
     assert executor.held > 0 or case in (*HEADS, "model") or runner.shard.rank
     stats = core.stats()
