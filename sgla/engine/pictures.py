@@ -1,15 +1,18 @@
 """Pictures, videos and sounds that callers of ``Engine`` and ``LLM`` give: files, what is in them, base64 and
-URLs, and PIL's images."""
+URLs, PIL's images, and arrays of samples."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import urllib.request
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from sgla.config import Config
 from sgla.engine.inputs import Messages, conversation_fields, prompt_fields
@@ -18,6 +21,7 @@ from sgla.errors import BadRequest, InvalidField, UnsupportedField
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.readers import NEEDS, READERS, Medium, limits_of, most_of
+from sgla.media.sound import RATE
 from sgla.media.source import form_of, path_of
 from sgla.messages import Facts
 
@@ -66,7 +70,8 @@ class Given(NamedTuple):
 
 def each(values: Any, count: int, name: str) -> list[Any]:
     """One of ``values`` for each of ``count`` inputs. Raises ValueError."""
-    found = list(values) if isinstance(values, (list, tuple)) else [values] * count
+    apart = isinstance(values, (list, tuple)) and not is_recorded(values)
+    found = list(values) if apart else [values] * count
     if len(found) != count:
         raise ValueError(f"{count} inputs but {len(found)} {name}")
     return found
@@ -92,7 +97,16 @@ def several(given: Any) -> list[Any]:
     """Of one prompt: None, one, or several."""
     if given is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(given) if isinstance(given, (list, tuple)) and not is_recorded(given) else [given]
+
+
+def is_recorded(value: Any) -> bool:
+    """Whether it is a sound's samples, with how many there are a second (as vLLM has it)."""
+    return isinstance(value, tuple) and len(value) == 2 and is_array(value[0]) and not is_array(value[1])
+
+
+def is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def taken(messages: Messages) -> tuple[Messages, list[tuple[str, Any]]]:
@@ -183,9 +197,14 @@ class Loader:
             if form != "path":
                 return value.encode("utf-8", "surrogatepass"), form
             value = os.fsdecode(path_of(value))
+        elif kind == "audio" and (is_recorded(value) or is_array(value)):
+            samples, rate = value if is_recorded(value) else (value, RATE)
+            return await asyncio.to_thread(wave, samples, rate), "file"
         elif not isinstance(value, Path):
-            what = "an image of PIL's, a path" if kind == "image" else "a path"
-            raise InvalidField(f"a {thing} is {what}, a URL, base64 or bytes, got {told(value)}")
+            others = {"image": "an image of PIL's, ", "audio": "samples with their rate, "}
+            raise InvalidField(
+                f"a {thing} is {others.get(kind, '')}a path, a URL, base64 or bytes, got {told(value)}"
+            )
         try:
             return await asyncio.to_thread(Path(value).read_bytes), "file"
         except OSError as error:
@@ -200,6 +219,24 @@ class Loader:
         except (OSError, ValueError) as error:
             raise InvalidField(f"the {thing} cannot be fetched: {error}") from error
         return data
+
+
+def wave(samples: Any, rate: Any) -> bytes:
+    """A file of a sound: float32[n], or [channels, n], whose mean counts; whole numbers are of their type's
+    range. Raises InvalidField."""
+    values = np.asarray(samples)
+    if type(rate) is not int and not (isinstance(rate, float | np.number) and rate == int(rate)):
+        raise InvalidField(f"a sound's samples come with how many there are a second, got {told(rate)}")
+    if values.dtype.kind == "i":
+        values = values / (np.iinfo(values.dtype).max + 1)
+    if values.dtype.kind != "f" or values.ndim not in (1, 2):
+        raise InvalidField(f"a sound is an array [n] or [channels, n], got {values.dtype}{values.shape}")
+    if values.ndim == 2:
+        values = values.mean(int(np.argmin(values.shape)))
+    data = values.astype("<f4").tobytes()
+    head = struct.pack("<HHIIHH", 3, 1, int(rate), 4 * int(rate), 4, 32)
+    body = b"WAVEfmt " + struct.pack("<I", len(head)) + head + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 def picture_of(image: Any) -> Picture:

@@ -13,11 +13,14 @@ import pytest
 
 from sgla.actors.ingress import PROCESS
 from sgla.actors.pictures import PictureRoom
+from sgla.config import Config
+from sgla.engine.pictures import Loader, Shown, prompt_given
 from sgla.errors import InvalidField
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.prepare import heard_of, trimmed_of
 from sgla.media.sound import RATE, Hearable, Sound
+from sgla.messages import Facts
 from sgla.model.hearing.qwen2_audio import QWEN2_AUDIO
 from sgla.model.vision.omni import QWEN2_5_OMNI
 from sgla.model.vision.spec import Settings
@@ -78,3 +81,28 @@ async def test_sounds_are_prepared_beside_pictures() -> None:
             np.testing.assert_allclose(whole.reshape(array.shape), expected[array.name], atol=1e-4)
     finally:
         await room.close()
+
+
+async def test_samples_of_callers_are_a_sound() -> None:
+    """As vLLM has them: with their rate, of any type, several channels or one."""
+    pool = Pool(processes=1, memory=PROCESS, modules=["sgla.media.decode"])
+    sizes = {"page_size": 16, "slots": 1, "context_len": 16, "vocab_size": 9, "step_tokens": 16}
+    facts = Facts(groups=[], **sizes, dtype="float32", device="cpu", media={"audio": ""})
+    loader = Loader(Config(), facts, pool)
+    samples = np.random.default_rng(0).normal(0, 0.1, RATE).astype(np.float32)
+    stereo, whole = np.stack([samples * 2, samples * 0]), (samples * 2**14).astype(np.int16)
+    expected = Sound.of(samples.tobytes())
+    try:
+        shown = Shown(audio=[samples, (samples, RATE), (stereo, float(RATE)), (stereo.T, RATE)])
+        assert await loader.load(prompt_given("a", shown)) == [expected] * 4
+        assert await loader.load(prompt_given("a", Shown(audio=(samples, RATE)))) == [expected]
+        assert Shown(audio=(samples, RATE)).each(2)[1].audio[1] == RATE
+        (heard,) = await loader.load(prompt_given("a", Shown(audio=(whole, RATE))))
+        assert heard == Sound.of((whole / 2**15).astype(np.float32).tobytes())
+        (slow,) = await loader.load(prompt_given("a", Shown(audio=[(samples, RATE // 2)])))
+        assert slow.seconds == pytest.approx(2, abs=0.01)
+        for wrong in ((samples, "16k"), (samples[None, None], RATE), (samples > 0, RATE), 3.5):
+            with pytest.raises(InvalidField, match="audio_data: a sound"):
+                await loader.load(prompt_given("a", Shown(audio=[wrong])))
+    finally:
+        await pool.close()
