@@ -5,9 +5,9 @@ symmetric memory; and of ranks with a part of the rows each, rows to all and sum
 
 Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the residual and the RMSNorm behind
 it. Medians over replays, the slowest rank's. With ``--layers``: of a layer of Qwen3-8B without its attention,
-whose products are this rank's, in a row of so many (``summed``), with products of ours that send what they
-make themselves (``sent``), which the next ones may add up (``received``), and with the add and the norm alone
-in the place of the two sums (``apart``). Half of the difference is what a sum costs among products.
+whose products are this rank's, in a row of so many (``summed``), with tiles that send what they make
+themselves (``sent``), and with the add and the norm alone in the place of the two sums (``apart``). Half of
+the difference is what a sum costs among products.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
         config = algorithm_for(rows, Product(w.shape[0], w.shape[1], gated)).config
         epilogue = skinny_gemm.SILU if gated else skinny_gemm.STORE
         if isinstance(config, skinny_gemm.Config):
-            return skinny_gemm.linear(x, w, epilogue=epilogue, send=send, config=config)
+            return skinny_gemm.linear(x, w, epilogue=epilogue, config=config)
         if isinstance(config, batch_gemm.Config):
             return batch_gemm.linear(x, w, config, epilogue=epilogue, send=send)
         y = torch.nn.functional.linear(x, w)
@@ -122,18 +122,9 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
         """The product, and what stands behind it."""
         if way == "apart":
             return plain(product(x, w))
-        sends = algorithm_for(rows, Product(w.shape[0], w.shape[1])).config is not None
+        sends = algorithm_for(rows, Product(w.shape[0], w.shape[1])).kernel == "tiles"
         send = ours.sending(rows, d) if way == "sent" and sends else None
         return ours.sum(product(x, w, send=send), norm, sent=send is not None)
-
-    def joined(x: torch.Tensor, w: torch.Tensor, behind: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        """The product of a sum, which it may make itself."""
-        if way != "received":
-            return product(summed(x, w), behind, gated)
-        sums, total = ours.sending(rows, d), torch.empty_like(residual)
-        receive = skinny_gemm.Receiving(sums, residual, total)
-        y, epilogue = product(x, w, send=sums), skinny_gemm.SILU if gated else skinny_gemm.STORE
-        return skinny_gemm.linear(y, behind, norm=weight, eps=1e-6, epilogue=epilogue, receive=receive)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return elementwise.add_rms_norm(x, residual, weight, 1e-6, in_place=True)[0]
@@ -142,7 +133,7 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
 
     def run() -> None:
         for o, gate_up, down, projection in made:
-            joined(joined(x, o, gate_up, True), down, projection)
+            product(summed(product(summed(x, o), gate_up, True), down), projection)
 
     return run
 
@@ -182,8 +173,7 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
             if rank == 0:
                 lines.emit(base | {"rows": rows, "width": width, "us": times})
     for rows in (1, 2, 4, 16, 64, 128, 192, 256) if args.layers else ():
-        few = skinny_gemm.receive_refuses(rows, 4096) is None
-        ways = ["apart", "summed", "sent", *(["received"] if few else [])]
+        ways = ["apart", "summed", *(["sent"] if rows >= batch_gemm.MIN_ROWS else [])]
         us = {way: in_graph(layers(shard, rows, args.layers, way), 1) for way in ways}
         if rank == 0:
             lines.emit(base | {"rows": rows, "layers": {k: round(v / args.layers, 2) for k, v in us.items()}})

@@ -1,7 +1,7 @@
 """Find which kernel multiplies by each weight of a model, and how it is best cut: the tables of
 ``sgla/kernels/gpu/tuned``.
 
-    python bench/tune.py --out DIR [--seconds 110] [--models bench/models/qwen3-8b,...] [--gain 0.03]
+    python bench/tune.py --out DIR [--seconds 110] [--models bench/models/qwen3-8b,...] [--tp 1] [--gain 0.03]
 
 Each product is timed with what its kernels do behind it (the gate, the add with its norm, the heads of
 prompts), by medians of graph replays over weights larger than the L2 cache. What is estimated is kept, unless
@@ -54,9 +54,9 @@ class Layer(NamedTuple):
     behind: str
 
 
-def layers_of(source: ModelSource) -> list[Layer]:
-    """The linear layers of a model in bfloat16, each once."""
-    record = forward_of(Config(dtype="bfloat16"), source)._record("step", False)
+def layers_of(source: ModelSource, ranks: int = 1) -> list[Layer]:
+    """The linear layers of one rank of a model in bfloat16, each once."""
+    record = forward_of(Config(dtype="bfloat16", tp=ranks), source)._record("step", False)
     assert record is not None, "the model cannot be recorded"
     readers = {number: node.op for node in record.nodes for number in node.reads}
     names = {ops.act_mul: "gate", ops.add_rms_norm: "add", ops.qk_norm_rope_store: "heads"}
@@ -262,6 +262,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="bench/models/qwen3-8b,bench/models/qwen3-0.6b")
+    parser.add_argument("--tp", type=int, default=1, help="layers are those of one rank of so many")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="in the order of their weight")
     parser.add_argument("--most", type=int, default=MOST, help="choices of tiles that are tried")
     parser.add_argument("--seconds", type=float, default=110)
@@ -270,7 +271,7 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
     sources = [open_source(Path(model), "dummy") for model in args.models.split(",")]
-    layers = list(dict.fromkeys(layer for source in sources for layer in layers_of(source)))
+    layers = list(dict.fromkeys(layer for source in sources for layer in layers_of(source, args.tp)))
     rows = [int(m) for m in args.rows.split(",")]
     compile_ahead(layers, rows, args.most)
     times: dict[tuple[Product, int], dict[Algorithm, float]] = {}

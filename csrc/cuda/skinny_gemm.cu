@@ -15,12 +15,7 @@
 // its rows become float16, times a power of two that puts the largest number near the end of the range, and
 // the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
 // GROUPED: the sums of 128 k meet their scales, which are asked for a chunk ahead.
-//
-// SEND: what is made goes to other ranks, too. RECEIVE: x is this rank's part of a sum, and those of the
-// others are in its inbox (all_reduce.cu). Each block adds them up with the residual, before the norm; each
-// writes a part of the new residual, and the last one that has read the inbox empties it.
 #include "common.cuh"
-#include "inbox.cuh"
 
 #ifndef NT  // groups of 8 rows of x
 #define NT 1
@@ -56,13 +51,6 @@
 #define EPILOGUE 0
 #endif
 
-#ifndef SEND  // ranks whose inboxes get the results, too, but for this one's; 0: none
-#define SEND 0
-#endif
-#ifndef RECEIVE  // ranks of which x is the sum; 0: it is x (NORM, STAGED, not E4M3)
-#define RECEIVE 0
-#endif
-
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int TILE_ROWS = HALF || GATED ? 8 : 16;  // output columns of a tile
@@ -94,30 +82,7 @@ struct Params {
   void* out;          // [m, out_stride]
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps;
-#if SEND || RECEIVE
-  u32* inbox[8];   // of every rank
-  u32* state;      // sums so far, blocks that have read the inbox
-  long long half;  // words of one of the two inboxes
-  int rank;
-#endif
-#if RECEIVE
-  const bf16* residual;  // [m, k]
-  bf16* total;           // [m, k]: the new one
-#endif
 };
-
-#if SEND
-// A pair of results, from the word `at` of this rank's rows on, to the inboxes of the sum that follows.
-__device__ __forceinline__ void send(const Params& p, long long at, u32 pair) {
-  const long long to = (__ldcg(p.state) & 1) * p.half + (long long)p.rank * p.m * (p.n / 2) + at;
-#pragma unroll
-  for (int r = 0; r < SEND; r++)
-    if (r != p.rank)
-      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.inbox[r] + to),
-                   "r"(tidy(pair))
-                   : "memory");
-}
-#endif
 
 // Four e4m3 weights, two of them as bfloat16: the bits fit into place and are 2^120 too small.
 __device__ __forceinline__ u32 widen(u32 bits, u32 shifted) {
@@ -239,84 +204,6 @@ __device__ __forceinline__ Seen stage_row(const Params& p, int row, u32 to) {
   return seen;
 }
 
-#if RECEIVE
-// The parts of a sum that came for this rank: [RECEIVE][m, k].
-__device__ __forceinline__ uint4* received(const Params& p) {
-  u32* own = p.inbox[0];
-#pragma unroll
-  for (int r = 1; r < RECEIVE; r++) own = r == p.rank ? p.inbox[r] : own;
-  return reinterpret_cast<uint4*>(own + (__ldcg(p.state) & 1) * p.half);
-}
-
-// A row of the sum and the residual, times the norm's weight, into shared memory. Returns the squares that
-// the thread has seen.
-__device__ __forceinline__ float receive_row(const Params& p, int row, u32 to) {
-  constexpr int AT_ONCE = 2;  // loads under way
-  const int share = ((p.k + int(gridDim.x) - 1) / int(gridDim.x) + 7) & ~7;  // that a block writes
-  const long long base = (long long)row * p.k, part = (long long)p.m * p.k / 8;
-  const uint4* places = received(p);
-  float squares = 0.f;
-  Patience patience;
-  for (int begin = threadIdx.x * 8; begin < p.k; begin += AT_ONCE * THREADS * 8) {
-    uint4 got[AT_ONCE][RECEIVE], old[AT_ONCE];
-    float4 norm[AT_ONCE][2];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int k = begin + i * THREADS * 8;
-      if (k >= p.k) break;
-#pragma unroll
-      for (int r = 0; r < RECEIVE; ++r)
-        got[i][r] = r == p.rank ? *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k)
-                                : look(places + r * part + (base + k) / 8);
-      old[i] = *reinterpret_cast<const uint4*>(p.residual + base + k);
-      norm[i][0] = *reinterpret_cast<const float4*>(p.norm + k);
-      norm[i][1] = *reinterpret_cast<const float4*>(p.norm + k + 4);
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int k = begin + i * THREADS * 8;
-      if (k >= p.k) break;
-      float sum[8] = {};
-#pragma unroll
-      for (int r = 0; r < RECEIVE; ++r) {
-        while (r != p.rank && empty(got[i][r])) {
-          patience.check();
-          got[i][r] = look(places + r * part + (base + k) / 8);
-        }
-        add(sum, got[i][r]);
-      }
-      add(sum, old[i]);
-      const uint4 h = round8(sum);
-      const float4 &n0 = norm[i][0], &n1 = norm[i][1];
-      if (k / share == blockIdx.x) *reinterpret_cast<uint4*>(p.total + base + k) = h;
-      squares += square2(h.x) + square2(h.y) + square2(h.z) + square2(h.w);
-      sts128(to + k * 2, {mul2(h.x, n0.x, n0.y), mul2(h.y, n0.z, n0.w), mul2(h.z, n1.x, n1.y),
-                          mul2(h.w, n1.z, n1.w)});
-    }
-  }
-  return squares;
-}
-
-// All threads of the block have read the inbox.
-__device__ __forceinline__ void end_receiving(const Params& p) {
-  __shared__ bool last;
-  if (threadIdx.x == 0) last = atomicAdd(p.state + 1, 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!last) return;
-  const long long part = (long long)p.m * p.k / 8;
-  uint4* places = received(p);
-#pragma unroll
-  for (int r = 0; r < RECEIVE; ++r)
-    for (long long i = threadIdx.x; r != p.rank && i < part; i += THREADS) places[r * part + i] = nothing();
-  __syncthreads();  // all have read the state
-  if (threadIdx.x == 0) {
-    p.state[1] = 0;
-    p.state[0] = __ldcg(p.state) + 1;
-  }
-}
-static_assert(NORM && STAGED && !HALVES && !GATE);
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float red[2][WARPS][KEPT][MT * 16 + 1];
@@ -384,10 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         const u32 most = __reduce_max_sync(~0u, max(seen.most >> 16, seen.most & 0xffff));
         if (lane == 0) red_most[warp][row] = most;
       }
-#if RECEIVE
-      sum = receive_row(p, row, to);
-#endif
-      for (int k = threadIdx.x * 8; !HALVES && !GATE && !RECEIVE && k < p.k; k += THREADS * 8) {
+      for (int k = threadIdx.x * 8; !HALVES && !GATE && k < p.k; k += THREADS * 8) {
         uint4 v = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         if (NORM) {
           const float4 n0 = *reinterpret_cast<const float4*>(p.norm + k),
@@ -402,9 +286,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       if (NORM && lane == 0) red_square[warp][row] = sum;
     }
     __syncthreads();
-#if RECEIVE
-    end_receiving(p);
-#endif
     if (HALVES) {
       for (int row = 0; row < p.m; ++row) {
         u32 most = 0;
@@ -565,23 +446,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     for (int i = 0; i < PER_THREAD; ++i) {
       const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = first_column(tile) + col;
       const bool live = e < OUTPUTS && row < p.m && n >= tile * COLS;  // n below: the tile before has it
-      if (!SEND && !live) continue;
+      if (!live) continue;
       const int at = HALF || GATED ? col / 8 * 16 + col % 8 : col;
       float y = 0.f, up = 0.f, s = 0.f;
-#if SEND
-      if (live) {
-#pragma unroll
-        for (int v = 0; v < WARPS; ++v) y += red[buffer][v][row][at];
-        if (E4M3) y *= (GROUPED ? 1.f : scales[i][0]) * (HALVES ? back[row] : 1.f);
-        if (p.bias) y += p.bias[n];
-      }
-      const u32 pair = pack2(y, __shfl_down_sync(~0u, y, 1));
-      if (live && col % 2 == 0) {
-        *reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + (long long)row * p.out_stride + n) = pair;
-        send(p, ((long long)row * p.n + n) / 2, pair);
-      }
-      continue;
-#endif
 #pragma unroll
       for (int v = 0; v < WARPS; ++v) {
         y += red[buffer][v][row][at];

@@ -32,7 +32,14 @@ class Exchange(OwnExchange, Protocol):
     def sending(self, rows: int, d: int) -> Any:
         """How a kernel sends its part of ``[rows, d]`` when it makes it; None if that goes otherwise."""
 
-    def sum(self, x: Tensor, norm: AddedNorm | None = None, *, sent: bool = False) -> Tensor: ...
+    def sum(
+        self,
+        x: Tensor,
+        norm: AddedNorm | None = None,
+        *,
+        sent: bool = False,
+        shares: Tensor | None = None,
+    ) -> Tensor: ...
     def max(self, keys: Tensor) -> None: ...
 
 
@@ -121,11 +128,13 @@ class Shard:
         """See ``Exchange``."""
         return None if self.exchange is None else self.exchange.sending(rows, d)
 
-    def all_reduce_norm(self, x: Tensor, norm: AddedNorm, sent: bool = False) -> Tensor:
+    def all_reduce_norm(
+        self, x: Tensor, norm: AddedNorm, sent: bool = False, shares: Tensor | None = None
+    ) -> Tensor:
         """``all_reduce``, add and RMSNorm as one (see ``AddedNorm``; x becomes the result). ``sent``: x is on
-        its way."""
+        its way. ``shares`` float32 ``[T, k]``: x ``[T * k, d]`` is what experts made, each has one."""
         assert self.exchange is not None
-        return self.exchange.sum(x, norm, sent=sent)
+        return self.exchange.sum(x, norm, sent=sent, shares=shares)
 
     def max(self, keys: Tensor) -> None:
         """Largest of each of ``keys`` int64[S] over the ranks, with a ``context`` over all of its ranks, in

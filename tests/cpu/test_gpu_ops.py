@@ -28,11 +28,12 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import few, rewrite, rules, tiles, whole_step
+from sgla.kernels.gpu import experts, mixture, rewrite, rules, tiles, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.triton import elementwise, fp8
+from sgla.kernels.routing import Routing
+from sgla.kernels.triton import elementwise, fp8, moe
 from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.quant.weight import pack
@@ -543,6 +544,11 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     assert ("few rows + added" in program.work.taken) is (reads == "nothing")
 
 
+def combined(y: Tensor, shares: Tensor | None) -> Tensor:
+    """What experts made, y [T * k, d], as the sums of each row."""
+    return y if shares is None else (y.view(*shares.shape, -1) * shares[..., None]).sum(1).to(y.dtype)
+
+
 class Doubling:
     """Two ranks that have the same, as ``ops.Ranks``."""
 
@@ -558,16 +564,18 @@ class Doubling:
     def sending(self, rows: int, d: int) -> Any:
         return (rows, d) if self._sends else None
 
-    def all_reduce_norm(self, x: Tensor, norm: ops.AddedNorm, sent: bool = False) -> Tensor:
-        assert sent == (self._sends and norm.residual is not None)
-        h = 2 * x
+    def all_reduce_norm(
+        self, x: Tensor, norm: ops.AddedNorm, sent: bool = False, shares: Tensor | None = None
+    ) -> Tensor:
+        assert not sent or (self._sends and norm.residual is not None)
+        h = 2 * combined(x, shares)
         if norm.residual is not None:
             h = norm.residual.add_(h)
         return ops.rms_norm.body(h, norm.weight, norm.eps)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("rows", [5, 20])
+@pytest.mark.parametrize("rows", [5, 20, 70])
 @pytest.mark.parametrize(("norms", "sends"), [(True, False), (False, False), (True, True)])
 def test_norms_behind_a_sum_over_ranks_are_its_own(
     norms: bool, sends: bool, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -584,9 +592,8 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
 
     monkeypatch.setattr(skinny_gemm, "linear", product)
     monkeypatch.setattr(batch_gemm, "linear", product)
-    monkeypatch.setattr(tiles, "SENDS", sends)
     torch.manual_seed(0)
-    table, w = pack(torch.randn(32, 512), "bf16"), pack(torch.randn(512, 512) / 24, "bf16")
+    table, w = pack(torch.randn(80, 512), "bf16"), pack(torch.randn(512, 512) / 24, "bf16")
     first, second, ranks = torch.rand(512), torch.rand(512), Doubling(norms, sends)
 
     class Layer:
@@ -608,58 +615,9 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     found = forward.hidden(batch).float()
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
-    assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sends
-    assert given == [None, (rows, 512) if sends else None]
-
-
-@needs_interpreter
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_products_add_up_what_ranks_have_sent(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an activation behind them and without, up to the last sum, behind which nothing multiplies; of few
-    rows."""
-    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
-    monkeypatch.setattr(few, "RECEIVES", True)
-    monkeypatch.setattr(skinny_gemm, "processors", lambda: 132)
-    given: list[tuple[bool, bool]] = []
-
-    def product(x: Tensor, w: Tensor, *, send: Any = None, receive: Any = None, **more: Any) -> Tensor:
-        given.append((send is not None, receive is not None))
-        if receive is not None:
-            assert receive.sums == x.shape
-            x = receive.total.copy_(receive.residual + 2 * x)
-        return skinny_linear(x, w, **more)
-
-    monkeypatch.setattr(skinny_gemm, "linear", product)
-    torch.manual_seed(0)
-    table, w = pack(torch.randn(32, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
-    wide, norm, ranks = pack(torch.randn(256, 128) / 12, "bf16"), torch.rand(128), Doubling(True, True)
-
-    class Layer:
-        unrecorded, shard = "", Shard()
-        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
-
-        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
-            h = ops.embedding(batch.ids, table)
-            x = ops.linear(h, w)
-            for _ in range(2):
-                x, h = ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, norm, 1e-5)
-                x = ops.act_mul(ops.linear(x, wide), "silu")
-                x, h = ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, norm, 1e-5)
-                x = ops.linear(x, w)
-            return ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, norm, 1e-5)[0]
-
-    batch: Any = SimpleNamespace(
-        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
-    )
-    expected = Layer().forward(batch, [], None).float()
-    forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
-    found = forward.hidden(batch).float()
-    assert not forward.notes
-    assert (found - expected).norm() < 0.02 * expected.norm()
-    kinds = [(True, False), (False, True)] if rows < 3 else [(True, False), (False, False)]
-    assert given == [(False, False), *4 * kinds, (True, False)]
-    [program] = forward._programs.values()
-    assert not any(node.op is ops.act_mul for node in program.work.nodes.values())
+    sent = sends and 5 < rows <= tiles.SENT
+    assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sent
+    assert given == [None, (rows, 512) if sent else None]
 
 
 class Twins:
@@ -677,10 +635,12 @@ class Twins:
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Tensor:
         return 2 * y[len(x) :]
 
-    def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: ops.AddedNorm) -> Tensor:
+    def reduce_scatter_norm(
+        self, y: Tensor, x: Tensor, norm: ops.AddedNorm, shares: Tensor | None = None
+    ) -> Tensor:
         assert norm.residual is not None
         self.normed += 1
-        h = norm.residual.add_(self.reduce_scatter(y, x))
+        h = norm.residual.add_(self.reduce_scatter(combined(y, shares), x))
         return ops.rms_norm.body(h, norm.weight, norm.eps)
 
 
@@ -717,6 +677,57 @@ def test_norms_behind_scattered_sums_are_theirs(
     assert ranks.normed == takes
     [program] = forward._programs.values()
     assert program.work.taken["norm behind the ranks' sum"] == exchanges
+
+
+@needs_interpreter
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("ranks", [Doubling(True), Twins(True, True), Twins(True, False)])
+def test_experts_are_summed_on_the_way_to_ranks(
+    ranks: Any, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each expert's outputs are apart."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(experts, "COMBINES", True)
+    shares = torch.tensor([[1.0, 0.5]])
+
+    def run(x: Tensor, norm: Any, **more: Any) -> Any:
+        x = x if norm is None else ops.rms_norm.body(x, *norm)
+        y = torch.stack([x, 4 * x], 1).flatten(0, 1)  # which makes 3 x
+        if grouped:
+            return mixture.Grouped(y, shares.expand(len(x), 2))
+        return SimpleNamespace(sum=lambda: 3 * x)
+
+    monkeypatch.setattr(mixture, "run", run)
+    monkeypatch.setattr(moe, "combine", lambda y, shares: combined(y, shares))
+    table, weight = pack(torch.randn(32, 128), "bf16"), torch.rand(128) + 0.5
+    router, gate_up, down = (pack(torch.randn(n, k), "bf16") for n, k in ((2, 128), (256, 128), (256, 64)))
+
+    class Layer:
+        unrecorded, shard = "", Shard()
+        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table, dtype=torch.bfloat16)
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            h = ops.embedding(batch.ids, table)
+            x = ops.rms_norm(h, weight, 1e-5)
+            seen = ops.gathered(x, ranks) if isinstance(ranks, Twins) else x
+            y = ops.moe(seen, router, gate_up, down, Routing(2), "silu", ops.NO_BIASES, None, None)
+            if isinstance(ranks, Twins):
+                return ops.add_rms_norm(ops.reduce_scatter(y, x, ranks), h, weight, 1e-5)[0]
+            return ops.add_rms_norm(ops.all_reduce(y, ranks), h, weight, 1e-5)[0]
+
+    for rows in (3, 20):
+        batch: Any = SimpleNamespace(
+            ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
+        )
+        h = ops.embedding.body(batch.ids, table)
+        expected = ops.rms_norm.body(h + 6 * ops.rms_norm.body(h, weight, 1e-5), weight, 1e-5).float()
+        forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+        found = forward.hidden(batch).float()
+        assert not forward.notes
+        assert (found - expected).norm() < 0.02 * expected.norm()
+        [program] = forward._programs.values()
+        rule = "experts reduced" if isinstance(ranks, Doubling) else "experts scattered"
+        assert any(rule in taken for taken in program.work.taken)
 
 
 @needs_interpreter

@@ -197,6 +197,9 @@ def test_the_bench_measures_in_its_order_until_its_time_is_spent() -> None:
     layers = tune.layers_of(source_of(**SHAPES["qwen3-8b"] | QWEN))
     assert [layer.behind for layer in layers] == ["heads", "add", "gate", "add", "logits"]
     assert layers[2].product == Product(2 * 12288, 4096, gated=True)
+    halves = tune.layers_of(source_of(**SHAPES["qwen3-8b"] | QWEN), 2)
+    assert [layer.behind for layer in halves] == ["heads", "", "gate", "", "logits"]
+    assert halves[2].product == Product(12288, 4096, gated=True)
     left = iter(range(30))
 
     def fake(layer: Any, m: int, algorithm: Algorithm) -> float:

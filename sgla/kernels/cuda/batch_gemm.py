@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
-from sgla.kernels.cuda.skinny_gemm import Sending
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.ops import AddedNorm
 
@@ -45,6 +44,17 @@ class _Params(ctypes.Structure):
         ("scale", ctypes.c_void_p),
         ("pad", ctypes.c_int * 6),  # tensor maps are aligned to 64 bytes
     )  # fmt: skip
+
+
+class Sending(NamedTuple):
+    """Where the results of ``ranks`` go besides, for the sum that follows (``AllReduce.sum`` with ``sent``):
+    the inboxes, the number of sums so far, and words of one of the two inboxes; this one is ``rank``."""
+
+    ranks: int
+    rank: int
+    inboxes: Any
+    state: int
+    half: int
 
 
 class _SendParams(ctypes.Structure):

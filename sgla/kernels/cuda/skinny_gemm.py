@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,40 +23,6 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         ("eps", ctypes.c_float),
     )
-
-
-class Sending(NamedTuple):
-    """Where the results of ``ranks`` go besides, for the sum that follows (``AllReduce.sum`` with ``sent``):
-    the inboxes, the number of sums so far, and words of one of the two inboxes; this one is ``rank``."""
-
-    ranks: int
-    rank: int
-    inboxes: Any
-    state: int
-    half: int
-
-
-class _SendParams(ctypes.Structure):
-    _fields_ = (
-        *_Params._fields_,
-        ("inbox", P * 8),
-        ("state", P),
-        ("half", ctypes.c_longlong),
-        ("rank", ctypes.c_int),
-    )
-
-
-class Receiving(NamedTuple):
-    """x is this rank's part of a sum, of which the others' are in the inbox (``sums``). With ``residual``
-    bf16 ``[m, k]`` it becomes ``total`` bf16 ``[m, k]``, of which the norm is taken."""
-
-    sums: Sending
-    residual: Tensor
-    total: Tensor
-
-
-class _ReceiveParams(ctypes.Structure):
-    _fields_ = (*_SendParams._fields_, ("residual", P), ("total", P))
 
 
 class Config(NamedTuple):
@@ -112,13 +78,6 @@ def gate_refuses(m: int, k: int, norm: Tensor | None) -> str | None:
     return "it takes norms of heads of 64, 128 or 256 in float32"
 
 
-def receive_refuses(m: int, k: int) -> str | None:
-    """Why ``m`` rows of the width ``k`` cannot be added up on the way, or None."""
-    if m > STAGED_ROWS or m * k * 2 > STAGED_BYTES:
-        return f"sums are made once, for at most {STAGED_ROWS} rows and {STAGED_BYTES} bytes"
-    return None
-
-
 def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool) -> Staged:
     """What is kept of x. ``made``: it is not used as it is."""
     if not e4m3:
@@ -144,15 +103,12 @@ def _kernel(
     e4m3: bool,
     gate: tuple[int, int] | None = None,
     grouped: bool = False,
-    ranks: int = 0,
-    parts: int = 0,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
-    defines |= ({"SEND": ranks} if ranks else {}) | ({"RECEIVE": parts} if parts else {})
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring + staged.bytes)
 
 
@@ -197,8 +153,6 @@ def linear(
     epilogue: int = STORE,
     out: Tensor | None = None,
     config: Config | None = None,
-    send: Sending | None = None,
-    receive: Receiving | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
@@ -207,8 +161,7 @@ def linear(
     ``[n, k / 128]``, of as many channels. ``norm``
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
-    ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32. With ``send`` and STORE, without a norm, the
-    result is on its way to other ranks when it is made. ``receive``: x is what all ranks have sent so.
+    ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
     """
     m, k = x.shape
     gated = epilogue in (SILU, GELU)
@@ -225,28 +178,13 @@ def linear(
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
-    assert send is None or (epilogue == STORE and not normed and out.stride(0) == n and n % 8 == 0)
-    ranks = 0 if send is None else send.ranks
-    parts = 0 if receive is None else receive.sums.ranks
-    kernel = _kernel(
-        -(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped, ranks, parts
-    )
-    given = (
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped)
+    params = _Params(
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0),
         by.stride(0) if by is not None else 0, out.stride(0), eps,
     )  # fmt: skip
-    params: Any = _Params(*given)
-    if send is not None:
-        params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
-    if receive is not None:
-        assert normed
-        assert scale is None
-        assert staged.rows
-        sums, *stream = receive
-        pointers = (tensor.data_ptr() for tensor in stream)
-        params = _ReceiveParams(*given, sums.inboxes, sums.state, sums.half, sums.rank, *pointers)
     columns = config.tiles * (8 if config.half or gated else 16)
     kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, params)
     return out

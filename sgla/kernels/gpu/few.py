@@ -13,11 +13,9 @@ from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Product, algorithm_for
-from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import delta, elementwise
 
-NAME, SENT = "few rows", "few rows, sent"  # of nodes that other rules look for
-RECEIVES = False  # whether products add up what ranks have sent themselves (bench/allreduce.py --layers)
+NAME = "few rows"  # of nodes that other rules look for
 E4M3 = "fp8", "fp8g128"  # storages
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
 GATES = {"silu": skinny_gemm.SILU, "gelu_tanh": skinny_gemm.GELU}
@@ -73,12 +71,10 @@ def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
 
 def gate(work: Work, linear: Node, act: Node) -> list[Node]:
     epilogue = GATES[act.given["kind"]]
-    return [linear.but({"epilogue": epilogue}, [*act.results, *linear.results[1:]])]
+    return [linear.but({"epilogue": epilogue}, act.results)]
 
 
 def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
-    if len(linear.results) > 1:
-        return "it has made the residual stream"
     return None if work.free(add.given["residual"]) else "the residual stream is read again"
 
 
@@ -89,69 +85,6 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
         Node("few rows, added", linear.fn, given, [total], add.rows, residual.number, linear.rule),
         norm_apart(normed, total, add),
     ]
-
-
-def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None:
-    given, ranks = linear.given, total.given["ranks"]
-    if linear.fn is not _run or given["epilogue"] != skinny_gemm.STORE or given["norm"] is not None:
-        return "what it makes is sent when all of it is there"
-    if ranks.sending(work.rows(linear), given["weight"].shape[0]) is None:
-        return "the ranks exchange fewer bytes at once"
-    return None if work.free(add.given["residual"]) else "the residual stream is read again"
-
-
-def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
-    residual, ranks = add.given["residual"], total.given["ranks"]
-    added = {"residual": residual, "norm_weight": add.given["weight"], "norm_eps": add.given["eps"]}
-    given = linear.given | added | {"ranks": ranks}
-    return [Node(SENT, _run_sent, given, add.results, add.rows, residual.number, linear.rule)]
-
-
-def _run_sent(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    norm_eps: float,
-    ranks: ops.Ranks,
-    **given: Any,
-) -> tuple[Tensor, Tensor]:
-    y = _run_out(x, weight, ranks, **given)
-    return ranks.all_reduce_norm(y, AddedNorm(residual, norm_weight, norm_eps), sent=True), residual
-
-
-def receive_refuses(work: Work, sent: Node, linear: Node) -> str | None:
-    w = linear.given["w"]
-    if not RECEIVES:
-        return "a kernel of its own adds up"
-    if (why := refuses(work, linear)) is not None:
-        return why
-    return "its rows are e4m3" if w.kind in E4M3 else skinny_gemm.receive_refuses(work.rows(linear), w.k)
-
-
-def receive(work: Work, sent: Node, linear: Node) -> list[Node]:
-    """The product that sends, and the one behind it, whose input and residual are what all have sent."""
-    _, total = sent.results
-    work.overwritten.discard(work.record.memory(sent.given["residual"].number))
-    y, given = work.value(), dict(sent.given)
-    added = {name: given.pop(name) for name in ("residual", "norm_weight", "norm_eps")}
-    [node] = make(work, linear)
-    more = {"x": Ref(y), "norm": added["norm_weight"], "eps": added["norm_eps"]}
-    more |= {"residual": added["residual"], "ranks": given["ranks"]}
-    return [
-        Node("few rows, on their way", _run_out, given, [y], sent.rows, rule=sent.rule),
-        Node(NAME, _run_received, node.given | more, [*linear.results, total], linear.rows),
-    ]
-
-
-def _run_out(x: Tensor, weight: Tensor, ranks: ops.Ranks, **given: Any) -> Tensor:
-    return _run(x, weight, send=ranks.sending(x.shape[0], weight.shape[0]), **given)
-
-
-def _run_received(x: Tensor, residual: Tensor, ranks: ops.Ranks, **given: Any) -> tuple[Tensor, Tensor]:
-    total = torch.empty_like(residual)
-    sums = skinny_gemm.Receiving(ranks.sending(*x.shape), residual, total)
-    return _run(x, receive=sums, **given), total
 
 
 def norm_apart(normed: int, total: int, add: Node) -> Node:

@@ -19,6 +19,7 @@ from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
+from sgla.kernels.gpu.tiles import SENT
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
 from sgla.kernels.ops import Layer, kept_by
 from sgla.kernels.trace import STAND_INS, NotRecorded
@@ -248,10 +249,10 @@ class RecordedForward:
             return m
         bounds = integer_gemm.MAX_ROWS, mixture.OURS, ROUTED, integers.LONG - 1
         limits = *(m <= bound for bound in bounds), batch_gemm.draw_config(m) is None
-        reduced = False
+        reduced: tuple[bool, ...] = ()
         if record.ranks is not None:
             like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
-            reduced = record.ranks.norms(like)
+            reduced = record.ranks.norms(like), m <= SENT
         kernels = [algorithm.kernel for shape in _tiled(record) for algorithm in _algorithms(m, *shape)]
         return tuple(kernels), limits, reduced
 

@@ -20,7 +20,6 @@ from sgla.kernels.gpu.adapters import SHRINK
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
 from sgla.kernels.ops import AddedNorm, Ranks, Scoring, Together
-from sgla.kernels.triton import elementwise
 
 
 def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
@@ -69,10 +68,7 @@ def scattered(work: Work, total: Node, add: Node) -> list[Node]:
 def _scattered(
     y: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Together
 ) -> tuple[Tensor, Tensor]:
-    """Steps of one program differ in what each rank has."""
-    if ranks.norms(y, x):
-        return ranks.reduce_scatter_norm(y, x, AddedNorm(residual, weight, eps)), residual
-    return elementwise.add_rms_norm(ranks.reduce_scatter(y, x), residual, weight, eps, in_place=True)
+    return experts.scatter_norm(y, x, AddedNorm(residual, weight, eps), ranks), residual
 
 
 def summed_refuses(work: Work, total: Node, norm: Node) -> str | None:
@@ -100,7 +96,6 @@ def _always(work: Work, *chain: Node) -> None:
 GATED_HEADS = (ops.gated_rms_norm, torch.Tensor.flatten, ops.linear)
 RULES: dict[Any, tuple[Rule, ...]] = {
     ops.linear: (
-        Rule("received", (few.SENT, ops.linear), few.receive_refuses, few.receive),
         Rule("tiles", (ops.linear,), tiles.refuses, tiles.make),
         Rule("norm + few rows", (ops.rms_norm, ops.linear), few.refuses, few.make),
         Rule("gated + few rows", (ops.sigmoid_mul, ops.linear), few.by_refuses, few.by),
@@ -133,8 +128,19 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("added", (integers.NAME, ops.add_rms_norm), few.add_refuses, few.add),
         Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
         Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
-        Rule("sent", (few.NAME, ops.all_reduce, ops.add_rms_norm), few.send_refuses, few.send),
         Rule("sent", (tiles.NAME, ops.all_reduce, ops.add_rms_norm), tiles.send_refuses, tiles.send),
+        Rule(
+            "experts reduced",
+            (experts.NAME, ops.all_reduce, ops.add_rms_norm),
+            experts.reduced_refuses,
+            experts.reduced,
+        ),
+        Rule(
+            "experts scattered",
+            (experts.NAME, ops.reduce_scatter, ops.add_rms_norm),
+            experts.scattered_refuses,
+            experts.scattered,
+        ),
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
         Rule(
             "norm behind the ranks' sum", (ops.reduce_scatter, ops.add_rms_norm), scattered_refuses, scattered

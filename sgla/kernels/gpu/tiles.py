@@ -18,7 +18,7 @@ from sgla.kernels.triton import elementwise
 NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
-SENDS = False  # whether products send what they make to other ranks themselves (bench/allreduce.py --layers)
+SENT = 64  # rows up to which tiles send what they make to other ranks (bench/allreduce.py --layers)
 
 
 def refuses(work: Work, linear: Node) -> str | None:
@@ -139,8 +139,10 @@ def _scaled(x: Tensor, weight: Tensor, eps: float, rows: batch_gemm.Unscaled) ->
 
 def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None:
     given, ranks = linear.given, total.given["ranks"]
-    if not SENDS or given["epilogue"] != batch_gemm.STORE:
-        return "what it makes is sent when all of it is there"
+    if work.rows(linear) > SENT:
+        return f"the sum sends more than {SENT} rows as fast"
+    if given["epilogue"] != batch_gemm.STORE:
+        return "something is done to what it makes"
     if _algorithm(work, linear).kernel != "tiles":
         return SLOWER
     if ranks.sending(work.rows(linear), given["weight"].shape[0]) is None:
