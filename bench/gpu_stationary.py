@@ -39,12 +39,13 @@ LAYERS = {layer.name: layer for layer in gi.LAYERS}
 def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
     blocks = (2, 4) if rows <= 8 else (2, 1)
     slices = (2, 3, 4, 6, 8) if layer.k > 8192 else (1, 2, 4)
-    tiles = (1, 2) if layer.n > 8192 else (1,)
+    tile = 2 if layer.n > 8192 else 1
     beside = (1, 1, 1, False), (1, 2, 2, False), (1, 1, 2, False), (1, 1, 2, True), (2, 1, 1, False)
-    for tile, block, slice_, more in itertools.product(tiles, blocks, slices, beside):
-        several = (sg.STAGES, 1, 2) if (block, *more) == (2, 1, 1, 1, False) else (sg.STAGES, 1)
-        for early in several:
-            yield sg.Config(tile, block, slice_, *more, early)
+    for block, slice_, more in itertools.product(blocks, slices, beside):
+        alone = more == beside[0]
+        for early, behind in itertools.product((sg.STAGES, 1), (False, True)):
+            if alone or (early == 1) == behind:
+                yield sg.Config(tile, block, slice_, *more, early, behind)
 
 
 def fits(shape: sg.Shape, config: sg.Config) -> bool:

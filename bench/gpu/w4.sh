@@ -2,9 +2,8 @@
 # Weights of 4 bits on one H200. Run in the repository's root with OUT set. At most 170 s; results in w4.jsonl, w4.log.
 #   cuts    each product of Qwen3-8B by kernel and cut: us ("serving": what serves today), share of 4.34 TB/s; a layer's
 #           four in turn; what a kernel needs that only reads. Those that are wrong are named
-#   w4a16   W2 and steps of 8 and 16 rows, 9 and more by it
+#   w4a16   W2 and steps of 8 and 16 rows
 #   tests   products whose activations stay in registers (stationary_gemm.cu) against torch in float32
-#   before  as w4a16 without those
 LIMIT=${LIMIT:-170}
 . "$(dirname "$0")/parts.sh"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -21,8 +20,5 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
 json.dump(model, open(path, "w"))
 PY
 part cuts 50 bench/gpu_stationary.py --seconds 38
-export SGLA_STATIONARY=9 # rows from which on activations stay in registers
 part w4a16 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 8,16
 part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k stationary
-unset SGLA_STATIONARY
-part before 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 8,16

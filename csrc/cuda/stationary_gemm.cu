@@ -6,9 +6,8 @@
 // between them, so a warp never needs other channels. It reads its part of each of the block's tiles by a
 // cp.async ring of its own, which begins before the wait for the previous kernel; a lane loads the very words
 // that it multiplies. Nothing of x is read from shared memory; what goes through it are weights and, of each
-// tile, the sums of the warps, in two buffers: those of a tile are added up when the next one is multiplied, so
-// that warps hardly wait for each other. The blocks of a cluster send each other the sums of their slices
-// (st.async), and each finishes some columns another tile later.
+// tile, the sums of the warps, in two buffers: one is added up while warps fill the other. The blocks of a
+// cluster then send each other the sums of their slices (st.async), and each finishes some columns a tile later.
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x, which is a product of x with ones. The sum of a group
@@ -47,6 +46,9 @@
 #endif
 #ifndef STAGES
 #define STAGES 4
+#endif
+#ifndef BEHIND  // 1: sums of a tile are added up when the next one has been multiplied; 0: at once
+#define BEHIND 0
 #endif
 #ifndef EARLY  // stages asked for before the wait for the previous kernel; x does not wait for the others
 #define EARLY (STAGES - 1)
@@ -382,10 +384,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     }
   };
 
-  // When all warps have left their sums of a tile.
+  // What is done when all warps have left their sums of a tile.
   auto follow = [&](int tile) {
     const int place = tile - first;
-    barrier_wait(smem_addr(summed) + place % 2 * 8, place / 2 % 2);
+    if (BEHIND)
+      barrier_wait(smem_addr(summed) + place % 2 * 8, place / 2 % 2);
+    else
+      __syncthreads();  // of two buffers the other one's readers passed the one before
     if (SLICES == 1) {
       add_up(tile, place % 2);
     } else {
@@ -395,10 +400,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
   };
 
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
-  constexpr int BEHIND = SLICES > 1 ? 2 : 1;  // tiles
+  constexpr int LAG = BEHIND + (SLICES > 1 ? 1 : 0);  // tiles until one is finished
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
-    if (tile - BEHIND >= first) keep(tile - BEHIND);
+    if (tile - LAG >= first) keep(tile - LAG);
     cp_async_wait<STAGES - 2>();
     __syncwarp();
     load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
@@ -454,19 +459,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
           }
         }
       }
-      if (i == 0 && tile > first) follow(tile - 1);
+      if (BEHIND && i == 0 && tile > first) follow(tile - 1);
 #pragma unroll
       for (int j = 0; j < NT; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           sts32(to + ((j * 8 + (e & 1)) * RED_ROW + i * 16 + (e >= 2 ? 8 : 0)) * 4, acc[j][e]);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(smem_addr(summed) + (tile - first) % 2 * 8);
+    if (BEHIND) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(smem_addr(summed) + (tile - first) % 2 * 8);
+    } else {
+      follow(tile);
+    }
   }
-  if (SLICES == 1) keep(last - 1);
-  if (SLICES > 1 && last - 1 > first) keep(last - 2);
-  follow(last - 1);
+  if (BEHIND) {
+    if (last - LAG >= first) keep(last - LAG);
+    follow(last - 1);
+  }
   if (SLICES > 1) {
     keep(last - 1);
     add_up(last - 1, 0);

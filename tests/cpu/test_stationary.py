@@ -31,8 +31,9 @@ class Given(ctypes.Structure):
         ("int4g128", 3, STORE, Config(1, 2)),
         ("int4g64", 16, ADD, Config(2, 1, 4, 2)),
         ("int4m32", 11, SILU, Config(1, 1, 3)),
-        ("int8g128", 9, SILU, Config(1, 1, 2)),
-        ("int4g128", 1, FLOAT32, Config(1, 4, 1, 1, 2, 2, True)),
+        ("int8g128", 9, SILU, Config(1, 1, 2, early=1, behind=True)),
+        ("int4g128", 1, FLOAT32, Config(1, 4, 1, 1, 2, 2, late=True)),
+        ("int4g128", 16, ADD, Config(2, 2, early=1, behind=True)),
     ],
 )
 def test_the_kernel_equals_the_oracle(

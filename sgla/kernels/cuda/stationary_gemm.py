@@ -18,7 +18,7 @@ from sgla.kernels.integers import BLOCK, Integers
 from sgla.kernels.rehearsal import under_way
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
-MAX_ROWS = 16  # of x
+FEWEST, MAX_ROWS = 9, 16  # of x
 MOST_WARPS = 16  # of a block
 MOST_SLICES = 8
 STAGES = 6  # at most
@@ -42,7 +42,7 @@ class Config(NamedTuple):
     weight rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of
     a block the same channels. ``per_sm`` blocks are on a multiprocessor that has room for ``resident``: those
     of the next kernel fetch weights there, if ``late`` when this one has asked for its last; ``early`` loads
-    at most before that one has ended."""
+    at most before this one has ended. ``behind``: a tile is added up when the next one is multiplied."""
 
     tiles: int = 1
     blocks: int = 2
@@ -52,6 +52,7 @@ class Config(NamedTuple):
     resident: int = 1
     late: bool = False
     early: int = STAGES
+    behind: bool = False
 
 
 class Shape(NamedTuple):
@@ -106,7 +107,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
     stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
-    fixed = 2048 + (deep + config.slices) * groups * 32  # bytes: of the kernel's arrays, and so that KiB fit
+    fixed = 2304 + (deep + config.slices) * groups * 32  # bytes: of the kernel's arrays, and so that KiB fit
     stages = min(STAGES, (SHARED // config.resident - fixed - shared) // stage)
     if stages < 2:
         return None
@@ -124,6 +125,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "RED_BYTES": passing,
+        "BEHIND": int(config.behind),
         "EARLY": min(config.early, stages - 1),
         "RESIDENT": config.resident,
         "LATE": int(config.late),
@@ -147,14 +149,14 @@ def default_config(shape: Shape) -> Config | None:
 
 @lru_cache(1 << 14)
 def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
-    """Why it cannot multiply ``rows`` by a weight ``[n, k]``, whatever stands before and after, or None."""
-    shapes = (
-        Shape(padded(rows), *more)
-        for more in ((n // 2, k, bits, group, True, SILU), (n, k, bits, group, True, ADD))
-    )
-    if rows > MAX_ROWS or any(default_config(shape) is None for shape in shapes):
-        return "its activations do not fit into registers"
-    return None
+    """Why it cannot or should not multiply ``rows`` by a weight ``[n, k]``, or None."""
+    if not FEWEST <= rows <= MAX_ROWS:
+        return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
+    if (bits, group) != (4, 128):
+        return "it was measured with 4 bits in groups of 128"
+    many = padded(rows)
+    shapes = Shape(many, n // 2, k, bits, group, True, SILU), Shape(many, n, k, bits, group, True, ADD)
+    return "x does not fit into registers" if None in map(default_config, shapes) else None
 
 
 def linear(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ NAME = "few integers"  # of nodes that other rules look for
 # Rows from which on a weight is better made bfloat16 and left to cuBLAS: what that reads and writes is then
 # little beside the product.
 LONG = 1025
-# Rows from which on activations of few rows stay in registers.
-STATIONARY = int(os.environ.get("SGLA_STATIONARY", "17"))
 
 
 def few_refuses(work: Work, *chain: Node) -> str | None:
@@ -49,8 +46,7 @@ def few(work: Work, *chain: Node) -> list[Node]:
 
 
 def _few(x: Tensor, weight: Integers, **given: Any) -> Tensor:
-    m, w = x.shape[0], weight
-    stationary = m >= STATIONARY and stationary_gemm.refuses(m, w.n, w.k, w.bits, w.group) is None
+    stationary = stationary_gemm.refuses(x.shape[0], weight.n, weight.k, weight.bits, weight.group) is None
     kernel = stationary_gemm if stationary else integer_gemm
     return kernel.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
 
