@@ -14,7 +14,7 @@
 // Weights may be e4m3 (E4M3), with a scale for each column of the result; x is not rounded. Where x is STAGED
 // its rows become float16, times a power of two that puts the largest number near the end of the range, and
 // the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
-// GROUPED: the sums of 128 k meet their scales, which are asked for a chunk ahead.
+// GROUPED: the sums of a chunk meet its scales, which are asked for a chunk ahead.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -44,7 +44,7 @@
 #ifndef E4M3  // 1: weights are e4m3 with a scale for each row
 #define E4M3 0
 #endif
-#ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk or half of one (E4M3)
+#ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF)
 #define GROUPED 0
 #endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
@@ -75,7 +75,7 @@ typedef bf16 weight;
 struct Params {
   const bf16* x;      // [m, x_stride]
   const weight* w;    // [n, k]; gated: gate rows, then up rows
-  const float* scale; // of the rows of w, if they are e4m3; GROUPED: [rows, k / 128]
+  const float* scale; // of the rows of w, if they are e4m3; GROUPED: [rows, chunks]
   const float* norm;  // [k]; [HEAD] of heads
   const bf16* by;     // [m, by_stride], or null
   const float* bias;  // [n] or null
@@ -325,16 +325,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     }
     float acc[MT][NT][4] = {}, more[CHAINS > 1 ? MT : 1][CHAINS > 1 ? NT : 1][4] = {};
     float total[MT][NT][4] = {}, next[MT][2];  // GROUPED: sums times their scales, and the next chunk's
-    // Of the lane's two rows of a tile; HALF: of the two groups that a chunk has of its one row.
-    constexpr int CHUNK_GROUPS = CHUNK_K / 128;
     const float* own[MT][2];
 #pragma unroll
     for (int i = 0; i < MT; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = first_column(tile) + i * TILE_ROWS + g + (HALF ? 0 : h * (GATED ? p.n : 8));
-        own[i][h] = p.scale + (long long)row * chunks * CHUNK_GROUPS + (HALF ? h : 0);
-        next[i][h] = GROUPED && warp < chunks ? own[i][h][warp * CHUNK_GROUPS] : 0.f;
+        const int row = first_column(tile) + i * TILE_ROWS + g + h * (GATED ? p.n : 8);
+        own[i][h] = p.scale + (long long)row * chunks;
+        next[i][h] = GROUPED && warp < chunks ? own[i][h][warp] : 0.f;
       }
     for (int chunk = warp; chunk < chunks; chunk += WARPS) {
       constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE, PIECE_K = 16 / SIZE;
@@ -359,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           by_chunk[i][h] = next[i][h];
-          if (GROUPED && chunk + WARPS < chunks) next[i][h] = own[i][h][(chunk + WARPS) * CHUNK_GROUPS];
+          if (GROUPED && chunk + WARPS < chunks) next[i][h] = own[i][h][chunk + WARPS];
         }
       cp_async_wait<STAGES - 2>();
       __syncwarp();
@@ -408,19 +406,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
               mma(acc[i][j], lo.x, hi.x, lo.y, hi.y, x.x, x.y);
               mma(acc[i][j], lo.z, hi.z, lo.w, hi.w, x.z, x.w);
             }
-            if (GROUPED && h % 2) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                const float sum = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
-                total[i][j][e] += sum * by_chunk[i][HALF ? h / 2 : e / 2];
-                acc[i][j][e] = 0.f;
-                if (CHAINS > 1) more[i][j][e] = 0.f;
-              }
-            }
           }
         }
       }
       __syncwarp();
+      if (GROUPED) {
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int j = 0; j < NT; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const float sum = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
+              total[i][j][e] += sum * by_chunk[i][e / 2];
+              acc[i][j][e] = 0.f;
+              if (CHAINS > 1) more[i][j][e] = 0.f;
+            }
+      }
     }
 
     const int buffer = (tile - first) & 1;

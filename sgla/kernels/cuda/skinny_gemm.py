@@ -170,6 +170,8 @@ def linear(
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
     config = config or default_config(m, n, k, gated, scale is not None)
     grouped = scale is not None and scale.dim() == 2
+    if grouped:  # a chunk is a group
+        config = config._replace(half=False)
     staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None)
     normed, by = norm is not None, None
     if gate is not None:
