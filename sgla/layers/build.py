@@ -19,6 +19,7 @@ from sgla.kernels.lora import Rows, Stack
 from sgla.kernels.placement import Part
 from sgla.layers.adapters import AdapterPart, Adapters
 from sgla.quant.formats import FORMATS, common
+from sgla.quant.groups import GROUP
 from sgla.quant.method import PLAIN, Method
 from sgla.quant.weight import Make, SourceTensor, Weight, anywhere, storage
 
@@ -222,6 +223,14 @@ class Build:
             return self.plain
         stored = [module for module in modules if module in self.modules] or modules
         return common({self._kept(module) for module in stored}, self.plain)
+
+    def inside(self, intermediate: int, *down: str) -> range:
+        """This rank's part of what an MLP or the experts of a mixture have inside, without a cut in a group
+        of the storage of ``down`` if each rank can have one."""
+        shard = self.shard.of_mlps
+        group = FORMATS[self.kind_of(*down)].group
+        enough = intermediate % group == 0 and intermediate >= group * shard.size
+        return shard.range(intermediate, group if enough else GROUP)
 
     def scattered(self, *modules: str) -> bool:
         """Whether the file has any of these layers with channels in another order."""

@@ -16,7 +16,6 @@ from sgla.kernels import ops
 from sgla.kernels.lora import added
 from sgla.layers.build import Build, Reordered, Share, StackPart, fill
 from sgla.layers.gather import gathering
-from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor
 
 
@@ -106,7 +105,7 @@ class GateUpLinear(MergedColumnLinear):
     """Gate and up projection of a gated MLP: ``[T, d] -> [T, 2 f]``."""
 
     def __init__(self, build: Build, name: str, hidden: int, intermediate: int, bias: bool = False) -> None:
-        own = build.shard.of_mlps.range(intermediate, GROUP)
+        own = build.inside(intermediate, f"{name}.down_proj")
         parts = [(f"{name}.{which}_proj", intermediate, own) for which in ("gate", "up")]
         super().__init__(build, hidden, parts, bias, f"{name}.gate_up_proj")
 

@@ -8,7 +8,6 @@ from sgla.kernels import ops
 from sgla.kernels.routing import Activation
 from sgla.layers.build import Build
 from sgla.layers.linear import GateUpLinear, MergedColumnLinear, RowLinear
-from sgla.quant.groups import GROUP
 
 
 class GatedMLP:
@@ -25,7 +24,7 @@ class GatedMLP:
     ) -> None:
         self.gate_up = GateUpLinear(build, name, hidden, intermediate, bias)
         shard, self.lockstep = build.shard.of_mlps, build.shard.lockstep
-        columns = shard.range(intermediate, GROUP)
+        columns = build.inside(intermediate, f"{name}.down_proj")
         self.down = RowLinear(build, f"{name}.down_proj", hidden, intermediate, columns, bias, shard)
         self.activation = activation
 
@@ -55,7 +54,7 @@ class PlainMLP:
     ) -> None:
         up, down = (f"{name}.{part}" for part in names)
         shard, self.lockstep = build.shard.of_mlps, build.shard.lockstep
-        columns = shard.range(intermediate, GROUP)
+        columns = build.inside(intermediate, down)
         self.up = MergedColumnLinear(build, hidden, [(up, intermediate, columns)], bias)
         self.down = RowLinear(build, down, hidden, intermediate, columns, bias, shard)
         self.activation = activation

@@ -20,7 +20,6 @@ from sgla.kernels.routing import Gating, Routing
 from sgla.layers.adapters import Mixture
 from sgla.layers.build import Build, Share, StackPart, Values, fill
 from sgla.layers.mlp import GatedMLP, PlainMLP
-from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor, Weight
 
 
@@ -59,10 +58,9 @@ class MoE:
         self.crossed = crossed
         self.lockstep = build.shard.lockstep
         self.held: Sequence[int] = range(experts)
-        self.own = self.shard.range(intermediate, GROUP)
         if self.shard.whole_experts:
             assert not routing.shared
-            self.own, self.held = range(intermediate), self.shard.range(experts)
+            self.held = self.shard.range(experts)
             routing = replace(routing, held=self.held)
             self.layer = int(name.partition(".layers.")[2].partition(".")[0])
             if self.shard.placement is not None:
@@ -80,9 +78,10 @@ class MoE:
         self.router = build.empty_plain(experts + (routing.shared == "gated"), seen)
         stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
         rows, count = len(inputs) + len(also), len(self.held) + routing.common
+        down = stacks[1:] or [*outputs, *[f"{common}.down_proj"] * routing.common]
+        self.own = range(intermediate) if self.shard.whole_experts else build.inside(intermediate, *down)
         self.gate_up = build.empty(rows * len(self.own), hidden, *(stacks[:1] or inputs + also))
-        behind = [f"{common}.down_proj"] * routing.common
-        self.down = build.empty(count * hidden, len(self.own), *(stacks[1:] or outputs + behind))
+        self.down = build.empty(count * hidden, len(self.own), *down)
         self.stacks, self.rows = self._stacks(build, f"{name}.experts", common, crossed and not halves)
         take = partial(_fill, self.router, 0, range(experts), None)
         build.declare(f"{name}.gate.weight", (experts, seen), take)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Format:
     """``storage``: module and class of its ``Weight``. ``bytes``: of one weight with its share of the
-    constants. ``devices``: where a checkpoint's layers are kept so; elsewhere they are floating-point."""
+    constants. ``devices``: where a checkpoint's layers are kept so; elsewhere they are floating-point.
+    ``group``: input channels of which ranks have all or none."""
 
     name: str
     storage: str
     bytes: float
     devices: tuple[str, ...] = ("cpu", "cuda")
+    group: int = 32
 
 
 FORMATS: dict[str, Format] = {}
@@ -63,18 +65,18 @@ def devices(kinds: Iterable[str]) -> tuple[str, ...]:
 register(Format("f32", "sgla.quant.plain:F32", 4.0))
 register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
 register(Format("fp8", "sgla.quant.channels:E4M3", 1.0))
-register(Format("fp8g128", "sgla.quant.channels:E4M3Groups", 1.03125))
+register(Format("fp8g128", "sgla.quant.channels:E4M3Groups", 1.03125, group=128))
 register(Format("mxfp8", "sgla.quant.channels:MXFP8", 1.03125))
 register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125, ("cuda",)))
-register(Format("nf4", "sgla.quant.coded:NF4", 0.5625))
-register(Format("fp4", "sgla.quant.coded:FP4", 0.5625))
+register(Format("nf4", "sgla.quant.coded:NF4", 0.5625, group=64))
+register(Format("fp4", "sgla.quant.coded:FP4", 0.5625, group=64))
 register(Format("nvfp4", "sgla.quant.e2m1:NVFP4", 0.5625))
 for _bits in (4, 8):
     for _of in "gm":
         for _group in (32, 64, 128):
             _kind = f"int{_bits}{_of}{_group}"
             _storage = f"sgla.quant.integers:{_kind.title()}"
-            register(Format(_kind, _storage, _bits / 8 + 4 / _group, ("cuda",)))
+            register(Format(_kind, _storage, _bits / 8 + 4 / _group, ("cuda",), _group))
 register(Format("int8", "sgla.quant.groups:Int8", 1.125, ("cpu",)))
 register(Format("int4", "sgla.quant.groups:Int4", 0.625, ("cpu",)))
 register(Format("int5", "sgla.quant.groups:Int5", 0.75, ("cpu",)))

@@ -95,6 +95,27 @@ def test_blocks_of_128_stay_as_they_are(model_type: str, changes: dict[str, Any]
             load_model(open_source(tmp_path / "fp8"), quantization="fp8", shard=Shard(1, 4))
 
 
+def test_ranks_have_whole_blocks(tmp_path: Path) -> None:
+    """Five blocks of an MLP and three of experts are not cut by two ranks; fewer blocks than ranks are."""
+    changes = {"head_dim": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "mlp_only_layers": [0]}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 384}
+    save_checkpoint(tmp_path, "qwen3_moe", hidden_size=256, intermediate_size=640, **(changes | experts))
+    quantize_checkpoint(tmp_path, "block of 128", quant_method="fp8", weight_block_size=[128, 128])
+    shards = (Shard(), Shard(0, 2), Shard(1, 2))
+    whole, *parts = (load_model(open_source(tmp_path), quantization="fp8", shard=shard) for shard in shards)
+    for layer, widths in ((0, [256, 384]), (1, [128, 256])):
+        found = [
+            part.blocks[layer].mlp.down.weight if layer == 0 else part.blocks[layer].mlp.down
+            for part in parts
+        ]
+        assert [each.k for each in found] == widths
+        down = whole.blocks[layer].mlp.down
+        held = (down.weight if layer == 0 else down).dequant()
+        assert torch.equal(torch.cat([each.dequant() for each in found], 1), held)
+    with pytest.raises(ConfigError, match="split over ranks in groups of 128"):
+        load_model(open_source(tmp_path), quantization="fp8", shard=Shard(1, 4))
+
+
 def test_ranks_hold_their_part_with_the_scales_of_whole_rows(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "qwen3", head_dim=16)
     whole, half = (
