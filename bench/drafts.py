@@ -13,9 +13,10 @@ commas. ``--accept``: on a GPU, this share of the guesses of a model with random
 with one engine. ``--all``: as many as that, whatever the clock says; ``--always``: of n-grams, with
 ``--accept``. ``--alone``: no engine without guesses beside, for models that do not fit twice.
 
-Engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text
-with medians; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of
-rows.
+Engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text with
+medians; ``step_ms`` is what a step of the guessing engine takes on its device, ``gap_ms`` how long that waits
+for the next one; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the
+number of rows.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def measure(
             seconds[kind].append(took)
             same &= found == next(iter(texts.values()))
     after = llms["guessing"].engine.stats()
-    verifies, verified, guessed = (
+    verifies, verified, guessed, steps, computing, idle = (
         getattr(after, field) - getattr(before, field)
-        for field in ("verifies", "verified_tokens", "draft_tokens")
+        for field in ("verifies", "verified_tokens", "draft_tokens", "steps", "step_seconds", "gap_seconds")
     )
     speeds = {kind: round(rows * args.tokens / median(found), 1) for kind, found in seconds.items()}
     lines.emit(
@@ -108,6 +109,9 @@ def measure(
             **({} if args.alone else {"ratio": round(speeds["guessing"] / speeds["none"], 2)}),
             "tokens_a_step": round(verified / max(1, verifies), 2),
             "guessed_a_step": round(guessed / max(1, verifies), 2),
+            "steps": steps,
+            "step_ms": round(1e3 * computing / max(1, steps), 3),
+            "gap_ms": round(1e3 * idle / max(1, steps), 3),
             "same_text": same,
         }
     )
