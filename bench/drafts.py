@@ -4,7 +4,8 @@
                            [--algorithm ngram] [--draft MODEL] [--guesses N] [--accept SHARE]
                            [--texts loop,free] [--alone] [--all] [--always]
 
-``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one.
+``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one. From the
+second time on, the text of another request helps to guess. ``chats``: those of ``chats.py``, each once.
 ``--dummy``: random weights and no tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop``
 goes on greedily, ``right`` may say one token alone, so that all guesses are right, and ``free`` draws from
 the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time, several numbers by
@@ -27,10 +28,11 @@ import os
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import lines
+from chats import CHATS
 from msgspec.structs import replace
 
 from sgla import LLM, SamplingParams
@@ -64,6 +66,40 @@ class Case:
             chats = [[{"role": "user", "content": self._text}]] * self._rows
             results = llm.chat(chats, self._params, use_tqdm=False)
         return [result.outputs[0].token_ids for result in results], time.perf_counter() - began
+
+
+def measure_chats(llms: dict[str, LLM], args: argparse.Namespace) -> bool:
+    """Whether all texts are the same. ``quartiles``: of the ratios of single chats."""
+    params, same, ratios = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True), True, []
+    total = dict.fromkeys(llms, 0.0)
+    for turn, chat in enumerate(CHATS):
+        texts, took = {}, {}
+        for kind in sorted(llms, reverse=turn % 2 == 0):
+            began = time.perf_counter()
+            result = llms[kind].chat([{"role": "user", "content": chat}], params, use_tqdm=False)
+            took[kind] = time.perf_counter() - began
+            total[kind] += took[kind]
+            texts[kind] = result[0].outputs[0].token_ids
+        ratios.append(took["none"] / took["guessing"])
+        same &= texts["none"] == texts["guessing"]
+    stats = llms["guessing"].engine.stats()
+    lines.emit(
+        {
+            "bench": "drafts",
+            "model": args.model,
+            "algorithm": args.algorithm,
+            "draft": args.draft,
+            "device": args.device,
+            "text": "chats",
+            "tokens": args.tokens,
+            "tok_s": {kind: round(len(CHATS) * args.tokens / spent, 1) for kind, spent in total.items()},
+            "ratio": round(total["none"] / total["guessing"], 3),
+            "quartiles": [round(ratio, 2) for ratio in quantiles(ratios)],
+            "tokens_a_step": round(stats.verified_tokens / max(1, stats.verifies), 2),
+            "same_text": same,
+        }
+    )
+    return same
 
 
 def guess_at_most(llm: LLM, most: int) -> None:
@@ -168,10 +204,11 @@ def main() -> int:
         for n in most:
             if n:
                 guess_at_most(guessing, n)
+            llms = none | {"guessing": guessing}
             for count in rows:
-                same += [
-                    measure(name, count, share, n, none | {"guessing": guessing}, args) for name in texts
-                ]
+                same += [measure(name, count, share, n, llms, args) for name in texts if name != "chats"]
+            if "chats" in texts:
+                same.append(measure_chats(llms, args))
     return int(args.device == "cpu" and not all(same))
 
 

@@ -6,6 +6,9 @@
 The schema is a list of records that is longer than any output here, so that every request runs to
 ``--tokens``. The records of ``--schema names`` have long names and short values: most tokens are forced. Both
 kinds are measured in turn. Prints one JSON line with medians.
+
+``--others``: a batch of which one request has a schema, known or new, and is the first to end: what the other
+requests lose to a schema that is compiled meanwhile.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import lines
+from msgspec.structs import replace
 
 import sgla
 from sgla import Engine, SamplingParams
@@ -63,6 +67,30 @@ def run(engine: Engine, batch: int, tokens: int, temperature: float, grammar: Gr
     return made / seconds
 
 
+def others(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of such batches by turns, medians: without a schema, with a known and with a new one."""
+
+    def batch(number: int | None) -> float:
+        params = [
+            SamplingParams(max_tokens=args.tokens, temperature=args.temperature, ignore_eos=True)
+        ] * args.batch
+        if number is not None:
+            record = RECORD | {"properties": RECORD["properties"] | {f"field_{number}": {"type": "string"}}}
+            schema = {"type": "array", "items": record, "minItems": 100}
+            grammar = Grammar(kind="json_schema", text=json.dumps(schema))
+            params[-1] = replace(params[-1], max_tokens=args.tokens // 3, grammar=grammar)
+        began = time.perf_counter()
+        engine.generate([PROMPT.format(i) for i in range(args.batch)], params, progress=False)
+        return time.perf_counter() - began
+
+    batch(0)
+    found: dict[str, list[float]] = {"none": [], "known": [], "new": []}
+    for turn in range(args.repeat):
+        for kind, number in (("none", None), ("known", 0), ("new", turn + 1)):
+            found[kind].append(batch(number))
+    return {kind: round(median(seconds), 3) for kind, seconds in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,6 +101,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--schema", choices=RECORDS, default="records")
+    parser.add_argument("--others", action="store_true")
     parser.add_argument("--extra", type=json.loads, default={}, help="settings of the engine")
     args = parser.parse_args()
     schema = {"type": "array", "items": RECORDS[args.schema], "minItems": 100}
@@ -83,6 +112,11 @@ def main() -> None:
         facts = engine._ready().ingress.facts
         for kind in (None, grammar):
             run(engine, args.batch, 8, args.temperature, kind)
+        if args.others:
+            seconds = others(engine, args)
+            ratio = round(seconds["new"] / seconds["known"], 3)
+            what = {"bench": "grammar", "model": args.model, "batch": args.batch, "tokens": args.tokens}
+            return lines.emit(what | {"repeat": args.repeat, "others": seconds, "ratio": ratio})
         for _ in range(args.repeat):
             found["free"].append(run(engine, args.batch, args.tokens, args.temperature, None))
             before = engine.stats()
