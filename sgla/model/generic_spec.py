@@ -14,6 +14,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.spec import AttentionSpec
+from sgla.model.families.refused import REFUSED
 from sgla.model.registry import HEADS, architecture_of, check_architecture, is_known
 from sgla.model.spec import ModelSpec
 from sgla.processes import tied
@@ -97,6 +98,8 @@ def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> Mo
         )
     if impl == "native" or (impl == "auto" and is_known(name)):
         return source
+    if name in REFUSED:
+        raise ConfigError(f"{name} is not supported: {REFUSED[name]}", param="model")
     try:
         return replace(source, config={**config, FACTS: _shown(source, trusted, ranks)})
     except ConfigError as refused:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,10 +27,12 @@ from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model import generic_spec
+from sgla.model.families.refused import REFUSED
 from sgla.model.generic import Generic, probe
 from sgla.model.generic_compile import compile_steps
 from sgla.model.generic_spec import FACTS, check_generic, settled
 from sgla.model.read import read_decoder
+from sgla.model.registry import is_known
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import Machine
 from sgla.processes import limit_memory, tied
@@ -235,6 +239,20 @@ def test_what_it_cannot_do_right_is_refused(
     config = AutoConfig.for_model(model_type, **shape | changes).to_dict()
     with pytest.raises(ConfigError, match=message):
         probe(config | {"architectures": [CAUSAL[model_type]]}, tmp_path)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nothing_here_computes_is_refused_with_its_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, without transformers; no family has its name."""
+    monkeypatch.setattr("sgla.model.generic_spec.subprocess.run", None)
+    assert not is_known(name)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    (tmp_path / "model.safetensors").touch()
+    for impl in ("auto", "transformers"):
+        with pytest.raises(ConfigError, match=f"{name} is not supported: {re.escape(REFUSED[name])}"):
+            open_source(tmp_path, impl=impl)
 
 
 def test_configurations_that_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,23 @@
+"""Architectures that people name and nothing here computes, neither a family nor transformers' module, and
+what they have that is missing here."""
+
+from __future__ import annotations
+
+STREAMS = "its residual stream is several wide (hyper-connections)"
+REFUSED = {
+    "AXK2ForCausalLM": "its norms have gates, and so have the queries of its sparse attention",
+    "DeepseekV4ForCausalLM": f"layers keep an entry of every 4 or 128 tokens beside a window, and {STREAMS}",
+    "DiffLlamaForCausalLM": "its layers attend twice, and subtract what they see",
+    "DogeForCausalLM": "its attention chooses tokens by a mask that it makes of their values",
+    "Glm5NextForConditionalGeneration": f"its indexer pools keys, and {STREAMS}",
+    "HYV4ForCausalLM": f"its sparse attention has sinks, and {STREAMS}",
+    "JetMoeForCausalLM": "its attention is a mixture of experts",
+    "LongcatFlashForCausalLM": "a layer attends twice, beside a mixture some of whose experts do nothing",
+    "RecurrentGemmaForCausalLM": "its layers keep a linear recurrence (RG-LRU)",
+    "RwkvForCausalLM": "its layers mix tokens by a recurrence of their own (RWKV)",
+    "Zamba2ForCausalLM": "its layers share blocks of attention, which adapters tell apart",
+    "ZambaForCausalLM": "its layers share one block of attention",
+    "xLSTMForCausalLM": "its layers keep an extended LSTM's memory",
+}
+for _name in ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"):
+    REFUSED[_name] = "its indexer, gates of its residual stream and embeddings of n-grams are not here"
