@@ -287,7 +287,7 @@ STORED = Word(None, "the checkpoint tells how it is quantized")
 CHOSEN = Word("auto", "the kernels are this server's own, chosen for the device")
 FP16 = Word("bfloat16", "float16 is not computed in; bfloat16 keeps 8 of its 11 bits, float32 all")
 ONLY_E4M3 = "an 8-bit KV cache is e4m3: use fp8"
-NO_METHOD = "use another checkpoint, with --quantization int8 or int4, or fp8 on a GPU, if need be"
+NO_METHOD = "of a checkpoint it is known without the flag; else use --quantization int8, int4 or fp8"
 KERNELS = "--attention-backend auto chooses for the model and the device; leave it out"
 LATENT = "latent attention has kernels of this server's own, chosen for the device; leave it out"
 DUAL = "a context ends where dual chunk attention would begin (1M models of Qwen2.5); leave it out"
@@ -338,12 +338,9 @@ VALUES: dict[str, dict[str, Word | str]] = {
     "quantization": {
         **dict.fromkeys(("gptq_marlin", "awq_marlin", "marlin", "compressed-tensors"), STORED),
         **dict.fromkeys(("modelopt", "modelopt_fp8", "fbgemm_fp8"), STORED),
-        **dict.fromkeys(
-            ("bitsandbytes", "modelopt_fp4", "nvfp4", "hqq", "quark", "moe_wna16", "qoq"), NO_METHOD
-        ),
-        **dict.fromkeys(
-            ("w8a8_fp8", "torchao", "experts_int8", "w8a8_int8", "w4afp8", "petit_nvfp4"), NO_METHOD
-        ),
+        **dict.fromkeys(("modelopt_fp4", "petit_nvfp4", "hqq", "w4afp8"), STORED),
+        **dict.fromkeys(("bitsandbytes", "nvfp4", "quark", "moe_wna16", "qoq"), NO_METHOD),
+        **dict.fromkeys(("w8a8_fp8", "torchao", "experts_int8", "w8a8_int8"), NO_METHOD),
         **dict.fromkeys(("auto-round", "auto_round", "inc", "deepspeedfp", "ptpc_fp8", "aqlm"), NO_METHOD),
     },
     "step_tokens": {
@@ -479,7 +476,7 @@ REFUSED: list[tuple[str, str]] = [
             "torchao-config modelopt-* quantize-and-serve rl-quant-profile quantization-config "
             "allow-deprecated-quantization"
         ),
-        "use --quantization int8 or int4, or fp8 on a GPU",
+        "use --quantization int8, int4 or fp8",
     ),
     (
         "multi-item-scoring-delimiter enable-mis",
