@@ -19,6 +19,7 @@ from sgla.kernels.rehearsal import under_way
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
 FEWEST, MAX_ROWS = 9, 16  # of x
+SERVES = False  # until its tests have run on a GPU again: since it was measured they ran on CPUs alone
 MOST_WARPS = 16  # of a block
 MOST_SLICES = 8
 STAGES = 6  # at most
@@ -150,6 +151,8 @@ def default_config(shape: Shape) -> Config | None:
 @lru_cache(1 << 14)
 def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
     """Why it cannot or should not multiply ``rows`` by a weight ``[n, k]``, or None."""
+    if not SERVES:
+        return "its last changes were not tried on a GPU"
     if not FEWEST <= rows <= MAX_ROWS:
         return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
     if (bits, group) != (4, 128):
