@@ -364,7 +364,7 @@ def test_values_that_peers_write_differently() -> None:
         ("--quantization", "gptq_marlin", "default", "as if it were left out here: the checkpoint tells"),
         ("--quantization", "modelopt", "default", "as if it were left out here: the checkpoint tells"),
         ("--quantization", "modelopt_fp4", "default", "as if it were left out here: the checkpoint tells"),
-        ("--quantization", "bitsandbytes", None, "bitsandbytes is not supported: of a checkpoint it is known"),
+        ("--quantization", "bitsandbytes", None, "bitsandbytes is not supported: of a checkpoint"),
         ("--load-format", "mistral", None, "mistral is not supported: weights are safetensors, PyTorch"),
         ("--chunked-prefill-size", "-1", None, "-1 is not supported: long prompts are always read in chunks"),
         ("--dtype", "nonsense", None, "invalid choice: 'nonsense' (choose from"),

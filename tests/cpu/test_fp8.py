@@ -11,14 +11,18 @@ import pytest
 import torch
 from checkpoints import BLOCK, E4M3, Eager, random_prompts, save_checkpoint, store_as_fp8
 from safetensors.torch import load_file, save_file
+from tiny import tiny_source
 
+from sgla.config import Config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
 from sgla.kernels import ops
 from sgla.kernels.ops import Activation
 from sgla.loading.load import load_model
+from sgla.observe.machine import detect
 from sgla.quant.weight import pack
+from sgla.resolve import resolve
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -158,6 +162,18 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightError, match=r"without a scale \(model.layers.1.mlp.up_proj.weight_scale"):
         load_model(open_source(tmp_path))
+
+
+@pytest.mark.native
+def test_a_cpu_makes_e4m3_at_load() -> None:
+    """Its program multiplies them as torch does."""
+    assert resolve(Config(quantization="fp8", device="cpu"), detect()).config.quantization == "fp8"
+    model = load_model(tiny_source(num_hidden_layers=1), "bfloat16", "fp8")
+    assert model.blocks[0].mlp.down.weight.kind == "fp8"
+    assert model.lm_head.weight.kind == "bf16"
+    rows, native = (Eager(model, native=each).generate([[1, 2, 3]], 4) for each in (False, True))
+    assert native[0].tokens == rows[0].tokens
+    assert model.blocks[0].mlp.down.weight.panels.kind == "e4m3"
 
 
 def test_online_quantization_stays_close(tmp_path: Path) -> None:
