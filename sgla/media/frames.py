@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from sgla.errors import InvalidField
-from sgla.media.prepare import processor_of
+from sgla.media.by_name import processor_of
 from sgla.media.processors import KimiK25, padded
 from sgla.media.video import Video
 from sgla.media.watch import frames

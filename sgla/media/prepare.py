@@ -3,14 +3,13 @@ what stands for it, in a process of its own."""
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from sgla.errors import BadRequest, InvalidField
+from sgla.media.by_name import processor_of
 from sgla.media.picture import Picture
 from sgla.media.sound import RATE, Sound
 from sgla.media.video import Video
@@ -19,18 +18,6 @@ FRAMES = 3000  # of a spectrogram that are made at a time
 LONGEST = 30.0  # seconds that Gemma's extractors make something of
 FEW = 1024  # values of an array that are told
 DTYPES = {np.dtype(name) for name in ("float32", "int64", "int32", "bool", "uint8")}
-
-
-@lru_cache(4)
-def processor_of(name: str, settings: str) -> Any:
-    from sgla.media.processors import OWN
-
-    if name in OWN:
-        return OWN[name](json.loads(settings))
-    import transformers
-
-    found = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-    return found.from_dict(json.loads(settings))
 
 
 def wake(name: str, settings: str) -> None:

@@ -16,7 +16,8 @@ from sgla.actors.pictures import windowed
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.media import prepare
-from sgla.media.prepare import prepare_log_mel, processor_of
+from sgla.media.by_name import processor_of
+from sgla.media.prepare import prepare_log_mel
 from sgla.media.sound import Sound
 from sgla.messages import Array, Placed, Prepared, Speech, Submit, Window
 from sgla.model.read import read_decoder

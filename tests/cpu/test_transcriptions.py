@@ -22,7 +22,7 @@ from sgla.config import Config
 from sgla.http.app import make_app
 from sgla.http.connections import Runner
 from sgla.http.server import SERVER
-from sgla.media.prepare import processor_of
+from sgla.media.by_name import processor_of
 from sgla.media.sound import RATE, Sound
 from sgla.text.tokenizer import Tokenizer
 from sgla.text.words_said import words_of

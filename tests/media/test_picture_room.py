@@ -15,7 +15,7 @@ from sgla.actors.pictures import PictureRoom
 from sgla.config import Config
 from sgla.errors import BadRequest, ConfigError, InvalidField, Overloaded
 from sgla.hub.source import ModelSource
-from sgla.media import prepare
+from sgla.media import by_name, prepare
 from sgla.media.picture import Picture
 from sgla.media.pool import Died
 from sgla.model.vision.llava import LLAVA
@@ -158,7 +158,7 @@ async def test_what_prepares_is_started_before_a_picture_comes(
     [(function, (name, settings))] = asked
     assert function == "sgla.media.prepare:wake"
     prepare.wake(name, settings)
-    assert prepare.processor_of.cache_info().currsize
+    assert by_name.processor_of.cache_info().currsize
 
 
 ROWS = Settings({"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 2048}}, {})
