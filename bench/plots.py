@@ -208,7 +208,8 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
     save(figure, "cpu")
 
     gpu = [line for line in plain_lines() if line.get("commit") in COMMITS]
-    eight = [line for line in gpu if Path(line["model"]).name == "qwen3-8b"]
+    documents = [line for line in plain_lines() if line["w"] == "W8" and "commit" in line]
+    eight = [line for line in [*gpu, *documents] if Path(line["model"]).name == "qwen3-8b"]
     more = {name for name, (field, _, _) in WORKLOADS.items() if field.endswith("tok_s")}
     more_plots.shares(pyplot, save, figures, peers[LIMIT], MODELS, more)
     more_plots.contexts(pyplot, save, eight, str(ROOT / "bench/models/qwen3-8b"))

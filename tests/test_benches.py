@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,17 @@ def test_the_tables_of_performance_are_those_of_the_recorded_lines(monkeypatch: 
 
     monkeypatch.setattr(sys, "argv", ["plots.py", "--check"])
     assert plots.main() == 0, "python bench/plots.py writes it"
+
+
+def test_numbers_of_the_readme_are_those_of_the_page() -> None:
+    """Of the H200; the page's own come from recorded lines."""
+    readme, page = ((BENCH.parent / name).read_text() for name in ("README.md", "docs/performance.md"))
+    rows = [
+        line.split("|") for line in readme.partition("| | sgla | vLLM |")[2].split("\n\n")[0].splitlines()
+    ]
+    found = [number for row in rows[2:] for cell in row[2:4] for number in re.findall(r"\d[\d,.]*\d", cell)]
+    assert len(found) > 30
+    assert [number for number in found if number not in page] == []
 
 
 def test_a_median_takes_plain_lines_of_known_commits(monkeypatch: pytest.MonkeyPatch) -> None:
