@@ -131,6 +131,13 @@ INLINE void take_e4m3(vi raw, vi (&out)[2]) {
 #endif
 }
 
+// Those of a wide kind.
+template <Kind K, int PAIRS>
+INLINE void take_pairs(vi raw, vi (&out)[PAIRS]) {
+  if constexpr (K == E4M3) take_e4m3(raw, out);
+  if constexpr (tabled(K)) take_tabled(table_of(K), raw, out);
+}
+
 // Pairs of int16 in a dword, and the i-th of them.
 constexpr int pairs_of(Kind kind) { return five_bits(kind) ? 3 : per_dword(kind) / 2; }
 template <Kind K>
@@ -190,11 +197,10 @@ INLINE void sum_products(const int32_t* x, const int32_t* x_sums, const uint8_t*
     fetch<COLUMNS * LANES * 4 / 64>(ahead);
     vi raw[COLUMNS];
     each<COLUMNS>([&](auto j) INLINED { raw[j] = load_int(w + j * LANES * 4); });
-    if constexpr (wide(K)) {  // whose pairs are taken out together
+    if constexpr (wide(K) && K != INT16) {  // whose pairs are taken out together
       each<COLUMNS>([&](auto j) INLINED {
         vi b[PAIRS];
-        if constexpr (K == E4M3) take_e4m3(raw[j], b);
-        if constexpr (tabled(K)) take_tabled(table_of(K), raw[j], b);
+        take_pairs<K>(raw[j], b);
         each<MR>([&](auto m) INLINED {
           each<PAIRS>([&](auto s) INLINED {
             multiply_add<(MR > 3)>(acc[s % CHAINS][m][j], x[m * FIXED_X + s] - vi{}, b[s]);
@@ -224,6 +230,29 @@ INLINE void sum_products(const int32_t* x, const int32_t* x_sums, const uint8_t*
     });
   });
   asm volatile("" : : "r"(sums) : "memory");  // or registers for what follows are taken from the loop
+}
+#endif
+
+#if !BYTE_PRODUCTS
+// k channels of a wide kind as INT16, which many rows of x read without taking numbers out again.
+template <Kind K>
+inline void widen(const uint8_t* w, int64_t k, uint8_t* out) {
+  constexpr int PAIRS = pairs_of(K);
+  const uint8_t* head = w;
+  for (int64_t at = 0; at < k; at += GROUP) {
+    if (at % span(K) == 0) {
+      head = w;
+      w += head_bytes(K);
+    }
+    for (int j = 0; j < NV; j++) store((float*)out + j * LANES, head_scale(head, j) * unit_of(K));
+    out += head_bytes(INT16);
+    for (int r = 0; r < group_rows(K); r++, w += ROW_BYTES, out += PAIRS * ROW_BYTES)
+      for (int j = 0; j < NV; j++) {
+        vi b[PAIRS];
+        take_pairs<K>(load_int(w + j * LANES * 4), b);
+        for (int s = 0; s < PAIRS; s++) *(vi_mem*)(out + s * ROW_BYTES + j * LANES * 4) = b[s];
+      }
+  }
 }
 #endif
 

@@ -10,8 +10,9 @@
 // (32 rows), 32 scales in bfloat16. Wide ones have 32 scales in float32 before as many k as ``span`` says:
 // E4M3 bytes (exponent, sign, mantissa; of four channels first the former two k of each, then the latter),
 // NF4, FP4 and NVFP4 places in a table of int16; NVFP4 has before each 64 k a row of dwords with four scales,
-// for 16 k each, in 8 bits. Every output element is one chain of fused multiply-adds in the order of k,
-// whatever the number of rows: so results do not depend on the batch.
+// for 16 k each, in 8 bits. INT16 is what the others become for many rows (fixed.h: widen). Every output
+// element is one chain of fused multiply-adds in the order of k, whatever the number of rows: so results do
+// not depend on the batch.
 #pragma once
 
 #include "program.h"
@@ -54,11 +55,11 @@ constexpr bool coded(Kind kind) { return kind == IQ4_NL || kind == E2M1; }
 constexpr bool symmetric(Kind kind) { return kind == Q8_0 || kind == Q5_0 || kind == Q4_0 || coded(kind); }
 constexpr bool tabled(Kind kind) { return kind == NF4 || kind == FP4 || kind == NVFP4; }
 constexpr bool deep(Kind kind) { return kind == NVFP4; }  // with scales for 16 k
-constexpr bool wide(Kind kind) { return kind == E4M3 || tabled(kind); }
+constexpr bool wide(Kind kind) { return kind == E4M3 || kind == INT16 || tabled(kind); }
 constexpr bool grouped(Kind kind) { return affine(kind) || symmetric(kind) || wide(kind); }
 constexpr bool five_bits(Kind kind) { return kind == Q5_0 || kind == INT5; }
 constexpr bool bytes(Kind kind) { return kind == INT8 || kind == Q8_0 || kind == E4M3; }
-constexpr bool nibbles(Kind kind) { return grouped(kind) && !bytes(kind); }
+constexpr bool nibbles(Kind kind) { return grouped(kind) && !bytes(kind) && kind != INT16; }
 
 // k values in a dword
 constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : bytes(kind) ? 4 : nibbles(kind) ? 8 : 2; }

@@ -115,6 +115,7 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
     case NF4: return fixed_panel<NF4>(x, ldx, w, k, rows, tile, first, ahead);
     case FP4: return fixed_panel<FP4>(x, ldx, w, k, rows, tile, first, ahead);
     case NVFP4: return fixed_panel<NVFP4>(x, ldx, w, k, rows, tile, first, ahead);
+    case INT16: return fixed_panel<INT16>(x, ldx, w, k, rows, tile, first, ahead);
     case INT5: return fixed_panel<INT5>(x, ldx, w, k, rows, tile, first, ahead);
     case Q5_0: return fixed_panel<Q5_0>(x, ldx, w, k, rows, tile, first, ahead);
     case FIXED: return fixed_panel<FIXED>(x, ldx, w, k, rows, tile, first, ahead);
@@ -168,7 +169,11 @@ void convert_wide(const uint8_t* w, int64_t k, float* out) {
 }
 
 void convert(Kind kind, const uint8_t* w, int64_t k, float* out) {
-#if !INTEGER_PRODUCTS || BYTE_PRODUCTS
+#if INTEGER_PRODUCTS && !BYTE_PRODUCTS
+  if (kind == E4M3) widen<E4M3>(w, k, (uint8_t*)out);
+  if (kind == NF4) widen<NF4>(w, k, (uint8_t*)out);
+  if (kind == FP4) widen<FP4>(w, k, (uint8_t*)out);
+#else
   if (kind == E4M3) convert_wide<E4M3>(w, k, out);
   if (kind == NF4) convert_wide<NF4>(w, k, out);
   if (kind == FP4) convert_wide<FP4>(w, k, out);
@@ -241,12 +246,16 @@ struct Output {
   }
 };
 
+// Whether many rows have the weights as INT16.
+bool is_widened(const Linear& l) { return l.fixed && wide(l.kind) && !deep(l.kind); }
+
 // Whether converting weights in registers, each time they are used, beats converting them once into L2: the
 // more work a conversion is, the fewer rows.
 bool is_direct(const Linear& l) {
   if (wide(l.kind) && !l.fixed) return false;
   if (l.rows <= l.registers()) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
   int64_t limit = l.fixed || !grouped(l.kind) ? 48 : MAX_MR;
+  if (is_widened(l)) limit = 2 * l.registers();
   return l.rows <= limit && packed_bytes(l, l.rows) <= X_BYTES;
 }
 
@@ -254,7 +263,8 @@ bool is_direct(const Linear& l) {
 // while the panels stream out of L2.
 void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, int64_t count, int64_t rows,
                      const Output& out) {
-  bool as_is = l.kind == F32 || l.x_bf16 || l.fixed;
+  bool as_is = l.kind == F32 || l.x_bf16 || (l.fixed && !is_widened(l));
+  Kind kind = as_is ? l.kind : l.fixed ? INT16 : F32;
   const float* x = s.x;
   for (int64_t k0 = 0; k0 < l.i.k; k0 += BLOCK_K, x += rows * l.x_stride) {
     int64_t k = std::min(BLOCK_K, l.i.k - k0);
@@ -269,9 +279,9 @@ void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, i
     auto some = [&](int64_t m, int64_t p) {
       int64_t count = std::min(l.block(), rows - m);
       if (k0 == 0 && p == 0) out.fetch(m, count);
-      multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.packed_row(), l.packed_ldx(rows), w[p], k, count,
+      multiply(kind, l.x_bf16, x + m * l.packed_row(), l.packed_ldx(rows), w[p], k, count,
                s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0,
-               {w[p] + PREFETCH, pace_of(as_is ? l.kind : F32)});
+               {w[p] + PREFETCH, pace_of(kind)});
     };
     if (as_is && grouped(l.kind)) {  // the L1 cache holds a panel's block
       for (int64_t p = 0; p < count; p++)

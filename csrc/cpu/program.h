@@ -27,7 +27,7 @@ enum Op : int32_t {
 };
 
 enum Kind : int64_t {
-  F32, BF16, INT8, INT4, FIXED, Q8_0, Q5_0, Q4_0, INT5, IQ4_NL, E2M1, E4M3, NF4, FP4, NVFP4
+  F32, BF16, INT8, INT4, FIXED, Q8_0, Q5_0, Q4_0, INT5, IQ4_NL, E2M1, E4M3, NF4, FP4, NVFP4, INT16
 };
 enum Cached : int64_t { KV_F32, KV_BF16, KV_INT8 };  // how pages hold k and v
 enum Act : int64_t { NONE, SILU, GELU_TANH, GELU, RELU };
