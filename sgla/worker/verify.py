@@ -13,7 +13,6 @@ from torch import Tensor
 from sgla.kernels.gpu.states import DeviceStates
 from sgla.kernels.triton import drafts
 from sgla.kernels.triton.drafts import Others
-from sgla.kernels.triton.tokens import put_tokens
 from sgla.messages import SAMPLE, VERIFIED, Failed, NewRow, StepPlan, StepResult
 from sgla.sampling.constraints import Constraints, Forced
 from sgla.sampling.runs import ragged
@@ -34,11 +33,11 @@ class DeviceDrafts:
     units: Units | None = None
 
     def __init__(self, tables: DeviceTables, searches: bool) -> None:
-        self.tokens, self.padding, self.searches = tables.tokens, tables.tokens.slots - 1, searches
+        self.tokens, self.padding, self.searches = tables.tokens, len(tables.tokens) - 1, searches
         self.host = tables.host
-        shape = 3, tables.tokens.slots
+        shape = 3, len(tables.tokens)
         self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
-        slots = tables.tokens.slots
+        slots = len(tables.tokens)
         self.others = Others(
             torch.zeros((1 << BITS) + ROOM + VERIFIED, dtype=torch.int32, device="cuda"),
             torch.zeros(slots, dtype=torch.int32, device="cuda"),
@@ -153,8 +152,8 @@ class Verify:
         if self._told is None:
             return positions, positions[:0]
         self._heard.synchronize()
-        read, ends = self._told.numpy()
-        return np.concatenate([ends, positions[len(ends) :]]), read
+        tokens, ends = self._told.numpy()
+        return np.concatenate([ends, positions[len(ends) :]]), tokens
 
     def came(self) -> NDArray[np.bool_]:
         """bool[S]: which samples of ``plan`` count. The step is over."""
@@ -172,8 +171,8 @@ class Verify:
     def restore(self) -> None:
         """Put the guesses, which rules read, back into the token table, where a graph put what it drew."""
         if self._leading:
-            n = self._leading
-            put_tokens(self._where[:n], self._ends[:n] - 1, self._ids[:n], self._state.tokens)
+            slots, ends = self._where[: self._leading].long(), self._ends[: self._leading].long()
+            self._state.tokens[slots, ends - 1] = self._ids[: self._leading]
 
     def accept(self, out: Tensor) -> None:
         """All rows have drawn, into ``out``."""
