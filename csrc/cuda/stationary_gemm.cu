@@ -1,13 +1,14 @@
 // out[m, n] = act(norm(x)[m, k] w[n, k]^T) for some rows m and weights of 4 or 8 bits in groups with a scale
-// and a zero (``quant/integers.py``): x is stationary. Each warp keeps KB blocks of k of all rows in registers,
-// in the order in which ``mma`` takes them, and weights stream past it.
+// and a zero (``quant/integers.py``): x is stationary. Each warp keeps KB blocks of k of all rows in
+// registers, in the order in which ``mma`` takes them, and weights stream past it.
 //
 // The WK warps of a block that share a tile of weight rows, and the SLICES blocks of a cluster, have all of k
 // between them, so a warp never needs other channels. It reads its part of each of the block's tiles by a
 // cp.async ring of its own, which begins before the wait for the previous kernel; a lane loads the very words
 // that it multiplies. Nothing of x is read from shared memory; what goes through it are weights and, of each
 // tile, the sums of the warps, in two buffers: one is added up while warps fill the other. The blocks of a
-// cluster then send each other the sums of their slices (st.async), and each finishes some columns a tile later.
+// cluster then send each other the sums of their slices (st.async), and each finishes some columns a tile
+// later.
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x, which is a product of x with ones. The sum of a group
@@ -148,7 +149,7 @@ __device__ __forceinline__ u32 two(u32 word, int p, u32 mask) {
   return sub2((bytes & mask) | 0x43004300u, (bytes & (mask + 0x00010001u)) | 0x43004300u);
 }
 
-// Sums over 16 lanes of as many numbers: in each step a lane keeps half of them and gives the other half away.
+// Sums over 16 lanes of as many numbers: in each step a lane keeps half of them and gives the others away.
 // ``at``: the first that it has at the end.
 template <int HALF, int DISTANCE, int COUNT>
 __device__ __forceinline__ void fold(float (&v)[COUNT], int lane, int& at) {
@@ -221,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
               cp_async16(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16,
-                         in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
+                         in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64,
+                         b < left ? 16 : 0);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
@@ -297,7 +299,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
 #pragma unroll
           for (int s = 0; s < STEPS; ++s) {
             const int step = group * STEPS + s;
-            mma(sum, ONES, ONES, ONES, ONES, x[j][b][step / 2][step % 2 * 2], x[j][b][step / 2][step % 2 * 2 + 1]);
+            mma(sum, ONES, ONES, ONES, ONES, x[j][b][step / 2][step % 2 * 2],
+                x[j][b][step / 2][step % 2 * 2 + 1]);
           }
           sums[b * PER + group][j] = {sum[0], sum[1]};
         }
@@ -344,7 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     for (int i = 0; i < (EPILOGUE == 1 ? PER_THREAD : 0); ++i) {
       const int e = i * THREADS + threadIdx.x, m = e / SHARE, column = from_column + e % SHARE;
       kept[i] = m < p.m && column < to_column
-                    ? bf2f(static_cast<const bf16*>(p.out)[(long long)m * p.out_stride + first_column(tile) + column])
+                    ? bf2f(static_cast<const bf16*>(
+                          p.out)[(long long)m * p.out_stride + first_column(tile) + column])
                     : 0.f;
     }
   };
@@ -357,7 +361,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
       const int col = GATED ? row / 16 * 8 + row % 8 : row, half = GATED ? row / 8 % 2 : 0;
       float y = 0.f;
 #pragma unroll
-      for (int v = 0; v < WK; ++v) y += lds32f(red + buffer * RED_TILE + v * RED_WARP + (m * RED_ROW + row) * 4);
+      for (int v = 0; v < WK; ++v)
+        y += lds32f(red + buffer * RED_TILE + v * RED_WARP + (m * RED_ROW + row) * 4);
       tell(got + place * GOT_TILE + slice * GOT_SLICE + (m * OWNED + half * SHARE + col % SHARE) * 4,
            all + place * 8, col / SHARE, y);
     }
@@ -373,7 +378,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
       const int e = i * THREADS + threadIdx.x, m = e / SHARE, col = from_column + e % SHARE, n = column + col;
       if (m >= p.m || col >= to_column || n < tile * COLS) continue;  // n below: the tile before has it
       const u32 at = SLICES > 1 ? got + place * GOT_TILE + (m * OWNED + e % SHARE) * 4
-                                : red + buffer * RED_TILE + (m * RED_ROW + (GATED ? col / 8 * 16 + col % 8 : col)) * 4;
+                                : red + buffer * RED_TILE +
+                                      (m * RED_ROW + (GATED ? col / 8 * 16 + col % 8 : col)) * 4;
       float y = 0.f, up = 0.f;
 #pragma unroll
       for (int v = 0; v < (SLICES > 1 ? SLICES : WK); ++v) {

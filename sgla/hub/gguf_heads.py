@@ -63,6 +63,31 @@ def _scale(layout: Layout, keys: Mapping[str, Any], head_dim: int, layers: int) 
     return {}
 
 
+def latent_sizes(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The letters of ``HFTensor.dims`` that latent attention has besides. Raises ConfigError where all of a
+    key is rotated."""
+    heads, rotated, rank = sizes["n"], keys["rope.dimension_count"], keys["attention.kv_lora_rank"]
+    still = keys.get("attention.key_length_mla", sizes["h"]) - rotated
+    value = keys.get("attention.value_length_mla", keys.get("attention.value_length", sizes["d"] // heads))
+    scorers = keys.get("attention.indexer.head_count", 0)
+    score_dim = keys.get("attention.indexer.key_length", 0)
+    if still < 1:
+        raise ConfigError(f"{layout.name}.rope.dimension_count is {rotated}, which is all of a head's key")
+    return {
+        "a": keys.get("attention.q_lora_rank", 0),
+        "r": rank,
+        "l": rank + rotated,
+        "u": heads * (still + rotated),
+        "g": still,
+        "y": value,
+        "o": heads * value,
+        "b": heads * (still + value),
+        "H": scorers,
+        "D": score_dim,
+        "I": scorers * score_dim,
+    }
+
+
 def latent(
     layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], grouped: bool
 ) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sgla.hub.gguf_deltas import delta_sizes, deltas, layer_widths
 from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
 from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
 from sgla.hub.gguf_header import GGUFTensor
-from sgla.hub.gguf_heads import heads, latent
+from sgla.hub.gguf_heads import heads, latent, latent_sizes
 from sgla.hub.gguf_keys import PICKS, read_keys
 from sgla.hub.gguf_layout import (
     ALTUP,
@@ -132,30 +132,7 @@ class GGUFModel:
             sizes |= delta_sizes(self.layout, keys)
         if self.layout.scans or self.layout.convolves:
             return sizes | scan_sizes(self.layout, keys, self.layers)
-        if not self.layout.latent:
-            return sizes
-        rotated, rank = keys["rope.dimension_count"], keys["attention.kv_lora_rank"]
-        still = keys.get("attention.key_length_mla", head_dim) - rotated
-        value = keys.get("attention.value_length_mla", keys.get("attention.value_length", hidden // heads))
-        scorers = keys.get("attention.indexer.head_count", 0)
-        score_dim = keys.get("attention.indexer.key_length", 0)
-        if still < 1:
-            raise ConfigError(
-                f"{self.architecture}.rope.dimension_count is {rotated}, which is all of a head's key"
-            )
-        return sizes | {
-            "a": keys.get("attention.q_lora_rank", 0),
-            "r": rank,
-            "l": rank + rotated,
-            "u": heads * (still + rotated),
-            "g": still,
-            "y": value,
-            "o": heads * value,
-            "b": heads * (still + value),
-            "H": scorers,
-            "D": score_dim,
-            "I": scorers * score_dim,
-        }
+        return sizes | latent_sizes(self.layout, keys, sizes) if self.layout.latent else sizes
 
     def sizes_of(self, tensor: str) -> dict[str, int]:
         """The same, as this tensor has them."""
@@ -304,12 +281,7 @@ class GGUFModel:
 
     def numbers(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Tensors of HF's class with one number, which the metadata has."""
-        for key, values in self.keys.items():
-            if key.startswith("xielu."):
-                part = key.removeprefix("xielu.")
-                shape = (1,) if part.startswith("alpha") else ()
-                for i, value in enumerate(values):
-                    yield f"model.layers.{i}.mlp.act_fn.{part}", np.full(shape, value, np.float32)
+        return _numbers(self.keys)
 
     def check_tensors(self) -> None:
         """Raises WeightError naming missing, unexpected and misshapen tensors."""
@@ -427,6 +399,15 @@ class GGUFModel:
         if stored.given and not self.sizes[stored.given]:
             return False
         return all(self.sizes[dim] for tensor in stored.tensors for dim in tensor.dims)
+
+
+def _numbers(keys: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    for key, values in keys.items():
+        if key.startswith("xielu."):
+            part = key.removeprefix("xielu.")
+            shape = (1,) if part.startswith("alpha") else ()
+            for i, value in enumerate(values):
+                yield f"model.layers.{i}.mlp.act_fn.{part}", np.full(shape, value, np.float32)
 
 
 def _shape(targets: tuple[HFTensor, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
