@@ -36,7 +36,8 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     heads, kv_heads, head_dim = _heads(c)
     rope, _ = ropes(c, head_dim, positions)
     full = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope)
-    return tuple(_convolution(c) if kind else full for kind in _short(c, layers))
+    short = _convolution(c)
+    return tuple(short if kind else full for kind in _short(c, layers))
 
 
 @dataclass(frozen=True)
