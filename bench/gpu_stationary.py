@@ -58,10 +58,6 @@ def different(shape: sg.Shape, configs: list[sg.Config]) -> list[sg.Config]:
     return list({str(sg.plan(shape, config)): config for config in reversed(configs)}.values())[::-1]
 
 
-def shape_of(layer: gi.Layer, rows: int, kind: str) -> sg.Shape:
-    return sg.Shape(*gi.shape_of(layer, rows, kind))
-
-
 class Product(gi.Product):
     def run(self, weight: Any, out: Tensor, config: Any) -> None:
         more: dict[str, Any] = {"norm": self.norm, "eps": 1e-6, "epilogue": self.layer.epilogue, "out": out}
@@ -175,7 +171,7 @@ def main() -> None:
     jobs = list(itertools.product(map(int, args.rows.split(",")), gi.LAYERS))
     fitting = {}
     for rows, layer in jobs:
-        shape = shape_of(layer, rows, args.kind)
+        shape = gi.shape_of(layer, rows, args.kind)
         fitting[rows, layer] = different(
             shape, [config for config in cuts(rows, layer) if fits(shape, config)]
         )

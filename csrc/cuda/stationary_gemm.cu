@@ -103,19 +103,8 @@ struct Params {
   float eps;
 };
 
-__device__ __forceinline__ u32 lds32(u32 addr) {
-  u32 r;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(addr) : "memory");
-  return r;
-}
-// Data that other lanes read too; `bytes` = 0 writes zeros instead.
-__device__ __forceinline__ void cp_async_constants(u32 dst, const void* src, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src), "n"(WIDTH), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void sts32(u32 addr, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
-}
+#include "integers.cuh"
+
 __device__ __forceinline__ float lds32f(u32 addr) { return __uint_as_float(lds32(addr)); }
 // A float for a block of the cluster, whose barrier counts it.
 __device__ __forceinline__ void tell(u32 addr, u32 barrier, int rank, float v) {
@@ -124,31 +113,6 @@ __device__ __forceinline__ void tell(u32 addr, u32 barrier, int rank, float v) {
                "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [bar];\n}"
                ::"r"(addr), "r"(barrier), "r"(rank), "f"(v) : "memory");
 }
-// a - b, two of bfloat16.
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
-  u32 r;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-// The float16 in the lower half.
-__device__ __forceinline__ float half2f(u32 x) {
-  float r;
-  asm("{\n.reg .b16 h, u;\nmov.b32 {h, u}, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(r) : "r"(x));
-  return r;
-}
-// What a group's sum of x is multiplied by, to be taken off the products.
-__device__ __forceinline__ float zero_of(u32 constants) {
-  return WHOLE ? hi2f(constants) : half2f(constants >> 16) + (BITS == 4 ? 128.f : 0.f);
-}
-
-// Two weights of a word as bfloat16, those at place p. ``mask``: of the bits of two numbers.
-constexpr u32 MASK = BITS == 4 ? 0x000f000fu : 0x007f007fu;
-__device__ __forceinline__ u32 two(u32 word, int p, u32 mask) {
-  if (BITS == 4) return (word >> (4 * p) & mask) | 0x43004300u;
-  const u32 bytes = word >> (8 * p);  // of two's complement: the lower seven bits, less the eighth
-  return sub2((bytes & mask) | 0x43004300u, (bytes & (mask + 0x00010001u)) | 0x43004300u);
-}
-
 // Sums over 16 lanes of as many numbers: in each step a lane keeps half of them and gives the others away.
 // ``at``: the first that it has at the end.
 template <int HALF, int DISTANCE, int COUNT>

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,19 @@ class Config(NamedTuple):
     resident: int = 2
     early: int = STAGES
 
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return WARPS // self.warps * self.tiles * 16
+
+
+class Tiled(Protocol):
+    """A cut into tiles."""
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+
 
 class Shape(NamedTuple):
     """A product as kernels see it: ``n`` output columns; ``rows``: of x, ``padded``."""
@@ -66,13 +79,9 @@ class Shape(NamedTuple):
     def blocks(self) -> int:
         return -(-self.k // BLOCK)
 
-    def weight_rows(self, config: Config) -> int:
-        """Of a tile."""
-        return WARPS // config.warps * config.tiles * 16
-
-    def columns(self, config: Config) -> int:
+    def columns(self, config: Tiled) -> int:
         """Of the result, of a tile."""
-        return self.weight_rows(config) // (2 if self.gated else 1)
+        return config.weight_rows // (2 if self.gated else 1)
 
 
 class Plan(NamedTuple):
@@ -106,7 +115,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     here = -(-units // config.slices) * config.unit  # blocks of k
     x_row = here * BLOCK * 2 + 16  # bytes; the last ones are there so that rows lie in different banks
     alone = config.warps == config.slices == 1
-    sums = 0 if alone else 8 * config.warps * shape.rows * (shape.weight_rows(config) + 4)
+    sums = 0 if alone else 8 * config.warps * shape.rows * (config.weight_rows + 4)
     x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
     stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
     stages = min(STAGES, (SHARED // config.resident - 2048 - x) // stage)

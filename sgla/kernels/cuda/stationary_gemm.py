@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
-from sgla.kernels.cuda.integer_gemm import padded
+from sgla.kernels.cuda.integer_gemm import Shape, padded
 from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
 from sgla.kernels.integers import BLOCK, Integers
 from sgla.kernels.rehearsal import under_way
 
-__all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
+__all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE", "Shape"]
 FEWEST, MAX_ROWS = 9, 16  # of x
 SERVES = False  # until its tests have run on a GPU again: since it was measured they ran on CPUs alone
 MOST_WARPS = 16  # of a block
@@ -55,30 +55,10 @@ class Config(NamedTuple):
     early: int = STAGES
     behind: bool = False
 
-
-class Shape(NamedTuple):
-    """A product as kernels see it: ``n`` output columns; ``rows``: of x, ``padded``."""
-
-    rows: int
-    n: int
-    k: int
-    bits: int
-    group: int
-    norm: bool
-    epilogue: int
-    whole: bool = True
-
     @property
-    def gated(self) -> bool:
-        return self.epilogue in (SILU, GELU)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.k // BLOCK)
-
-    def columns(self, config: Config) -> int:
-        """Of the result, of a tile."""
-        return config.beside * config.tiles * 16 // (2 if self.gated else 1)
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return self.beside * self.tiles * 16
 
 
 class Plan(NamedTuple):
@@ -102,8 +82,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     held = groups * config.blocks * (16 + 2 * per) + groups * (12 if groups == 1 else 8)
     if held + 40 > min(255, REGISTERS // (warps * 32 * config.resident)):
         return None
-    weight_rows = config.beside * config.tiles * 16
-    sums = 2 * deep * groups * 8 * (weight_rows + 4) * 4
+    sums = 2 * deep * groups * 8 * (config.weight_rows + 4) * 4
     passing = max(sums, warps * PASSING)
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
