@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hearing_models import sound
+from hearing_models import TOWER, sound
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from test_vision import gemma4_small
@@ -46,16 +46,7 @@ OMNI = SHOWN | {
 def qwen2_5_omni(folder: Path) -> Model:
     from transformers import Qwen2_5OmniThinkerConfig
 
-    sounds = {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "num_mel_bins": 16,
-        "max_source_positions": 100,
-        "n_window": 20,
-        "output_dim": 48,
-    }
+    sounds = TOWER | {"n_window": 20, "output_dim": 48}
     tower = {
         "depth": 2,
         "hidden_size": 32,
