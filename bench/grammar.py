@@ -27,7 +27,7 @@ import sgla
 from sgla import Engine, SamplingParams
 from sgla.messages import Grammar
 
-RECORD = {
+RECORD: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 40},

@@ -223,8 +223,8 @@ class Bench:
             return ops.linear(ops.gather(x, b.sample_rows), head)
 
         programs = [self.program(fn, 1024, 32)]
-        if self.others is not None:
-            with patch.object(recorder, "library", lambda isa: self.others):
+        if (others := self.others) is not None:
+            with patch.object(recorder, "library", lambda isa: others):
                 programs.append(self.program(fn, 1024, 32))
         dense = 2 * sum(w.n * w.k for ws in layers for w in ws)
         for name, (rows, new, history) in cases.items():
