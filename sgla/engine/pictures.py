@@ -24,21 +24,15 @@ from sgla.media.readers import NEEDS, READERS, Medium, limits_of, most_of
 from sgla.media.sound import RATE
 from sgla.media.source import form_of, path_of
 from sgla.messages import Facts
+from sgla.text.parts import PICTURES, SOUNDS, TEXTS, VIDEOS, check_one, held
 
 AT_ONCE = 8
 # Types of parts of a message -> what it is, and where that is.
 PARTS = {
-    "image_url": ("image", ("image_url",)),
-    "input_image": ("image", ("image_url",)),
-    "image": ("image", ("image", "url", "image_url")),
-    "image_pil": ("image", ("image_pil",)),
-    "video_url": ("video", ("video_url",)),
-    "input_video": ("video", ("video_url",)),
-    "video": ("video", ("video", "url", "video_url")),
-    "audio_url": ("audio", ("audio_url",)),
-    "input_audio": ("audio", ("input_audio",)),
-    "audio": ("audio", ("audio", "url", "audio_url")),
-}
+    name: (kind, names)
+    for kind, types in (("image", PICTURES), ("video", VIDEOS), ("audio", SOUNDS))
+    for name, names in types.items()
+} | {"image_pil": ("image", ("image_pil",))}
 THINGS = {"image": "picture", "video": "video", "audio": "sound"}
 
 
@@ -115,6 +109,9 @@ def taken(messages: Messages) -> tuple[Messages, list[tuple[str, Any]]]:
     made = []
     for i, message in enumerate(messages):
         content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and (kind := part.get("type")) in TEXTS:
+                check_one(part, (TEXTS[kind],), f"messages[{i}]")
         if isinstance(content, list) and any(map(is_medium, content)):
             if message["role"] == "assistant":
                 raise InvalidField(
@@ -134,9 +131,7 @@ def is_medium(part: Any) -> bool:
 def source_of(part: Mapping[str, Any]) -> tuple[str, Any]:
     """Kind and value. Raises InvalidField."""
     kind, names = PARTS[part["type"]]
-    value: Any = next((part[name] for name in names if part.get(name) is not None), None)
-    if isinstance(value, Mapping):
-        value = value.get("url") or value.get("data")
+    value, _ = held(part, names, "messages")
     if value is None:
         raise InvalidField(f"a part of type {part['type']!r} has no {THINGS[kind]}", param="messages")
     return kind, value

@@ -13,7 +13,7 @@ from aiohttp import web
 from sgla.defaults import Range
 from sgla.http import ollama
 from sgla.http.anthropic import messages as anthropic
-from sgla.http.media.parts import AUDIO_FORMATS, DETAILS, PICTURES, SOUNDS, VIDEOS
+from sgla.http.media.parts import AUDIO_FORMATS, DETAILS
 from sgla.http.middleware import OPEN
 from sgla.http.operation import JSON, OPERATIONS, Operation, operation
 from sgla.http.request.chat import ROLES
@@ -21,7 +21,7 @@ from sgla.http.request.schema import range_of
 from sgla.http.responses.input import ResponsesRequest
 from sgla.http.server import ASKED
 from sgla.http.wire import encode
-from sgla.text.template import TEXT_PARTS
+from sgla.text.parts import PICTURES, SOUNDS, TEXTS, VIDEOS
 from sgla.version import __version__
 
 REF = "#/components/schemas/{name}"
@@ -89,7 +89,7 @@ PART = {
                 "properties": {"type": {"const": kind}, name: {"type": "string"}},
                 "required": ["type", name],
             }
-            for kind, name in TEXT_PARTS.items()
+            for kind, name in TEXTS.items()
         ),
         *(
             {

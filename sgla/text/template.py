@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sgla import census
 from sgla.census import TooComplex
 from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
+from sgla.text.parts import TEXTS
 from sgla.text.tools.generic import joined, shows_tools, with_tools
 
 Message = dict[str, Any]
@@ -40,7 +41,6 @@ MAX_SOURCE = 1 << 16  # characters of a template that comes with a request
 # Parts that stand for a picture, a sound, a video.
 PICTURE, SOUND, VIDEO = {"type": "image"}, {"type": "audio"}, {"type": "video"}
 SHOWN = (PICTURE, SOUND, VIDEO)
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class _Generation(Extension):
@@ -298,7 +298,7 @@ class _Variant:
         return fitted
 
     def _fit_content(self, message: Message, placeholders: Mapping[str, str]) -> Any:
-        content = message.get("content")
+        content = _content(message)
         if isinstance(content, list) and any(part in SHOWN for part in content):
             role, kinds = message.get("role"), {part["type"] for part in content if part in SHOWN}
             if self._takes_parts and all(role in self._showing(kind) for kind in kinds):
@@ -313,9 +313,15 @@ class _Variant:
 
 def _plain(message: Message, placeholders: Mapping[str, str]) -> Message:
     """With content as one text and parsed calls."""
-    content, calls = message.get("content"), message.get("tool_calls")
+    content, calls = _content(message), message.get("tool_calls")
     text = _flat(content, placeholders) if isinstance(content, list) else content
     return {**message, "content": text} | ({"tool_calls": list(map(_parsed_call, calls))} if calls else {})
+
+
+def _content(message: Message) -> Any:
+    """What a message says; a model that refused said that."""
+    content, refusal = message.get("content"), message.get("refusal")
+    return refusal if content is None and isinstance(refusal, str) else content
 
 
 def _flat(content: list[Any], placeholders: Mapping[str, str]) -> str:
@@ -339,7 +345,7 @@ def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(TEXT_PARTS[kind]) if kind in TEXT_PARTS else None
+    text = part.get(TEXTS[kind]) if kind in TEXTS else None
     if not isinstance(text, str):
         raise InvalidField(
             f"messages: content parts of type {str(kind)[:40]!r} are not supported",

@@ -177,6 +177,14 @@ def test_missing_content_is_an_empty_text() -> None:
     assert template.render([{"role": "user"}]) == template.render([message("user", "")])
 
 
+def test_a_refusal_is_what_was_said() -> None:
+    refused = message("assistant", None, refusal="No.")
+    template = ChatTemplate(CHATML)
+    said = template.render([message("user", "?"), message("assistant", "No.")])
+    assert template.render([message("user", "?"), refused]) == said
+    assert template.render([message("user", "?"), message("assistant", "No.", refusal=None)]) == said
+
+
 CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 TOOL_TURNS = [
     message("user", "weather?"),

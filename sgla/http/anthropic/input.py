@@ -21,6 +21,7 @@ from sgla.http.request.schema import (
     unsupported,
 )
 from sgla.http.wire import encode
+from sgla.text.parts import check_apart
 
 Message = dict[str, Any]
 
@@ -31,9 +32,14 @@ MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")  # of pictu
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 
+# What a block of another type holds may be null: it would be dropped without a word.
+
+
 class TextBlock(msgspec.Struct, tag="text"):
     text: str
     cache_control: CacheControl | None = None
+    source: None = None
+    content: None = None
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
@@ -46,12 +52,15 @@ class ImageSource(msgspec.Struct, kw_only=True):
 class ImageBlock(msgspec.Struct, tag="image"):
     source: ImageSource
     cache_control: CacheControl | None = None
+    text: None = None
+    content: None = None
 
 
 class DocumentSource(msgspec.Struct, kw_only=True):
     type: str
     data: str | None = None
     content: str | list[TextBlock | ImageBlock] | None = None
+    url: str | None = None
 
 
 class DocumentBlock(msgspec.Struct, tag="document", kw_only=True):
@@ -59,6 +68,8 @@ class DocumentBlock(msgspec.Struct, tag="document", kw_only=True):
     title: str | None = None
     context: str | None = None
     cache_control: CacheControl | None = None
+    text: None = None
+    content: None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
@@ -80,6 +91,8 @@ class ToolResultBlock(msgspec.Struct, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     cache_control: CacheControl | None = None
+    text: None = None
+    source: None = None
 
 
 Block = (
@@ -382,6 +395,7 @@ def content_parts(block: TextBlock | ImageBlock | DocumentBlock, path: str) -> l
     if isinstance(block, ImageBlock):
         return [Source(picture_text(block.source, path), path)]
     source = block.source
+    check_apart([name for name in ("data", "content", "url") if getattr(source, name)], f"{path}.source")
     inner: list[Any]
     if source.type == "text" and source.data is not None:
         inner = [TextBlock(source.data)]
@@ -402,6 +416,7 @@ def picture_text(source: ImageSource, path: str) -> str:
             f"{path}.source of type {source.type[:40]!r} is not supported by this server; send base64 or url",
             param=path,
         )
+    check_apart([name for name in ("data", "url") if getattr(source, name)], f"{path}.source")
     text = source.data if source.type == "base64" else source.url
     if not text:
         raise InvalidField(

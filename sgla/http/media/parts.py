@@ -6,27 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
+from sgla.text.parts import PICTURES, SOUNDS, VIDEOS, held
 from sgla.text.template import SHOWN
 
 Message = dict[str, Any]
 
-# Types of parts that clients of OpenAI's, vLLM's and transformers' send -> where the source is.
-PICTURES = {
-    "image_url": ("image_url",),
-    "input_image": ("image_url",),
-    "image": ("image", "url", "image_url"),
-}
-SOUNDS = {
-    "input_audio": ("input_audio",),
-    "audio_url": ("audio_url",),
-    "audio": ("audio", "url", "audio_url"),
-}
-VIDEOS = {
-    "video_url": ("video_url",),
-    "input_video": ("video_url", "input_video"),
-    "video": ("video", "url", "video_url"),
-}
 MEDIA = PICTURES | SOUNDS | VIDEOS
+SHOWN_AS = ((PICTURES, "image", "picture"), (SOUNDS, "audio", "sound"), (VIDEOS, "video", "video"))
 OTHERS = (
     *("file", "input_file"),
     *("image_embeds", "audio_embeds", "image_pil", "vision_chunk"),
@@ -64,43 +50,15 @@ def source_of(part: dict[str, Any], place: str) -> Source | None:
         return None
     if part.get("file_id") is not None:
         raise UnsupportedField(f"{place}.file_id is not supported by this server; send a URL", param=place)
-    if kind in VIDEOS:
-        return _video(part, kind, place)
-    return _picture(part, kind, place) if kind in PICTURES else _sound(part, kind, place)
-
-
-def _picture(part: dict[str, Any], kind: str, place: str) -> Source:
-    value: Any = next((part[name] for name in PICTURES[kind] if part.get(name) is not None), None)
-    detail = part.get("detail")
-    if isinstance(value, dict):
-        detail = value.get("detail", detail)
-        value = value.get("url")
-    if not isinstance(value, str) or not value:
-        raise InvalidField(f"{place}: a picture needs a URL, or base64", param=place)
-    if detail is not None and detail not in DETAILS:
+    value, beside = held(part, MEDIA[kind], place)
+    medium, named = next(entry for kinds, *entry in SHOWN_AS if kind in kinds)
+    if medium == "image" and beside.get("detail") not in (None, *DETAILS):
         raise InvalidField(f"{place}: detail must be one of {', '.join(DETAILS)}", param=place)
-    return Source(value, place)
-
-
-def _sound(part: dict[str, Any], kind: str, place: str) -> Source:
-    value: Any = next((part[name] for name in SOUNDS[kind] if part.get(name) is not None), None)
-    if isinstance(value, dict):
-        named = value.get("format")
-        if named is not None and named not in AUDIO_FORMATS:
-            raise InvalidField(f"{place}: format must be one of {', '.join(AUDIO_FORMATS)}", param=place)
-        value = value.get("data") or value.get("url")
+    if medium == "audio" and beside.get("format") not in (None, *AUDIO_FORMATS):
+        raise InvalidField(f"{place}: format must be one of {', '.join(AUDIO_FORMATS)}", param=place)
     if not isinstance(value, str) or not value:
-        raise InvalidField(f"{place}: a sound needs a URL, or base64", param=place)
-    return Source(value, place, "audio")
-
-
-def _video(part: dict[str, Any], kind: str, place: str) -> Source:
-    value: Any = next((part[name] for name in VIDEOS[kind] if part.get(name) is not None), None)
-    if isinstance(value, dict):
-        value = value.get("url")
-    if not isinstance(value, str) or not value:
-        raise InvalidField(f"{place}: a video needs a URL, or base64", param=place)
-    return Source(value, place, "video")
+        raise InvalidField(f"{place}: a {named} needs a URL, or base64", param=place)
+    return Source(value, place, medium)
 
 
 def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:

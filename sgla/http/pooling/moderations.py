@@ -15,6 +15,7 @@ from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, vect
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_PARTS, Schema, check_count
 from sgla.http.server import ASKED, UID
+from sgla.text.parts import check_one
 from sgla.text.vectors import scores
 
 CATEGORIES = (
@@ -92,6 +93,8 @@ def texts(value: Any) -> Any:
     ]
     if not all(isinstance(part, str) for part in parts):
         raise InvalidField("input: only parts of type text can be judged by this model", param="input")
+    for i, part in enumerate(value):
+        check_one(part, ("text",), f"input[{i}]")
     return "\n".join(str(part) for part in parts)
 
 

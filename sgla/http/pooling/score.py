@@ -20,6 +20,7 @@ from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_CHOICES, Schema, as_list, check_count
 from sgla.http.server import ASKED, UID, Server
 from sgla.text import reranking
+from sgla.text.parts import check_one
 from sgla.text.vectors import cosine, raw, scores, softmax
 
 Texts = str | dict[str, Any] | list[str | dict[str, Any]] | None
@@ -148,6 +149,8 @@ def text_of(item: Any, param: str) -> Any:
         raise InvalidField(
             f"{param}: an object must have a text, or content with parts of type text", param=param
         )
+    for part in parts:
+        check_one(part, ("text",), param)
     return "\n".join(found)
 
 

@@ -20,10 +20,13 @@ from sgla.http.request.schema import (
     shown,
     unsupported,
 )
-from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS, is_source
+from sgla.text.parts import HOLDERS, TEXTS, check_one
+from sgla.text.template import REASONING_FIELDS, RESERVED, is_source
 from sgla.validation import root
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Of a message, where no model would see them.
+BESIDE = (HOLDERS - {"refusal"}) | {"images", "audios", "videos", "files"}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -72,6 +75,10 @@ def _check_message(message: Message, path: str) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise _wrong(f"{path}.role must be one of {', '.join(ROLES)}")
+    if strange := sorted(name for name in message.keys() & BESIDE if message[name]):
+        raise unsupported(
+            f"{path}.{strange[0]}", ": texts, pictures, sounds and videos are parts of a message's content"
+        )
     calls = message.get("tool_calls")
     _check_calls(calls, f"{path}.tool_calls")
     if isinstance(content, list):
@@ -94,14 +101,15 @@ def _check_part(part: Any, path: str) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise _wrong(f"{path} must be an object with a type")
-    if kind not in TEXT_PARTS:
+    if kind not in TEXTS:
         raise unsupported(
             "messages",
             f" with content of type {kind[:40]!r} ({path}): the model takes texts, pictures, sounds and "
             "videos",
         )
-    if not isinstance(part.get(TEXT_PARTS[kind]), str):
-        raise _wrong(f"{path}.{TEXT_PARTS[kind]} must be a string")
+    if not isinstance(part.get(TEXTS[kind]), str):
+        raise _wrong(f"{path}.{TEXTS[kind]} must be a string")
+    check_one(part, (TEXTS[kind],), path)
 
 
 def _check_calls(calls: Any, path: str) -> None:

@@ -31,6 +31,7 @@ from sgla.http.request.schema import (
     unsupported,
 )
 from sgla.http.wire import encode
+from sgla.text.parts import TEXTS, check_one
 from sgla.validation import root
 
 Item = dict[str, Any]
@@ -44,7 +45,6 @@ KINDS = (
     *("custom_tool_call", "custom_tool_call_output", "item_reference"),
     *("mcp_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools"),
 )
-TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 LOGPROBS = "message.output_text.logprobs"  # in ``include``
 INCLUDED = (
     LOGPROBS,
@@ -529,6 +529,7 @@ def content_part(part: Any, path: str) -> dict[str, Any] | Source:
         text = part.get(TEXTS[kind])
         if not isinstance(text, str):
             raise InvalidField(f"{path}.{TEXTS[kind]} must be a string", param=root(path))
+        check_one(part, (TEXTS[kind],), path)
         return {"type": "text", "text": text}
     raise unsupported(path, f" with the type {shown(kind)}, but with {', '.join((*TEXTS, 'input_image'))}")
 
