@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from hearing_models import whisper
 from test_hearing import MAKERS, SOUNDS, TEXTS
 from test_omni import MAKERS as OMNI
+from test_omni import SHOWN
 from test_transcribing import Served, requests
 from tiny import make_core, run, tiny_config
 
@@ -41,9 +42,8 @@ def test_equal_to_the_cpu(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", OMNI)
 def test_beside_pictures(name: str, tmp_path: Path) -> None:
-    make, cases = OMNI[name]
-    model = make(tmp_path)
-    asked = [model.submit(rid, text, shown, 12) for rid, (text, shown) in cases.items()]
+    model = OMNI[name](tmp_path)
+    asked = [model.submit(rid, text, shown, 12) for rid, (text, shown) in SHOWN.items()]
 
     def made(make: Any, **settings: Any) -> Any:
         config = tiny_config(step_tokens=512, **settings)
