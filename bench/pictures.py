@@ -52,6 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--server-args", default="--context-length 4096")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "pictures.log")
     parser.add_argument("--plain", action="store_true", help="the tower with transformers' kernels")
+    parser.add_argument("--cudnn", action="store_true", help="attention over whole pictures by cuDNN")
+    parser.add_argument("--abreast", type=int, help="bytes of pictures that the tower sees at a time")
     parser.add_argument("--profile", action="store_true", help="also print the tower's kernels")
     return parser.parse_args()
 
@@ -124,12 +126,14 @@ def tower(args: argparse.Namespace) -> None:
     import torch
 
     from sgla.hub.source import ModelSource
+    from sgla.loading import tower_attention
     from sgla.loading.tower import load_tower
     from sgla.media.picture import Picture
     from sgla.media.prepare import arrays_of
     from sgla.model.vision.table import VISIONS
     from sgla.worker import seeing
 
+    tower_attention.CUDNN |= args.cudnn
     config = json.loads((args.model / "config.json").read_text())
     settings = (args.model / "preprocessor_config.json").read_text()
     vision, device = VISIONS[config["architectures"][0]], torch.device(args.device)
@@ -149,7 +153,8 @@ def tower(args: argparse.Namespace) -> None:
             given = {name: values.pin_memory() for name, values in given.items()}
         patches = len(arrays["pixel_values"])
         tokens = int(patches // config["vision_config"]["spatial_merge_size"] ** 2)
-        group = max(1, seeing.ABREAST // sum(x.nbytes for x in given.values())) if pinned else 1
+        most = args.abreast or seeing.ABREAST
+        group = max(1, most // sum(x.nbytes for x in given.values())) if pinned else 1
         parts = flops(config, patches)
         total = sum(parts.values())
 

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -44,6 +45,32 @@ class Features(NamedTuple):
         return self.deep[i] if i < len(self.deep) else self.values
 
 
+class Copies:
+    """Arrays to a GPU on a stream of its own: those of pictures beside what is computed of the last ones.
+    The host goes on when what is computed of all but ``AHEAD`` is done, or their memory would pile up."""
+
+    AHEAD = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._computed: deque[torch.cuda.Event] = deque()
+
+    def put(self, values: Tensor) -> Tensor:
+        """``values``: in pinned memory."""
+        now = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            there = values.to(self._device, non_blocking=True)
+        now.wait_stream(self._stream)
+        there.record_stream(now)
+        return there
+
+    def computed(self) -> None:
+        """What was put is in use no more, once the device comes here."""
+        self._computed.append(torch.cuda.current_stream(self._device).record_event())
+        if len(self._computed) > self.AHEAD:
+            self._computed.popleft().synchronize()
+
+
 class Tower:
     """``module``: a model of transformers without its language model. ``apart``: it takes the steps of a
     video as pictures."""
@@ -52,6 +79,7 @@ class Tower:
         self.module, self.device, self._apart = module, device, apart
         self.dtype: torch.dtype = module.dtype
         self.grids: Grids | None = None  # where the host computes what follows from shapes of pictures
+        self._copies = Copies(device) if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
@@ -59,15 +87,16 @@ class Tower:
 
     def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
         """Of one picture or sound. ``arrays``: what the processor made of it."""
-        return self._seen(arrays)
+        made = self._seen(arrays)
+        if self._copies is not None:
+            self._copies.computed()
+        return made
 
     def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
         """Of several, and of videos, whose patches lie behind each other, with so many tokens each. Raises
         RuntimeError if they have not."""
         names = [name for name in READ if name in pictures[0]]
-        whole = self._seen(
-            {name: torch.cat([self._put(name, one[name]) for one in pictures]) for name in names}
-        )
+        whole = self({name: torch.cat([self._put(name, one[name]) for one in pictures]) for name in names})
         values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
         return [
             Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)
@@ -78,7 +107,9 @@ class Tower:
         are looked at."""
         if self.grids is not None and name == GRID:
             return values
-        there = values.to(self.device, non_blocking=values.is_pinned())
+        if self._copies is not None and values.is_pinned():
+            values = self._copies.put(values)
+        there = values.to(self.device)
         return there.to(self.dtype) if values.is_floating_point() else there
 
     def _seen(self, arrays: Mapping[str, Tensor]) -> Features:

@@ -177,9 +177,12 @@ class Pictures:
         )
 
     def look(self) -> None:
-        """Have the tower look at the example, if there is one, to see what that takes."""
+        """Have the tower look at the example, if there is one, to see what that takes: more than once, since
+        copies of the next pictures lie beside the last ones."""
         if self.example is not None:
-            self._tower(self.example)
+            pinned = {name: values.pin_memory() for name, values in self.example.items()}
+            for _ in range(3):
+                self._tower(pinned)
 
     def stand_in(self, tokens: int) -> Media:
         """Of a step of so many tokens, all of which stand for parts of pictures."""

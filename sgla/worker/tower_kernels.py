@@ -3,6 +3,7 @@ module of another shape stays as it is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.triton import elementwise
-from sgla.kernels.triton.tower import rotate
-from sgla.loading.tower_attention import attend
+from sgla.kernels.triton.tower import rotate, shifted_norm
+from sgla.loading.tower_attention import attend, attend_long, rounded, takes_cudnn
 
 EVEN = 64  # columns of a product, or fast kernels would not take it
+LARGE = 16.0  # silu(LARGE) / LARGE is 1
 
 
 def hasten(tower: nn.Module) -> int:
@@ -47,32 +49,42 @@ def is_gated(part: Any) -> bool:
 
 
 def gated(part: Any) -> Any:
-    """Gate and up are one product, whose columns are made even by zeros."""
+    behind = part.down_proj.bias
+    inner, last = packed(part)
+    part.register_buffer("last_bias", behind, persistent=False)
+    return lambda x: F.linear(inner(x), last, behind)
+
+
+def packed(part: Any, constant: Tensor | None = None) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Gate and up as one product with the activation behind it, ``[..., d]`` -> ``[..., f]``, and the weight
+    of down ``[d, f]``, without its bias. Zeros make the columns even; one of them is 1 in each row where
+    down's product is to add a ``constant`` ``[d]``, too."""
     gate, up, down = part.gate_proj, part.up_proj, part.down_proj
-    lack = -gate.out_features % EVEN
+    f = gate.out_features
+    lack = -f % EVEN or (EVEN if constant is not None else 0)
     weight = torch.cat([F.pad(x.weight, (0, 0, 0, lack)) for x in (gate, up)])
-    bias = None if gate.bias is None else torch.cat([F.pad(x.bias, (0, lack)) for x in (gate, up)])
-    last, behind = F.pad(down.weight, (0, lack)), down.bias
+    last, bias = F.pad(down.weight, (0, lack)), None
+    if gate.bias is not None or constant is not None:
+        biases = [x.weight.new_zeros(f) if x.bias is None else x.bias for x in (gate, up)]
+        bias = torch.cat([F.pad(x, (0, lack)) for x in biases])
+    if constant is not None:
+        assert bias is not None
+        bias[f], bias[f + lack + f] = LARGE, 1 / LARGE
+        last[:, f] = constant
     plain = None if bias is None else bias.float()
     del part.gate_proj, part.up_proj, part.down_proj
-    for name, values in (
-        ("both", weight),
-        ("both_bias", bias),
-        ("plain", plain),
-        ("last", last),
-        ("last_bias", behind),
-    ):
+    for name, values in (("both", weight), ("both_bias", bias), ("plain", plain), ("last", last)):
         part.register_buffer(name, values, persistent=False)
 
-    def run(x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if one_kernel(rows, weight):
-            inner = prompt_gemm.linear(rows.contiguous(), weight, bias=plain, epilogue=prompt_gemm.SILU)
+            made = prompt_gemm.linear(rows.contiguous(), weight, bias=plain, epilogue=prompt_gemm.SILU)
         else:
-            inner = elementwise.act_mul(F.linear(rows, weight, bias), "silu")
-        return F.linear(inner, last, behind).view(*x.shape[:-1], -1)
+            made = elementwise.act_mul(F.linear(rows, weight, bias), "silu")
+        return made.view(*x.shape[:-1], -1)
 
-    return run
+    return inner, last
 
 
 def one_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -91,7 +103,12 @@ def attention(part: Any) -> Any:
     return partial(attended, part)
 
 
-def attended(
+def attended(part: Any, hidden_states: Tensor, *given: Any, **more: Any) -> Tensor:
+    """``[T, d]`` -> the same shape."""
+    return part.proj(heads_of(part, hidden_states, *given, **more))  # type: ignore[no-any-return]
+
+
+def heads_of(
     part: Any,
     hidden_states: Tensor,
     cu_seqlens: Tensor,
@@ -99,12 +116,23 @@ def attended(
     max_seqlen: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """``[T, d]`` -> the same shape."""
-    qkv = part.qkv(hidden_states)
-    cos, sin = (x.contiguous() for x in position_embeddings)
-    rotate(qkv, cos, sin, part.num_heads)
+    """What the heads of attention give, ``[T, d]`` -> the same shape."""
+    x, tokens = hidden_states, len(hidden_states)
+    cos, sin = (values.contiguous() for values in position_embeddings)
+    long = takes_cudnn(x, cu_seqlens, max_seqlen)
+    qkv = x.new_empty(rounded(tokens) if long else tokens, part.qkv.out_features)
+    linear_to(qkv[:tokens], x, part.qkv)
+    rotate(qkv[:tokens], cos, sin, part.num_heads)
     q, k, v = qkv.view(len(qkv), 3, part.num_heads, -1).unbind(1)
-    return part.proj(attend(q, k, v, cu_seqlens, max_seqlen, part.scaling).flatten(1))  # type: ignore[no-any-return]
+    made = (attend_long if long else attend)(q, k, v, cu_seqlens, max_seqlen, part.scaling)
+    return made[:tokens].flatten(1)
+
+
+def linear_to(out: Tensor, x: Tensor, part: nn.Linear) -> None:
+    if part.bias is None:
+        torch.mm(x, part.weight.t(), out=out)
+    else:
+        torch.addmm(part.bias, x, part.weight.t(), out=out)
 
 
 def is_patches(part: Any) -> bool:
@@ -126,16 +154,23 @@ def patches(part: Any) -> Any:
 def is_block(part: Any) -> bool:
     """A layer: norms before attention and before an MLP, whose results are added to what they are made of."""
     whole = all(hasattr(part, name) for name in ("norm1", "norm2", "attn", "mlp"))
-    return whole and is_attention(part.attn) and is_norm(part.norm2)
+    return whole and is_attention(part.attn) and is_norm(part.norm2) and is_gated(part.mlp)
 
 
 def block(part: Any) -> Any:
-    weight, eps = part.norm2.weight.float(), part.norm2.variance_epsilon
+    """Both products add to their input where it lies. They have no biases: that of attention is added by the
+    second norm, as it reads, and both by a column of the last product."""
+    proj, norm2, down = part.attn.proj, part.norm2, part.mlp.down_proj
+    weight, eps = norm2.weight.float(), norm2.variance_epsilon
+    biases = [x.bias for x in (proj, down) if x.bias is not None]
+    inner, last = packed(part.mlp, sum(biases) if biases else None)
+    shift = None if proj.bias is None else proj.bias.float()
 
     def run(hidden_states: Tensor, *given: Any, **more: Any) -> Tensor:
-        x = part.attn.forward(part.norm1.forward(hidden_states), *given, **more)
-        x, total = elementwise.add_rms_norm(x, hidden_states.contiguous(), weight, eps)
-        return total + part.mlp.forward(x)  # type: ignore[no-any-return]
+        x = hidden_states.contiguous()
+        x.addmm_(heads_of(part.attn, part.norm1.forward(x), *given, **more), proj.weight.t())
+        y = elementwise.rms_norm(x, weight, eps) if shift is None else shifted_norm(x, shift, weight, eps)
+        return x.addmm_(inner(y), last.t())
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def one_by_one(
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("qwen2.5-vl", 12),
+        ("qwen2.5-vl", 10),
         *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("qwen2-vl", "qwen3-vl")),
     ],
 )
@@ -59,6 +60,9 @@ def test_kernels_of_towers(name: str, parts: int, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(varlen, "varlen_attn", one_by_one)
     model = MAKERS[name](tmp_path)
     tower = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cpu"))
+    biases = [values for name, values in tower.module.visual.named_parameters() if name.endswith("bias")]
+    for values in biases:  # a random model has zeros
+        values.normal_()
     given = [arrays_of(model.prepared(shown)) for shown in SHOWN]
     apart = [tower(arrays) for arrays in given]
     for step in (0, 1, 2):
@@ -73,6 +77,41 @@ def test_kernels_of_towers(name: str, parts: int, tmp_path: Path, monkeypatch: p
             found = tower(arrays)
             torch.testing.assert_close(found.values, expected.values, atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(found.deep, expected.deep, atol=1e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_attention_over_whole_pictures_by_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows and lengths that are rounded up."""
+    monkeypatch.setattr(varlen, "varlen_attn", one_by_one)
+    model = MAKERS["qwen2.5-vl"](tmp_path)
+    tower = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cpu"))
+    arrays = arrays_of(model.prepared(SHOWN[0]))
+    expected, calls = tower(arrays), []
+
+    def made(
+        q: Tensor, k: Tensor, v: Tensor, bias: None, ends: Tensor, ends_k: Tensor, most: int, *more: Any,
+        scale: float,
+    ) -> tuple[Tensor]:  # fmt: skip
+        calls.append((len(q), int(ends[-1]), most))
+        end, longest = int(ends[-1]), int(ends.diff().max())
+        found = one_by_one(q[:end], k[:end], v[:end], ends, ends_k, longest, longest, scale)
+        return (torch.cat([found, torch.full_like(q[end:], torch.nan)]),)
+
+    monkeypatch.setattr(tower_kernels, "takes_cudnn", lambda x, ends, longest: longest == len(x))
+    monkeypatch.setattr(tower_attention, "rounded", lambda size: size + 3)
+    monkeypatch.setattr(tower_kernels, "rounded", tower_attention.rounded)
+    monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", made)
+    tower_attention.use_packed(tower.module)
+    tower_kernels.hasten(tower.module)
+    torch.testing.assert_close(tower(arrays).values, expected.values, atol=1e-5, rtol=1e-4)
+    assert calls
+    assert all(rows == end + 3 and end + 3 == most for rows, end, most in calls)
+
+
+def test_sizes_are_rounded_to_few() -> None:
+    sizes = [tower_attention.rounded(size) for size in range(1, 5000)]
+    assert all(size <= there < size * 1.26 + 1 for size, there in enumerate(sizes, 1))
+    assert len(set(sizes)) < 50
 
 
 def test_kernels_that_give_something_else_are_not_taken(

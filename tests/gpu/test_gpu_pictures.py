@@ -17,6 +17,7 @@ from tiny import Transcript, make_core, run, tiny_config
 from vision_models import Model
 
 from sgla.attention import torch_ops
+from sgla.loading import tower_attention
 from sgla.loading.tower import load_tower
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
@@ -164,6 +165,17 @@ def wide(folder: Path) -> Model:
     tower["fullatt_block_indexes"] = [1]
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 320}
     return qwen_vl(folder, "qwen2_5_vl", tower, {"rope_parameters": rope, **shape})
+
+
+def test_attention_over_long_pictures_by_cudnn() -> None:
+    lengths, heads, dim = [1500, 1024, 1900], 3, 80
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    tokens, longest = sum(lengths), max(lengths)
+    qkv = torch.randn(tower_attention.rounded(tokens), 3, heads, dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.unbind(1)
+    found = tower_attention.attend_long(q, k, v, ends, longest, dim**-0.5)[:tokens]
+    expected = tower_attention.attend(q[:tokens], k[:tokens], v[:tokens], ends, longest, dim**-0.5)
+    torch.testing.assert_close(found, expected, atol=4e-3, rtol=2e-2)
 
 
 def test_native_decode_turns_by_its_own_positions(tmp_path: Path) -> None:

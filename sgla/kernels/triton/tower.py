@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
-"""Rotation of queries and keys in towers of pictures."""
+"""Rotation of queries and keys in towers of pictures, and norms of what lacks a bias."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.common import _begin_early, _pdl
+from sgla.kernels.triton.common import _begin_early, _pdl, _warps
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -40,3 +41,23 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
         qkv, cos, sin, qkv.stride(0), HEADS=2 * heads, HALF=half, HB=triton.next_power_of_2(2 * heads),
         DB=max(16, triton.next_power_of_2(half)), num_warps=4, **_pdl(),
     )  # fmt: skip
+
+
+@triton.jit
+def _shifted_norm(x, shift, weight, out, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin_early(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+    v += tl.load(shift + i, mask=i < d, other=0.0)
+    w = tl.load(weight + i, mask=i < d, other=0.0)
+    scale = tl.rsqrt(tl.sum(v * v) / d + eps)
+    tl.store(out + row * d + i, v * scale * w, mask=i < d)
+
+
+def shifted_norm(x: Tensor, shift: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMSNorm of ``x + shift``: x ``[T, d]`` contiguous, shift and weight float32[d]."""
+    out, d = torch.empty_like(x), x.shape[1]
+    block = triton.next_power_of_2(d)
+    _shifted_norm[(len(x),)](x, shift, weight, out, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl())
+    return out
