@@ -4,6 +4,7 @@
 
     python bench/gpu_moe.py tune [--model bench/models/qwen3-30b-a3b] [--fp8]     # prints the table, JSON lines above it
     python bench/gpu_moe.py few                                                  # the kernels for very few tokens
+    python bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b          # layers of one and two tokens, in a chain
     python bench/gpu_moe.py decode                                               # those for decode batches
     python bench/gpu_moe.py prompts                                              # those for prompts
     python bench/gpu_moe.py packed --model bench/models/gpt-oss-120b             # cuts of those of experts in MXFP4
@@ -20,19 +21,23 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lines
 import torch
 
-from sgla.kernels.cuda import experts, grouped_gemm, router
+from sgla.kernels import ops
+from sgla.kernels.cuda import experts, grouped_gemm, router, skinny_gemm
+from sgla.kernels.gpu import mixture
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
 from sgla.kernels.triton.moe import Cut, Tile, Tiles
 from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 from sgla.quant.e2m1 import E2M1
+from sgla.quant.weight import pack
 
 BF16 = torch.bfloat16
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
@@ -263,6 +268,97 @@ def few(model: str, fp8: bool) -> None:
         emit(bench="route", tokens=tokens, us=round(us, 2))
 
 
+LAYERS = 5  # of a chain, whose experts are all in memory
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it was": {},
+    "two tiles": {"TWO_TILES": True},
+    "early": {"EARLY": 2},
+    "both": {"TWO_TILES": True, "EARLY": 2},
+    **{
+        f"both, gate and up in {n} x {k}, {warps} warps": {
+            "TWO_TILES": True,
+            "EARLY": 2,
+            "GATE_UP": Cut(n, k, warps),
+        }
+        for n, k, warps in ((2, 2048, 2), (2, 2048, 4), (4, 2048, 8), (8, 2048, 8), (2, 1024, 2))
+    },
+    **{
+        f"both, down in {n} x {k}, {warps} warps": {
+            "TWO_TILES": True,
+            "EARLY": 2,
+            "DOWN": Cut(n, k, warps),
+        }
+        for n, k, warps in (
+            (1, 2048, 1),
+            (1, 4096, 2),
+            (2, 4096, 2),
+            (2, 4096, 4),
+            (4, 2048, 4),
+            (1, 2048, 2),
+        )
+    },
+}
+
+
+def layers(model: str, fp8: bool) -> None:
+    """From what attention left to the sum of the experts: o with the add, norm, router, choice, both
+    products, the add. ``floor_us``: the bytes of weights at 4.34 TB/s, as if no two tokens shared an
+    expert."""
+    spec, kind = read_spec(model), "fp8" if fp8 else "bf16"
+    moe_spec, d = spec.moe, spec.hidden
+    assert moe_spec is not None
+    f, parts = moe_spec.intermediate, moe_spec.shared // moe_spec.intermediate
+    shared: Any = ("gated" if moe_spec.shared_gate else "always") if parts else ""
+    routing = replace(moe_spec.routing, shared=shared, parts=max(parts, 1))
+    count, heads = moe_spec.experts + parts, 4096
+
+    def matrix(n: int, k: int, kind: Any = "bf16") -> Any:
+        w = torch.empty(n, k, dtype=BF16, device="cuda").normal_(0, k**-0.5)
+        return w if kind is None else pack(w, kind)
+
+    chain = [
+        (
+            matrix(d, heads, None),
+            matrix(moe_spec.experts + (shared == "gated"), d),
+            matrix(count * 2 * f, d, kind),
+            matrix(count * d, f, kind),
+        )
+        for _ in range(LAYERS)
+    ]
+    norm = torch.ones(d, device="cuda")
+    correction = torch.zeros(moe_spec.experts, device="cuda") if routing.score == "sigmoid" else None
+    biases = ops.Biases(correction=correction)
+    kept = {name: getattr(moe, name) for name in ("TWO_TILES", "EARLY", "GATE_UP", "DOWN")}
+    for tokens in (1, 2):
+        seen = torch.randn(tokens, heads, dtype=BF16, device="cuda")
+        stream = torch.randn(tokens, d, dtype=BF16, device="cuda")
+
+        def body(layer: tuple[Any, ...]) -> None:
+            o, router, gate_up, down = layer
+            skinny_gemm.linear(seen, o, epilogue=skinny_gemm.ADD, out=stream)
+            made = mixture.run(stream, (norm, 1e-6), router, gate_up, down, routing, "silu", biases)
+            made.add_to(stream)
+
+        size = 1 if fp8 else 2
+        read = tokens * (routing.top_k + parts) * 3 * f * d * size + 2 * d * (heads + count)
+        for name, given in VARIANTS.items():
+            for key, value in (kept | given).items():
+                setattr(moe, key, value)
+            stream.normal_()
+            us = time_us([lambda each=each: body(each) for each in chain * 3], repeats=15)  # type: ignore[misc]
+            emit(
+                bench="moe_layers",
+                model=model,
+                fp8=fp8,
+                tokens=tokens,
+                variant=name,
+                us=round(us, 2),
+                floor_us=round(read / 4.34e6, 2),
+            )
+    for key, value in kept.items():
+        setattr(moe, key, value)
+
+
 def decode(model: str) -> None:
     """From the attention's output to the outputs of all pairs: by CUDA kernels, and by Triton's behind the
     same router."""
@@ -417,7 +513,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["tune", "few", "decode", "prompts", "packed"])
+    parser.add_argument("what", choices=["tune", "few", "layers", "decode", "prompts", "packed"])
     parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
     parser.add_argument("--fp8", action="store_true")
     args = parser.parse_args()
@@ -426,7 +522,7 @@ def main() -> None:
         if args.what in apart:
             apart[args.what](args.model)
         else:
-            (tune if args.what == "tune" else few)(args.model, args.fp8)
+            {"tune": tune, "few": few, "layers": layers}[args.what](args.model, args.fp8)
 
 
 if __name__ == "__main__":

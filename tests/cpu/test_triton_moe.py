@@ -147,6 +147,42 @@ def test_few_tokens_equal_the_oracle(d: int, f: int, experts: int, normalize: bo
     torch.testing.assert_close(total, h + expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [2, 3, 5, 9])
+def test_few_tokens_of_shared_experts_in_two_tiles(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
+    """As in one tile, with weights of shared experts loaded first; pairs of other ranks are left out."""
+    d, f, experts, tokens = 24, 20, 12, 2
+    x, p = torch.randn(tokens, d), torch.rand(tokens, top_k)
+    _, gate_up, down = weights(experts, f, d)
+    ids = torch.stack([torch.randperm(experts - 1)[:top_k] for _ in range(tokens)]).int()
+    ids[:, -1] = experts - 1
+    ids[1, 0] = -1
+    p[1, 0] = 0
+
+    def computed() -> torch.Tensor:
+        inner = moe.few_gate_up(x, p, ids, gate_up, None, f, "silu", shared=1)
+        return moe.few_down(inner, down, None, ids, d)
+
+    monkeypatch.setattr(moe, "DOWN", moe.Cut(2, 64, 2))  # several tiles of k
+    monkeypatch.setattr(moe, "GATE_UP", moe.Cut(4, 16, 4))
+    monkeypatch.setattr(moe, "TWO_TILES", False)
+    monkeypatch.setattr(moe, "EARLY", 0)
+    expected = computed()
+    monkeypatch.setattr(moe, "TWO_TILES", True)
+    monkeypatch.setattr(moe, "EARLY", 2)
+    torch.testing.assert_close(computed(), expected, rtol=1e-5, atol=1e-6)
+    each = gate_up.view(experts, 2, f, d)[ids.clamp(min=0).long()] @ x[:, None, None, :, None]
+    inner = torch.nn.functional.silu(each[:, :, 0, :, 0]) * each[:, :, 1, :, 0] * p[:, :, None]
+    made = down.view(experts, d, f)[ids.clamp(min=0).long()] @ inner[..., None]
+    torch.testing.assert_close(expected, made[..., 0].sum(1), rtol=1e-4, atol=1e-5)
+
+
+def test_places_of_few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "TWO_TILES", True)
+    assert [moe.split(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13)] == [
+        *((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (8, 0), (8, 0), (8, 1), (8, 2), (8, 4), (16, 0))
+    ]
+
+
 CASES = [
     *(("silu", "mxfp4", *shape) for shape in ((3, 96, 64, 1), (2, 400, 96, 3), (19, 160, 96, 0))),
     ("gelu_tanh", "mxfp4", 3, 96, 64, 1),

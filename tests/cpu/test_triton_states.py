@@ -26,7 +26,7 @@ from sgla.kernels.dispatch import using
 from sgla.kernels.gpu.ops import GpuOps
 from sgla.kernels.gpu.rewrite import Asked
 from sgla.kernels.gpu.states import device_states
-from sgla.kernels.triton import delta, ssd
+from sgla.kernels.triton import conv, delta, ssd
 
 UNITS = 14
 LENGTHS, READS, WRITES = [1, 1, 1, 50, 9, 131, 2], [3, 0, 5, 0, 4, 6, 12], [3, 1, 7, 2, 4, 6, 12]
@@ -85,8 +85,9 @@ def same_in_runs(call, channels: int = 0, memory: tuple[int, int, int] = (0, 0, 
     torch.testing.assert_close(begin.memory[1:], layer.memory[1:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_convolution_in_runs(bias: bool) -> None:
+@pytest.mark.parametrize(("bias", "tile"), [(False, conv.RUN), (True, conv.RUN), (True, 3)])
+def test_convolution_in_runs(monkeypatch: pytest.MonkeyPatch, bias: bool, tile: int) -> None:
+    monkeypatch.setattr(conv, "RUN", tile)
     x = torch.randn(sum(RUNS), 20)[:, 3:13]
     weight, b = torch.randn(10, 4), torch.randn(10) if bias else None
     same_in_runs(lambda rows, layer: ops.causal_conv(x, weight, b, layer, rows), channels=10)

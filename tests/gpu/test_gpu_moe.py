@@ -166,6 +166,51 @@ def test_a_shared_expert_behind_all_others(others: int, top_k: int, parts: int, 
         assert relative(mixture.run(x, (norm, 1e-6), *weights, routing, "silu").sum(), expected) < 0.015
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("others", "top_k", "parts", "f"), [(256, 8, 1, 512), (64, 4, 1, 1536), (64, 6, 2, 1408)]
+)
+def test_experts_of_few_tokens_in_a_chain_of_layers(
+    monkeypatch: pytest.MonkeyPatch, others: int, top_k: int, parts: int, f: int, kind: Any
+) -> None:
+    """Kernels that start early and places in two tiles: each layer is right, and graphs give the same bits
+    each time, which eager launches without an early start give, too."""
+    d, routing = 2048, Routing(top_k, normalize=True, shared="always", parts=parts)
+    count, norm = others + parts, torch.rand(d, device="cuda") + 0.5
+    layers = []
+    for _ in range(3):
+        shapes = [(others, d, "bf16"), (count * 2 * f, d, kind), (count * d, f, kind)]
+        drawn = [torch.empty(n, k, dtype=BF16, device="cuda").normal_(0, k**-0.5) for n, k, _ in shapes]
+        layers.append([pack(w, storage) for w, (_, _, storage) in zip(drawn, shapes)])
+    monkeypatch.setattr(moe, "TWO_TILES", True)
+
+    def chain(begin: torch.Tensor) -> torch.Tensor:
+        stream = begin.clone()
+        for _ in range(3):
+            for weights in layers:
+                mixture.run(stream, (norm, 1e-6), *weights, routing, "silu").add_to(stream)
+        return stream
+
+    for tokens in (1, 2):
+        begin = torch.randn(tokens, d, dtype=BF16, device="cuda")
+        expected = ops.moe(ops.rms_norm(begin, norm, 1e-6).float(), *layers[0], routing, "silu")
+        for early in (0, 2):
+            monkeypatch.setattr(moe, "EARLY", early)
+            found = mixture.run(begin, (norm, 1e-6), *layers[0], routing, "silu").sum()
+            assert relative(found, expected) < (0.015 if kind == "bf16" else 0.06)
+        monkeypatch.setattr(moe, "EARLY", 0)
+        eager = chain(begin)
+        monkeypatch.setattr(moe, "EARLY", 2)
+        chain(begin)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain(begin)
+        for _ in range(50):
+            graph.replay()
+            assert torch.equal(captured, eager)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("count", "f", "tokens"), [(8, 192, 300), (16, 768, 1000), (128, 768, 4096), (3, 64, 700)]

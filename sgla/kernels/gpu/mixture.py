@@ -139,12 +139,14 @@ def run(
     assert activation == "silu" or activation == "gelu_tanh"
     if one_kernel:
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
-    return _products(sent, count, gate_up, down, activation, rounded)
+    shared = routing.common if biases.places is None else 0
+    return _products(sent, count, shared, gate_up, down, activation, rounded)
 
 
 def _products(
     routed: RoutedExperts,
     count: Count,
+    shared: int,
     gate_up: Weight,
     down: Weight,
     activation: Literal["silu", "gelu_tanh"],
@@ -154,7 +156,9 @@ def _products(
     x, probabilities, ids, _ = routed
     tokens, d = x.shape
     if tokens <= FEW:
-        inner = moe.few_gate_up(x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation)
+        inner = moe.few_gate_up(
+            x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, shared
+        )
         return Few(inner, ids, down, d)
     if (
         ids.numel() >= MANY * count.every

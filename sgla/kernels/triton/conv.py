@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 """Short causal convolutions whose last inputs are kept as a state: see ``ops.causal_conv``."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from sgla.kernels.triton.common import _begin_early, _pdl
 
 CHANNELS, TOKENS = 64, 64  # of a tile of a prompt
-DECODE_CHANNELS = 256
+DECODE_CHANNELS, RUN = 256, 8  # of a tile of decode rows, and how many of these go on from each other
 
 
 @triton.jit
@@ -20,37 +20,72 @@ def _activated(y, SILU: tl.constexpr):
     return y * tl.sigmoid(y) if SILU else y
 
 
-@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks"])
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "runs"])
 def _decode(
-    x, weight, bias, state, out, reads, writes, marks, s_x, s_out, s_weight, s_unit, s_channel, s_place,
-    channels, K: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, state, out, reads, writes, marks, runs, s_x, s_out, s_weight, s_unit, s_channel,
+    s_place, channels, K: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, RUNS: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: some channels of a row of one token. A place of the state is read before the one in front
-    of it is written."""
-    _begin_early(PDL)
+    """One program: some channels of a row of one token, or (``RUNS``) of the rows that go on from each other,
+    TOKENS at a time. The last of them may write to the unit that the first one reads. No kernel near before
+    this one writes to the state."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
+    count = 1
+    if RUNS:
+        count = tl.load(runs + row)
+        if count == 0:
+            return
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = c < channels
     read = tl.load(reads + row).to(tl.int64)
-    write = tl.load(writes + row).to(tl.int64)
-    mark = tl.load(marks + 3 * row + 2).to(tl.int64)
-    begun, marked = c < tl.where(read > 0, channels, 0), c < tl.where(mark > 0, channels, 0)
+    begun = c < tl.where(read > 0, channels, 0)
     at = state + c * s_channel
-    new = tl.load(x + row.to(tl.int64) * s_x + c, mask=live, other=0.0)
-    y = new.to(tl.float32) * tl.load(weight + c * s_weight + K - 1, mask=live, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        y += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
+    before = ()
+    targets = ()
+    factors = ()
     for i in tl.static_range(K - 1):
-        old = tl.load(at + read * s_unit + i * s_place, mask=begun, other=0.0)
-        y += old.to(tl.float32) * tl.load(weight + c * s_weight + i, mask=live, other=0.0).to(tl.float32)
-        if i > 0:
-            tl.store(at + write * s_unit + (i - 1) * s_place, old, mask=live)
-            tl.store(at + mark * s_unit + (i - 1) * s_place, old, mask=marked)
-    if K > 1:
-        tl.store(at + write * s_unit + (K - 2) * s_place, new, mask=live)
-        tl.store(at + mark * s_unit + (K - 2) * s_place, new, mask=marked)
-    tl.store(out + row.to(tl.int64) * s_out + c, _activated(y, SILU), mask=live)
+        before += (tl.load(at + read * s_unit + i * s_place, mask=begun, other=0.0),)
+    for k in tl.static_range(K):
+        factors += (tl.load(weight + c * s_weight + k, mask=live, other=0.0).to(tl.float32),)
+    for t in tl.static_range(TOKENS):
+        targets += (tl.load(writes + row + t, mask=t < count, other=0),)
+        targets += (tl.load(marks + 3 * (row + t) + 2, mask=t < count, other=0),)
+    start = tl.zeros([BLOCK], dtype=tl.float32)
+    if HAS_BIAS:
+        start += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for first in range(0, count, TOKENS):
+        source = x + (row + first).to(tl.int64) * s_x + c
+        inputs = ()
+        for i in tl.static_range(K - 1):
+            old = before[i].to(x.dtype.element_ty)
+            if RUNS:
+                again = c < tl.where(first > 0, channels, 0)
+                old = tl.where(first > 0, tl.load(source + (i - K + 1) * s_x, mask=again, other=0.0), old)
+            inputs += (old,)
+        for t in tl.static_range(TOKENS):
+            there = c < tl.where(first + t < count, channels, 0)
+            inputs += (tl.load(source + t * s_x, mask=there, other=0.0),)
+        for t in tl.static_range(TOKENS):
+            if first + t < count:
+                token = row + first + t
+                y = start
+                for k in tl.static_range(K):
+                    y += factors[k] * inputs[t + k].to(tl.float32)
+                tl.store(out + token.to(tl.int64) * s_out + c, _activated(y, SILU), mask=live)
+                write = targets[2 * t]
+                mark = targets[2 * t + 1]
+                if RUNS:
+                    write = tl.where(first > 0, tl.load(writes + token), write)
+                    mark = tl.where(first > 0, tl.load(marks + 3 * token + 2), mark)
+                marked = c < tl.where(mark > 0, channels, 0)
+                for i in tl.static_range(K - 1):
+                    place = at + i * s_place
+                    tl.store(place + write.to(tl.int64) * s_unit, inputs[t + 1 + i], mask=live)
+                    tl.store(place + mark.to(tl.int64) * s_unit, inputs[t + 1 + i], mask=marked)
 
 
 @triton.jit
@@ -62,40 +97,6 @@ def _inputs(x, state, s_x, s_place, t, begin, unit, c, live, K: tl.constexpr):
     new = tl.load(x + t.to(tl.int64) * s_x + c, mask=live & (t >= begin), other=0.0)
     old = tl.load(state + before * s_place, mask=live & (t < tl.where(unit > 0, begin, -K)), other=0.0)
     return tl.where(t >= begin, new, old.to(new.dtype))
-
-
-@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "runs"])
-def _run(
-    x, weight, bias, state, out, reads, writes, marks, runs, s_x, s_out, s_weight, s_unit, s_channel,
-    s_place, channels, K: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: some channels of the rows of one token that go on from each other. The last of them may
-    write to the unit that the first one reads, as in ``_leave``."""
-    _begin_early(PDL)
-    row = tl.program_id(0)
-    count = tl.load(runs + row)
-    if count == 0:
-        return
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = c < channels
-    read = tl.load(reads + row).to(tl.int64)
-    at = state + c * s_channel
-    for t in range(0, count):
-        token = row + t
-        y = tl.zeros([BLOCK], dtype=tl.float32)
-        for k in tl.static_range(K):
-            v = _inputs(x, at + read * s_unit, s_x, s_place, token - (K - 1) + k, row, read, c, live, K)
-            y += v.to(tl.float32) * tl.load(weight + c * s_weight + k, mask=live, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            y += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + token.to(tl.int64) * s_out + c, _activated(y, SILU), mask=live)
-        write, mark = tl.load(writes + token).to(tl.int64), tl.load(marks + 3 * token + 2).to(tl.int64)
-        marked = c < tl.where(mark > 0, channels, 0)
-        for k in tl.static_range(K - 1):
-            v = _inputs(x, at + read * s_unit, s_x, s_place, token - (K - 2) + k, row, read, c, live, K)
-            tl.store(at + write * s_unit + k * s_place, v, mask=live)
-            tl.store(at + mark * s_unit + k * s_place, v, mask=marked)
 
 
 @triton.jit(do_not_specialize_on_alignment=["reads", "first", "segments", "chunks"])
@@ -183,11 +184,11 @@ def decode(
     last column a second unit for each row, or 0. ``runs``: see ``gpu/states.py: DeviceStates``."""
     (rows, channels), k = x.shape, weight.shape[1]
     grid = (rows, triton.cdiv(channels, DECODE_CHANNELS))
-    units = (reads, writes, marks) if runs is None else (reads, writes, marks, runs)
-    (_decode if runs is None else _run)[grid](
-        x, weight, weight if bias is None else bias, state, out, *units, x.stride(0), out.stride(0),
-        weight.stride(0), *state.stride(), channels, K=k, HAS_BIAS=bias is not None, SILU=silu,
-        BLOCK=DECODE_CHANNELS, num_warps=4, **_pdl(),
+    _decode[grid](
+        x, weight, weight if bias is None else bias, state, out, reads, writes, marks,
+        reads if runs is None else runs, x.stride(0), out.stride(0), weight.stride(0), *state.stride(),
+        channels, K=k, HAS_BIAS=bias is not None, SILU=silu, RUNS=runs is not None,
+        TOKENS=1 if runs is None else max(RUN, k - 1), BLOCK=DECODE_CHANNELS, num_warps=4, **_pdl(),
     )  # fmt: skip
 
 

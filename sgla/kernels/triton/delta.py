@@ -59,12 +59,12 @@ def _token(S, q, k, v, kept, beta, scale):
 
 
 @triton.jit
-def _step(
-    S, q, k, v, decay, beta, out, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta, group, scale, token, i, j,
-    DK: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr, GATES: tl.constexpr,
+def _inputs(
+    q, k, v, decay, beta, s_q, s_k, s_v, s_decay, s_beta, group, token, i, j, DK: tl.constexpr,
+    DV: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """S of the program's head after ``token``, whose output it stores."""
-    head, heads = tl.program_id(1), tl.num_programs(1)
+    """What the program's head has of ``token``."""
+    head = tl.program_id(1)
     source = (head // group) * DK + i
     q_t = tl.load(q + token * s_q + source, mask=i < DK, other=0.0).to(tl.float32)
     k_t = tl.load(k + token * s_k + source, mask=i < DK, other=0.0).to(tl.float32)
@@ -72,12 +72,24 @@ def _step(
     b_t = tl.load(beta + token * s_beta + head)
     if CHANNELS:
         d_t = tl.load(decay + token * s_decay + head * DK + i, mask=i < DK, other=0.0)
-        S, o = _token(S, q_t, k_t, v_t, tl.exp(d_t)[:, None], b_t, scale)
     else:
         d_t = tl.load(decay + token * s_decay + head)
+    return q_t, k_t, v_t, d_t, b_t
+
+
+@triton.jit
+def _step(
+    S, q, k, v, decay, beta, out, a_log, dt_bias, scale, token, j, DV: tl.constexpr, CHANNELS: tl.constexpr,
+    GATES: tl.constexpr,
+):  # fmt: skip
+    """S of the program's head after ``token``, whose output it stores."""
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    if CHANNELS:
+        S, o = _token(S, q, k, v, tl.exp(decay)[:, None], beta, scale)
+    else:
         if GATES:
-            d_t, b_t = _rates(d_t, b_t, tl.load(a_log + head), tl.load(dt_bias + head))
-        S, o = _token(S, q_t, k_t, v_t, tl.exp(d_t), b_t, scale)
+            decay, beta = _rates(decay, beta, tl.load(a_log + head), tl.load(dt_bias + head))
+        S, o = _token(S, q, k, v, tl.exp(decay), beta, scale)
     tl.store(out + (token * heads + head) * DV + j, o, mask=j < DV)
     return S
 
@@ -105,23 +117,25 @@ def _decode(
     at = memory + head * s_head + i[:, None] * DV + j[None, :]
     inside = (i < DK)[:, None] & (j < DV)[None, :]
     S = tl.load(at + read * s_unit, mask=inside & (i < tl.where(read > 0, DK, 0))[:, None], other=0.0)
+    last = tl.load(writes + row + count - 1).to(tl.int64)
+    mark = tl.load(marks + 3 * (row + count - 1) + 2).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    q_t, k_t, v_t, d_t, b_t = _inputs(
+        q, k, v, decay, beta, s_q, s_k, s_v, s_decay, s_beta, group, token, i, j, DK, DV, CHANNELS
+    )
     if RUNS:
-        for t in range(0, count - 1):
-            S = _step(
-                S, q, k, v, decay, beta, out, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta, group, scale,
-                token + t, i, j, DK, DV, CHANNELS, GATES,
-            )  # fmt: skip
-            tl.store(at + tl.load(writes + row + t).to(tl.int64) * s_unit, S, mask=inside)
-        row += count - 1
-        token += count - 1
-    S = _step(
-        S, q, k, v, decay, beta, out, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta, group, scale, token, i,
-        j, DK, DV, CHANNELS, GATES,
-    )  # fmt: skip
-    tl.store(at + tl.load(writes + row).to(tl.int64) * s_unit, S, mask=inside)
-    mark = tl.load(marks + 3 * row + 2).to(tl.int64)
+        for _ in range(0, count - 1):
+            q_n, k_n, v_n, d_n, b_n = _inputs(
+                q, k, v, decay, beta, s_q, s_k, s_v, s_decay, s_beta, group, token + 1, i, j, DK, DV, CHANNELS
+            )
+            write = tl.load(writes + token).to(tl.int64)
+            S = _step(S, q_t, k_t, v_t, d_t, b_t, out, a_log, dt_bias, scale, token, j, DV, CHANNELS, GATES)
+            tl.store(at + write * s_unit, S, mask=inside)
+            q_t, k_t, v_t, d_t, b_t = q_n, k_n, v_n, d_n, b_n
+            token += 1
+    S = _step(S, q_t, k_t, v_t, d_t, b_t, out, a_log, dt_bias, scale, token, j, DV, CHANNELS, GATES)
+    tl.store(at + last * s_unit, S, mask=inside)
     if mark > 0:
         tl.store(at + mark * s_unit, S, mask=inside)
 

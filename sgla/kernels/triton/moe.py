@@ -63,14 +63,20 @@ class Cut(NamedTuple):
 
 
 GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 2048, 2)  # of DOWN: k of a token's experts together
+# Off until they have run on a GPU (bench/gpu/few.sh): nine experts of a token in places for 8 and 1, not 16;
+# and up to how many tokens (2) shared experts are loaded before it is known who else is chosen.
+TWO_TILES, EARLY = False, 0
 
 
 @triton.jit
 def _norm_router(
     x, norm, router, normed, logits, eps, d, experts,
-    HAS_NORM: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the logits of BE experts for one token, and from the first one the normed token too."""
+    """One program: the logits of BE experts for one token, and from the first one the normed token too.
+    EARLY, here and below: the next kernel starts at once, whose first loads need nothing of this one."""
+    if EARLY and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     i = tl.arange(0, D)
@@ -122,12 +128,15 @@ def _route(
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
     CORRECTION: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
-    HELD: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    HELD: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and so many
     more, with the sigmoid of the logit behind the others' if they are GATED. The first program clears
     ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE. HELD: experts
     become their places on this rank, as ``homes`` has them, and those whose turn is another rank's -1."""
+    if EARLY and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     _begin(PDL)
     if PLACES > 0 and tl.program_id(0) == 0:
         z = tl.arange(0, PLACES)
@@ -364,27 +373,40 @@ def _combine(
 
 @triton.jit
 def _few_gate_up(
-    x, probabilities, ids, w, w_scale, out, f,
-    TOP_K: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr,
+    x, probabilities, ids, w, w_scale, out, f, experts,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN inner activations of one pair, times its probability."""
-    _begin(PDL)
-    pair = tl.program_id(0)
+    """One program: BN inner activations of one pair, times its probability. The last SHARED of the TOP_K
+    experts of a token are the last of all: they need no ``ids``, so those programs come first and load
+    weights before the wait."""
+    pair = tl.num_programs(1) - 1 - tl.program_id(1)
     token = pair // TOP_K
-    expert = tl.load(ids + pair)
-    p = tl.load(probabilities + pair)
-    r = tl.program_id(1) * BN + tl.arange(0, BN)
+    place = pair % TOP_K
+    r = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
+    expert = experts - TOP_K + place
+    if place < TOP_K - SHARED:
+        _begin(PDL)
+        expert = tl.load(ids + pair)
     here = tl.where(expert < 0, 0, f)
     source = w + (expert.to(tl.int64) * 2 * f + r)[:, None] * D + k[None, :]
-    gate = tl.zeros([BN, BK], tl.float32)
-    up = tl.zeros([BN, BK], tl.float32)
-    for at in tl.static_range(0, D, BK):
+    above = f.to(tl.int64) * D
+    mask = (r < here)[:, None] & (k < D)[None, :]
+    g = tl.load(source, mask=mask, other=0.0)
+    u = tl.load(source + above, mask=mask, other=0.0)
+    if place >= TOP_K - SHARED:
+        _begin(PDL)
+    p = tl.load(probabilities + pair)
+    row = x + token.to(tl.int64) * D + k
+    a = tl.load(row, mask=k < D, other=0.0).to(tl.float32)[None, :]
+    gate = g.to(tl.float32) * a
+    up = u.to(tl.float32) * a
+    for at in tl.static_range(BK, D, BK):
         mask = (r < here)[:, None] & (at + k < D)[None, :]
         g = tl.load(source + at, mask=mask, other=0.0)
-        u = tl.load(source + f.to(tl.int64) * D + at, mask=mask, other=0.0)
-        a = tl.load(x + token.to(tl.int64) * D + at + k, mask=at + k < D, other=0.0).to(tl.float32)[None, :]
+        u = tl.load(source + above + at, mask=mask, other=0.0)
+        a = tl.load(row + at, mask=at + k < D, other=0.0).to(tl.float32)[None, :]
         gate += g.to(tl.float32) * a
         up += u.to(tl.float32) * a
     g = tl.sum(gate, 1)
@@ -397,35 +419,65 @@ def _few_gate_up(
 
 
 @triton.jit
+def _few_rows(ids, pair, c, d, FIRST: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr):
+    """Of K experts of a token from the place FIRST on: the rows of the outputs c ``[BN, K]``, whether they
+    are there, and the places of their inner activations."""
+    j = FIRST + tl.arange(0, K)
+    expert = tl.load(ids + pair + j, mask=j < TOP_K, other=-1, cache_modifier=".cg").to(tl.int64)
+    row = tl.maximum(expert, 0)[None, :] * d + c[:, None]
+    return row, (c < d)[:, None] & (expert >= 0)[None, :], tl.where(j < TOP_K, pair + j, pair)
+
+
+@triton.jit
+def _few_weights(w, row, inside, k, F: tl.constexpr):
+    return tl.load(
+        w + row[:, :, None] * F + k[None, None, :],
+        mask=inside[:, :, None] & (k < F)[None, None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _few_inner(x, places, k, F: tl.constexpr):
+    at = x + places[None, :, None] * F + k[None, None, :]
+    return tl.load(at, mask=(k < F)[None, None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _few_down(
     x, w, w_scale, ids, out, d,
     TOP_K: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    REST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN outputs of one token, summed over its experts. The first weights are loaded before the
-    wait for ``x``: the kernel that makes it was itself launched after ``ids`` were there."""
+    """One program: BN outputs of one token, summed over its experts, K of them and up to REST behind these.
+    The first weights are loaded before the wait for ``x``: the kernel that makes it was itself launched after
+    ``ids`` were there."""
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
-    j = tl.arange(0, K)
-    k = tl.arange(0, BK)[None, None, :]
-    pair = token * TOP_K + j
-    expert = tl.load(ids + pair, mask=j < TOP_K, other=0, cache_modifier=".cg").to(tl.int64)
-    row = expert[None, :] * d + c[:, None]
-    inside = (c < d)[:, None] & ((j < TOP_K) & (expert >= 0))[None, :]
-    source = w + row[:, :, None] * F + k
-    inner = x + pair[None, :, None] * F + k
-    live = (j < TOP_K)[None, :, None]
-    weight = tl.load(source, mask=inside[:, :, None] & (k < F), other=0.0)
+    k = tl.arange(0, BK)
+    pair = token * TOP_K
+    row, inside, places = _few_rows(ids, pair, c, d, 0, TOP_K, K)
+    weight = _few_weights(w, row, inside, k, F)
+    if REST > 0:
+        rest, there, others = _few_rows(ids, pair, c, d, K, TOP_K, REST)
+        more = _few_weights(w, rest, there, k, F)
     _begin(PDL)
-    v = tl.load(inner, mask=live & (k < F), other=0.0)
-    part = tl.sum(weight.to(tl.float32) * v.to(tl.float32), 2)
+    part = tl.sum(weight.to(tl.float32) * _few_inner(x, places, k, F), 2)
+    if REST > 0:
+        behind = tl.sum(more.to(tl.float32) * _few_inner(x, others, k, F), 2)
     for at in tl.static_range(BK, F, BK):
-        weight = tl.load(source + at, mask=inside[:, :, None] & (at + k < F), other=0.0)
-        v = tl.load(inner + at, mask=live & (at + k < F), other=0.0)
-        part += tl.sum(weight.to(tl.float32) * v.to(tl.float32), 2)
+        weight = _few_weights(w, row, inside, at + k, F)
+        part += tl.sum(weight.to(tl.float32) * _few_inner(x, places, at + k, F), 2)
+        if REST > 0:
+            more = _few_weights(w, rest, there, at + k, F)
+            behind += tl.sum(more.to(tl.float32) * _few_inner(x, others, at + k, F), 2)
     if SCALED:
         part *= tl.load(w_scale + row, mask=inside, other=0.0)
     y = tl.sum(part, 1)
+    if REST > 0:
+        if SCALED:
+            behind *= tl.load(w_scale + rest, mask=there, other=0.0)
+        y += tl.sum(behind, 1)
     to = out + token * d + c
     if ADD:
         y += tl.load(to, mask=c < d, other=0.0).to(tl.float32)
@@ -442,7 +494,7 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     each = max(1, min(8192 // width, triton.next_power_of_2(experts)))
     _norm_router[(tokens, triton.cdiv(experts, each))](
         x, norm if norm is not None else x, router, normed, logits, eps, d, experts,
-        HAS_NORM=norm is not None, D=width, BE=each, **_pdl(),
+        HAS_NORM=norm is not None, D=width, BE=each, EARLY=tokens <= EARLY, **_pdl(),
     )  # fmt: skip
     return normed, logits
 
@@ -481,7 +533,7 @@ def route(
         GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,
         LEAST=routing.least > 0, HELD=biases.places is not None, E=triton.next_power_of_2(experts),
-        K=triton.next_power_of_2(width), BT=each,
+        K=triton.next_power_of_2(width), BT=each, EARLY=tokens <= EARLY,
         num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
@@ -576,15 +628,18 @@ def few_gate_up(
     w_scale: Tensor | None,
     f: int,
     activation: str,
+    shared: int = 0,
 ) -> Tensor:
     """The inner activations times the experts' probabilities: x ``[T, d]``, ids int32 ``[T, top_k]``, w ``[E
-    * 2 f, d]`` -> ``[T * top_k, f]``."""
+    * 2 f, d]`` -> ``[T * top_k, f]``. ``shared``: so many of each token's experts, the last ones, are the
+    last of all."""
     d, top_k = x.shape[1], ids.shape[1]
     out = torch.empty(ids.numel(), f, dtype=x.dtype, device=x.device)
-    _few_gate_up[(ids.numel(), triton.cdiv(f, GATE_UP.n))](
-        x, probabilities, ids, w, w_scale if w_scale is not None else x, out, f,
-        TOP_K=top_k, GELU=activation == "gelu_tanh", SCALED=w_scale is not None,
-        D=d, BN=GATE_UP.n, BK=min(GATE_UP.k, triton.next_power_of_2(d)), num_warps=GATE_UP.warps, **_pdl(),
+    _few_gate_up[(triton.cdiv(f, GATE_UP.n), ids.numel())](
+        x, probabilities, ids, w, w_scale if w_scale is not None else x, out, f, w.shape[0] // (2 * f),
+        TOP_K=top_k, SHARED=shared if len(x) <= EARLY else 0, GELU=activation == "gelu_tanh",
+        SCALED=w_scale is not None, D=d, BN=GATE_UP.n, BK=min(GATE_UP.k, triton.next_power_of_2(d)),
+        num_warps=GATE_UP.warps, **_pdl(),
     )  # fmt: skip
     return out
 
@@ -596,12 +651,21 @@ def few_down(
     ``[T, d]``; with ``out`` added to that in place."""
     (tokens, top_k), f = ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
-    places = triton.next_power_of_2(top_k)
+    places, rest = split(top_k)
     k = min(DOWN.k // places, triton.next_power_of_2(f))
     if top_k < places and f >= 6 * k:  # as much is on its way although some places are empty
         k *= 2
     _few_down[(tokens, triton.cdiv(d, DOWN.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
-        SCALED=w_scale is not None, F=f, K=places, BN=DOWN.n, BK=k, num_warps=DOWN.warps, **_pdl(),
+        SCALED=w_scale is not None, F=f, K=places, REST=rest, BN=DOWN.n, BK=k, num_warps=DOWN.warps, **_pdl(),
     )  # fmt: skip
     return total
+
+
+def split(top_k: int) -> tuple[int, int]:
+    """The places that a token's experts take, powers of two: all in one tile, or in two where fewer stay
+    empty so."""
+    whole = triton.next_power_of_2(top_k)
+    first = whole // 2
+    rest = triton.next_power_of_2(top_k - first) if TWO_TILES and first < top_k < whole else whole
+    return (first, rest) if first + rest < whole else (whole, 0)
