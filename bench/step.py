@@ -122,27 +122,28 @@ def profile_decode(runner: CudaRunner, rows: int, context: int, trace: Path | No
 
 
 def profile_prompt(
-    runner: CudaRunner, rows: int, context: int, tokens: int, trace: Path | None
+    runner: CudaRunner, rows: int, context: int, tokens: int, history: int, trace: Path | None
 ) -> dict[str, Any]:
-    """A prompt of ``tokens``, and decode rows beside it."""
+    """A prompt of ``tokens`` behind a ``history``, and decode rows beside it."""
     if rows:
         admit(runner, rows, context, DRAWN)
     row = NewRow(
         slot=rows,
-        tokens=ints(np.arange(tokens)),
-        prompt_len=tokens,
-        pages=pages_of(runner, rows * 120, -(-tokens // 16)),
+        tokens=ints(np.arange(history + tokens)),
+        prompt_len=history + tokens,
+        pages=pages_of(runner, rows * 120, -(-(history + tokens) // 16)),
         sampling=RowSampling(),
     )
     step = StepPlan(
         step=0,
         slots=ints(np.arange(rows + 1)),
-        starts=ints([context] * rows + [0]),
+        starts=ints([context] * rows + [history]),
         q_lens=ints([1] * rows + [tokens]),
         flags=bytes([SAMPLE]) * (rows + 1),
         new=[row],
     )
-    return profile(runner, lambda: runner.execute(step), Load(rows, context, tokens), trace)
+    found = profile(runner, lambda: runner.execute(step), Load(rows, context, tokens), trace)
+    return {"history": history} | found
 
 
 def profile(
@@ -184,7 +185,9 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.95, help="of the same rows")
     parser.add_argument("--profile", action="store_true", help="where a step goes, too")
     parser.add_argument(
-        "--prompts", default="0+4096,64+700", help="with --profile: decode rows + tokens of a prompt"
+        "--prompts",
+        default="0+4096,64+700",
+        help="with --profile: decode rows + tokens of a prompt, @ what it has behind it",
     )
     parser.add_argument("--traces", type=Path, help="with --profile: a folder to keep them in")
     parser.add_argument("--tp", type=int, default=1)
@@ -213,8 +216,10 @@ def profile_all(
         found = profile_decode(runner, rows, args.context, trace(f"decode-{rows}"))
         lines.emit(base | found)
     for name in args.prompts.split(","):
-        rows, tokens = map(int, name.split("+"))
-        lines.emit(base | profile_prompt(runner, rows, 1150, tokens, trace(f"prompt-{name}")))
+        sizes, _, history = name.partition("@")
+        rows, tokens = map(int, sizes.split("+"))
+        found = profile_prompt(runner, rows, 1150, tokens, int(history or 0), trace(f"prompt-{name}"))
+        lines.emit(base | found)
 
 
 def run(rank: int, args: argparse.Namespace, folder: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import urllib.request
+from array import array
 from typing import Any
 
 from sgla.bench.report import percentile
@@ -12,13 +13,14 @@ from sgla.observe import steplog
 ADMIN, STEPS = "of-a-bench", 4000  # the key with which the step log is asked for, and its steps
 FLAGS = ["--admin-api-key", ADMIN, "--step-log", str(STEPS)]  # of a server that is to tell
 
-Times = tuple[float, float, float]
+Times = tuple[float, float, float, int]
 
 
 def step_times(url: str) -> dict[str, dict[str, Any]]:
     """``ms`` on the device, ``gap_ms`` for which the device had nothing to do before, ``between_ms`` from a
-    step's tokens to those of the step before, as the scheduler has heard of them. ``new``: requests that
-    begin; ``in``, ``out``: beside copies to the device, and from it, which have not been told of."""
+    step's tokens to those of the step before, as the scheduler has heard of them; ``rows`` of the step.
+    ``new``: requests that begin, and so many tokens of them; ``in``, ``out``: beside copies to the device,
+    and from it, which have not been told of."""
     asked = urllib.request.Request(url + "/step_log", headers={"Authorization": f"Bearer {ADMIN}"})
     with urllib.request.urlopen(asked) as answer:
         log = steplog.read(answer.read())
@@ -36,9 +38,10 @@ def step_times(url: str) -> dict[str, dict[str, Any]]:
             plan, beside = plans.pop(call.result.step)
             if not plan.slots:
                 continue
-            prompts = max(plan.q_lens) > 1 or any(plan.q_lens[i] for i in range(1, len(plan.q_lens), 4))
-            kind = f"{len(plan.new)} new" if plan.new else "prompts" if prompts else "decode"
-            times = call.result.seconds, call.result.gap, max(0.0, call.now - before)
+            q_lens, rows = array("i", plan.q_lens), len(plan.flags)
+            read = sum(q_lens) - rows + len(plan.new)
+            kind = f"{len(plan.new)} new of {read}" if plan.new else "prompts" if read else "decode"
+            times = call.result.seconds, call.result.gap, max(0.0, call.now - before), rows
             before = call.now
             found.setdefault(f"{kind} {beside}".strip(), []).append(times)
     return {kind: told(times) for kind, times in sorted(found.items())} | {
@@ -51,4 +54,4 @@ def told(times: list[Times]) -> dict[str, Any]:
     fields: dict[str, Any] = {"count": len(times)}
     for name, values in zip(("ms", "gap_ms", "between_ms"), zip(*times)):
         fields[name] = [round(1e3 * percentile(values, q), 3) for q in (0.5, 0.9, 0.99)]
-    return fields
+    return fields | {"rows": [percentile([each[3] for each in times], q) for q in (0.5, 0.9, 0.99)]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sgla.messages import ADAPTER, Copy, Moved, int32
+from sgla.sched.moving import Numbers
 from sgla.sched.request import Request
 
 PLACE = "place"  # see Adapters.awaited
@@ -33,10 +34,12 @@ class Adapters:
     Thousands may wait: what is found for one of them holds for the others until a place changes hands.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, numbers: Numbers) -> None:
+        """``numbers``: of all copies."""
         self.copies: list[Copy] = []
         self.pinned: set[int] = set()
         self.loads = 0  # copies begun
+        self._numbers = numbers
         self._places = [AdapterPlace(number + 1) for number in range(places)]
         self._of: dict[int, AdapterPlace] = {}  # by adapter
         self._claims: dict[int, int] = {}  # number of a place -> the adapter that is to have it
@@ -65,16 +68,18 @@ class Adapters:
         """Places are used by others than before."""
         self._full, self._busy = False, None
 
-    def awaited(self, request: Request, transfer: int) -> str:
-        """What the request is to wait for before it can have its adapter: nothing, the ``ADAPTER``, which a
-        copy brings (number ``transfer``, if it begins now), or a ``PLACE`` that others use."""
+    def awaited(self, request: Request) -> str:
+        """What the request is to wait for before it can have its adapter, if it wants one: nothing, the
+        ``ADAPTER``, which a copy brings, or a ``PLACE`` that others use."""
+        if not request.adapter:
+            return ""
         place = self._of.get(request.adapter)
         if place is None:
             place = self._free(request.adapter)
             if place is None:
                 self._claim(request.adapter)
                 return PLACE
-            self._load(place, request.adapter, transfer)
+            self._load(place, request.adapter)
         if place.transfer:
             place.waiters.append(request.rid)
             return ADAPTER
@@ -149,7 +154,8 @@ class Adapters:
             number = self._busy.pop().number
             self._claims[number], self._claimed[adapter] = adapter, number
 
-    def _load(self, place: AdapterPlace, adapter: int, transfer: int) -> None:
+    def _load(self, place: AdapterPlace, adapter: int) -> None:
+        transfer = self._numbers.take()
         self._of.pop(place.adapter, None)
         self._touch(place)
         place.adapter, place.transfer, place.since = adapter, transfer, self._clock

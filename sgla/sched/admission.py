@@ -77,15 +77,15 @@ class Admission:
                 return
 
     def _await_adapter(self, request: Request) -> str:
-        """See ``Memory.adapter``. Requests that yield leave the place that another one is to have."""
-        awaited = self._memory.adapter(request)
+        """See ``Adapters.awaited``. Requests that yield leave the place that another one is to have."""
+        awaited = self._memory.adapters.awaited(request)
         place = self._memory.adapters.claimed(request.adapter) if awaited == PLACE else 0
         if not place or request.yields:
             return awaited
         leaving = [other for other in self._queues.running if other.yields and other.place == place]
         for other in leaving:
             self._pressure.preempt(other)
-        return self._memory.adapter(request) if leaving else awaited
+        return self._memory.adapters.awaited(request) if leaving else awaited
 
     def _displace(self, request: Request) -> bool:
         """Retract the lowest-ranked running request if ``request`` has a higher priority,
@@ -115,11 +115,12 @@ class Admission:
         if memory.load(request, partial(self._prefill.seconds, step, request, budget)):
             self._queues.hold(request, PAGES)
             return True
+        memory.rests.give(request, limits.page_size)
         count = self._prefill.chunk(request, budget, others)
         lacking = -(-(request.planned + count - request.allocated) // limits.page_size)
         lacking = min(lacking, memory.room(request))
         roomy = limits.encoder and count > 0
-        if not roomy and (lacking <= 0 or not memory.grow(request, lacking)):
+        if not roomy and (count <= 0 or (lacking > 0 and not memory.grow(request, lacking))):
             memory.release(request)
             return False
         count = self._prefill.uncut(request, min(count, request.allocated - request.planned), 0)

@@ -338,7 +338,7 @@ class Core:
         compute what a request that has ended would have had next."""
         if tiers:
             self._memory.transfers.flush()
-        return self._memory.cache.flush() and (tiers or self.idle)
+        return self._memory.flush() and (tiers or self.idle)
 
     def renew(self, weights: str) -> bool:
         """Forget the cached prefixes, those of open requests, too, which go on with what they have: weights

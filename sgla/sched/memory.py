@@ -21,6 +21,7 @@ from sgla.sched.limits import Limits
 from sgla.sched.moving import Numbers, Pools
 from sgla.sched.recurrent import Recurrent
 from sgla.sched.request import Prompt, Request
+from sgla.sched.rests import Rests
 from sgla.sched.transfers import Slack, Transfers
 
 STEP = "step"  # see Memory.attach
@@ -42,29 +43,26 @@ class Memory:
         kind = RadixCache if limits.prefix_cache else NullCache
         self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, states)
         tiers = limits.tiers if limits.prefix_cache else []
-        self._numbers = Numbers()
-        pools = Pools(self.pool, self.windows, states)
-        numbers = self._numbers
+        pools, numbers = Pools(self.pool, self.windows, states), Numbers()
+        self.rests = Rests(pools)
         self.transfers = Transfers(
-            self.cache, pools, tiers, found, limits.page_size, numbers, limits.write_policy
+            self.cache, pools, tiers, found, limits.page_size, numbers, self.rests, limits.write_policy
         )
-        self.adapters = Adapters(limits.adapters)
+        self.adapters = Adapters(limits.adapters, numbers)
         self._past = Past()
         self.slots = list(range(limits.rows - 1, -1, -1))
         self.recurrent = None
         if states is not None:
             self.recurrent = Recurrent(states, self.cache, self.slots, limits.page_size)
-        # Free pages of each group with NaN,
-        # which the next plan has zeroed before anybody uses them; or nothing.
+        # Free pages of each group with NaN, which the next plan zeroes before anybody uses them; or nothing.
         self.spoiled: list[list[int]] = []
         self._rows = limits.rows
 
     @property
     def available(self) -> list[int]:
         """Units that are free or can be made so by eviction."""
-        available = [len(self.pool) + self.cache.evictable]
-        for pool in self.windows:
-            available.append(len(pool) + pool.evictable)
+        available = [len(self.pool) + self.cache.evictable + len(self.rests)]
+        available += [len(pool) + pool.evictable + len(self.rests) for pool in self.windows]
         if self.recurrent is not None:
             available.append(self.recurrent.pool.available)
         return available
@@ -125,6 +123,11 @@ class Memory:
             self.adapters.take(request)
         return ""
 
+    def flush(self) -> bool:
+        """Forget what no request that runs holds on the device; true if nothing is left in the tree."""
+        self.rests.clear()
+        return self.cache.flush()
+
     def cached(self, namespace: str, tokens: Sequence[int]) -> int:
         """How many of them are, but for the last."""
         return self.cache.match(namespace, Prompt(tokens).data, len(tokens) - 1).length
@@ -134,19 +137,9 @@ class Memory:
         if not request.cacheable or isinstance(self.cache, NullCache):
             request.reach = -1
         else:
-            request.reach = max(request.branch, request.planned)
+            request.reach = max(request.branch, request.shared * self.page_size)
             known = self._past.known(request.namespace, request.data, request.reach)
             request.past, request.elsewhere, request.apart = known
-
-    def adapter(self, request: Request) -> str:
-        """What the request is to wait for before it can have its adapter: ``Adapters.awaited``."""
-        if not request.adapter:
-            return ""
-        begun = len(self.adapters.copies)
-        awaited = self.adapters.awaited(request, self._numbers.next)
-        if len(self.adapters.copies) > begun:
-            self._numbers.take()
-        return awaited
 
     def begin_copies(self) -> tuple[list[Copy], list[int]]:
         """Those that are to begin with the plan that is made, and those that are to end without a result."""
@@ -215,10 +208,12 @@ class Memory:
             return False
         if self.windows:
             self.slide(request)
-            if any(n > len(pool) + pool.evictable for pool in self.windows):
+        if self._short(n):
+            self.rests.clear()
+            if self._short(n):
                 return False
         short = n - len(self.pool)
-        if short > 0 and (short > self.cache.evictable or self.cache.evict(short) < short):
+        if short > 0 and self.cache.evict(short) < short:
             return False
         request.pages += self.pool.alloc(n)
         for pool, pages in zip(self.windows, request.windows):
@@ -229,6 +224,11 @@ class Memory:
             self.recurrent.take(request)
         request.allocated += n * self.page_size
         return True
+
+    def _short(self, n: int) -> bool:
+        """Of some group no ``n`` pages are free or can be evicted."""
+        short = n > len(self.pool) + self.cache.evictable
+        return short or any(n > len(pool) + pool.evictable for pool in self.windows)
 
     def slide(self, request: Request) -> None:
         """Give back the pages that no token still to be computed reads. Steps are computed in order, so those
@@ -283,6 +283,7 @@ class Memory:
         last = max(first, min(request.least, len(request.tokens)) // self.page_size)
         tokens = request.tokens[first * self.page_size : last * self.page_size].tobytes()
         windows = [pages[first:last] for pages in request.windows]
+        self.transfers.saving.save_rest(request, last)
         for g in range(len(self.windows)):
             self._let_go(g, request, len(request.pages) - last)
         if last > first:

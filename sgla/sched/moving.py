@@ -24,10 +24,6 @@ class Numbers:
     def __init__(self) -> None:
         self._last = 0
 
-    @property
-    def next(self) -> int:
-        return self._last + 1
-
     def take(self) -> int:
         self._last += 1
         return self._last
@@ -37,7 +33,8 @@ class Numbers:
 class Arrival:
     """What a transfer to the device brings: units of the first ``count`` pages of a text, which belong to it
     until the tree takes them over. Of each group of pages ``pages`` has one a page, 0 where none comes;
-    ``state`` stands behind the last; ``keys`` are of each group."""
+    ``state`` stands behind the last; ``keys`` are of each group. ``rest``: of each group of pages the one in
+    which the prompt of the request ``rid`` ends, or nothing."""
 
     namespace: str
     tokens: bytes
@@ -46,18 +43,21 @@ class Arrival:
     pages: list[list[int]]
     state: int
     keys: list[list[bytes]]
+    rest: list[int]
+    rid: str
 
 
 @dataclass(slots=True)
 class Transfer:
     """Units on their way between the device and the ``tier``, where it holds ``places``. It keeps ``node``
-    locked, and holds ``held`` of what the tree has beside that path; both of each cache group. ``waiters``:
-    requests that are held until it is done."""
+    locked, and holds ``held`` of what the tree has beside that path; both of each cache group. ``own``: units
+    of each group of pages that nobody else has. ``waiters``: requests that are held until it is done."""
 
     tier: int
     places: list[list[int]]
     node: Node | None = None
     held: list[list[int]] = field(default_factory=list)
+    own: list[list[int]] = field(default_factory=list)
     arrival: Arrival | None = None
     keys: list[list[bytes]] = field(default_factory=list)  # of what leaves, or is asked for
     waiters: list[str] = field(default_factory=list)
@@ -88,6 +88,11 @@ class Pools:
     def unhold(self, units: Sequence[Sequence[int]]) -> None:
         for pool, held in zip(self._loose, units[1:]):
             pool.unhold(held)
+
+    @property
+    def paged(self) -> list[PagePool]:
+        """But for states."""
+        return [self.pages, *self.windows]
 
     @property
     def _loose(self) -> list[WindowPool | StatePool]:

@@ -89,6 +89,7 @@ class Queues:
         """Weights have become others: who begins from now on finds nothing that is of the old ones, in no
         tier either. Requests that run go on with what they have."""
         self.weights = weights
+        self._memory.rests.clear()
         for request in (*self.waiting, *self.held.values()):
             request.namespace = self.space(request.submit)
 
@@ -143,6 +144,7 @@ class Queues:
         request.finish = reason
         del self.open[request.rid]
         self._ended(request, reason, now)
+        self._memory.rests.drop(request.rid)
         if request.state is State.WAITING:
             self._unlist(request)
             request.end()

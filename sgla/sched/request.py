@@ -267,6 +267,15 @@ class Request:
             return chain(self.keys, self.namespace, tokens, width, count, self.marks)
         return self.keys[:count]
 
+    def rest(self, page_size: int) -> bytes:
+        """The key of the page in which its prompt ends, up to there, if it may read some of its tokens; else
+        nothing."""
+        whole, more = divmod(self.prompt_len - 1, page_size)
+        if not more or self.known > self.prompt_len or self.cacheable < self.prompt_len - 1 or self.marks:
+            return b""
+        keys = self.chain(page_size, whole).copy()
+        return chain(keys, self.namespace, self.data, page_size * TOKEN_BYTES, whole + 1)[-1]
+
     @property
     def least(self) -> int:
         """Tokens whose KV is certain to be there when the steps in flight are done."""

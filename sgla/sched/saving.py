@@ -4,6 +4,7 @@ or before the tree loses it."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from sgla.cache.tier import chain
 from sgla.cache.tree import Node
@@ -71,6 +72,23 @@ class Saving:
         for tier in early:
             self._save_pages(tier, request.node, keys, pages)
 
+    def save_rest(self, request: Request, count: int) -> None:
+        """Of a request whose prompt has been computed, and nothing else, have the page in which that ends,
+        behind ``count`` whole ones, copied to the tier where others wait for it, and own it meanwhile."""
+        moving, early = self._moving, [tier for tier, told in enumerate(self._moving.told) if told.early]
+        if not early or request.node is None or moving.pools.states is not None:
+            return
+        size = moving.page_size
+        if not count or request.least != request.prompt_len or request.prompt_len - count * size <= 1:
+            return
+        keys, tokens = request.chain(size, count).copy(), request.tokens[: request.prompt_len].tobytes()
+        keys = chain(keys, request.namespace, tokens, moving.width, count + 1)
+        columns = (request.pages, *request.windows)
+        own = [pages[count] for pages in columns]
+        if self._save(early[0], request.node, keys, [{count: page} for page in own], own):
+            for pages in columns:
+                del pages[count]
+
     def go_on(self) -> None:
         """A plan begins: with ``write_back``, have one of the leaves that go next copied."""
         if self._policy != "write_back" or not self._moving.told:
@@ -101,8 +119,16 @@ class Saving:
     def _save_pages(self, tier: int, node: Node, keys: list[bytes], pages: dict[int, int]) -> None:
         self._save(tier, node, keys, [pages, *[{}] * (self._moving.pools.count - 1)])
 
-    def _save(self, tier: int, node: Node, keys: list[bytes], there: list[dict[int, int]]) -> None:
-        """``there``: the units of each cache group, by the page that they end with."""
+    def _save(
+        self,
+        tier: int,
+        node: Node,
+        keys: list[bytes],
+        there: list[dict[int, int]],
+        own: Sequence[int] = (),
+    ) -> bool:
+        """``there``: the units of each cache group, by the page that they end with. ``own``: all of them, if
+        the tree has none. False: the tier lacks nothing, or has no room."""
         moving, told = self._moving, self._moving.told[tier]
         named: list[list[bytes]] = []
         units, places = list[list[int]](), list[list[int]]()
@@ -122,9 +148,12 @@ class Saving:
             units.append([found[i] for i, _ in received])
             places.append([place for _, place in received])
         if not any(units):
-            return
+            return False
         self.leaving[tier] += len(units[0])
         moving.cache.lock(node)
-        moving.pools.hold(units)
-        number = moving.begin(Transfer(tier, places, node, [[], *units[1:]], keys=named))
+        held = [[], *([] if own else unit for unit in units[1:])]
+        moving.pools.hold(held)
+        owned = [[page] for page in own]
+        number = moving.begin(Transfer(tier, places, node, held, owned, keys=named))
         moving.later.append(Copy(number, "device", told.name, columns(units), columns(places), joined(named)))
+        return True

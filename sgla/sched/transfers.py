@@ -16,6 +16,7 @@ from sgla.cache.tree import TOKEN_BYTES
 from sgla.messages import Copy, Moved, Tier
 from sgla.sched.moving import Arrival, Moving, Numbers, Pools, Transfer, columns, joined
 from sgla.sched.request import Request
+from sgla.sched.rests import Rests
 from sgla.sched.saving import Saving
 from sgla.sched.stats import TierStats
 
@@ -34,14 +35,15 @@ class Transfers:
         found: Sequence[Sequence[bytes]],
         page_size: int,
         numbers: Numbers,
+        rests: Rests,
         policy: str = "write_through",
     ) -> None:
-        """``numbers``: of all copies. ``policy``: see ``Saving``."""
+        """``numbers``: of all copies. ``rests``: who gets the ends of prompts. ``policy``: see ``Saving``."""
         self.active = bool(tiers)
         self._moving = Moving(cache, pools, tiers, found, page_size, numbers)
         self.saving = Saving(self._moving, policy)
         self.dropped: list[int] = []
-        self._cache, self._pools, self._page_size = cache, pools, page_size
+        self._cache, self._pools, self._rests, self._page_size = cache, pools, rests, page_size
         self._coming: dict[bytes, int] = {}  # keys of pages, and the transfers that bring them
 
     @property
@@ -77,7 +79,15 @@ class Transfers:
         if end <= first:
             return False
         seconds = 0.0 if slack is None else slack(end * self._page_size)
-        return self._bring(request, ends.index(end), keys[:end], first, there, most is not None, seconds)
+        tier = ends.index(end)
+        rest = self._rest(request) if end == last and self._moving.told[tier].computes else b""
+        if not all(pool.has_key(rest) for pool in self._moving.tiers[tier]):
+            rest = b""
+        return self._bring(request, tier, keys[:end], first, there, most is not None, seconds, rest)
+
+    def _rest(self, request: Request) -> bytes:
+        """``Request.rest``, unless there are states, which stand at the ends of pages alone."""
+        return b"" if self._pools.states is not None else request.rest(self._page_size)
 
     def _look(self, request: Request, keys: list[bytes], first: int, end: int, early: bool) -> bool:
         """Ask a shared tier what it has behind the first ``end`` pages, once a request, and hold it until
@@ -100,15 +110,17 @@ class Transfers:
 
     def _ask(self, tier: int, request: Request, keys: list[bytes], first: int) -> None:
         """Have a tier compute what the tree lacks of a prompt, as far as steps will read it."""
-        last, size = len(keys), self._page_size
+        last, size, rest = len(keys), self._page_size, self._rest(request)
         named = [keys[first:]]
         named += [keys[max(first, pool.first(last * size)) :] for pool in self._pools.windows]
         if self._pools.states is not None:
             named.append(keys[-1:])
+        named = [wanted + [rest] * bool(rest) for wanted in named]
         asked = Transfer(tier, [], keys=named, waiters=[request.rid], asker=request, had=first * size)
         number = self._moving.begin(asked)
-        tokens, name = request.data[: last * self._moving.width + TOKEN_BYTES], self._moving.told[tier].name
-        self._moving.copies.append(Copy(number, name, "", [], [], joined(named), tokens, request.namespace))
+        tokens = request.data if rest else request.data[: last * self._moving.width + TOKEN_BYTES]
+        name, named_keys = self._moving.told[tier].name, joined(named)
+        self._moving.copies.append(Copy(number, name, "", [], [], named_keys, tokens, request.namespace))
 
     def _end(self, tier: Sequence[TierPool | StorePool], keys: list[bytes], first: int, there: Beside) -> int:
         """How many pages are served by what the tree has and the tier beside it, or ``first``."""
@@ -138,9 +150,10 @@ class Transfers:
         there: Beside,
         early: bool,
         slack: float,
+        rest: bytes,
     ) -> bool:
-        """Begin a transfer of what the tree lacks of ``keys``. False: there is no room for it, or it lacks
-        nothing."""
+        """Begin a transfer of what the tree lacks of ``keys``, and of the ``rest`` behind these. False: there
+        is no room for it, or it lacks nothing."""
         end, size = len(keys), self._page_size
         base = min(len(there.pages), end)
         node = self._cache.find(request.namespace, request.data, base * size, request.marks)
@@ -152,6 +165,8 @@ class Transfers:
         if self._pools.states is not None:
             held.append([there.states[end]] if end in there.states else [])
             lacking.append([] if end in there.states else [end - 1])
+        if rest:
+            keys, lacking = [*keys, rest], [[*indices, end] for indices in lacking]
         self._cache.lock(node)
         self._pools.hold(held)
         if not any(lacking) or not self._has_room(lacking):
@@ -159,22 +174,25 @@ class Transfers:
             self._cache.unlock(node)
             return any(lacking) and not early and self._await_room(request)
         units = self._take(lacking)
-        pages = [[0] * end for _ in range(1 + len(firsts))]
+        pages = [[0] * len(keys) for _ in range(1 + len(firsts))]
         for column, indices, new in zip(pages, lacking, units):
             for i, unit in zip(indices, new):
                 column[i] = unit
         state = units[-1][0] if self._pools.states is not None and units[-1] else 0
         named = [[keys[i] for i in indices] for indices in lacking]
         tokens = request.data[: end * self._moving.width]
-        arrival = Arrival(request.namespace, tokens, request.marks, end, pages, state, named)
+        ends_in = [column.pop() for column in pages] if rest else []
+        arrival = Arrival(
+            request.namespace, tokens, request.marks, end, pages, state, named, ends_in, request.rid
+        )
         places = [
             [pool.place(key) for key in wanted] for pool, wanted in zip(self._moving.tiers[tier], named)
         ]
         for pool, held_places in zip(self._moving.tiers[tier], places):
             pool.hold(held_places)
-        number = self._moving.begin(Transfer(tier, places, node, held, arrival))
+        number = self._moving.begin(Transfer(tier, places, node, held, arrival=arrival))
         self._moving.under_way[number].waiters.append(request.rid)
-        self._coming |= dict.fromkeys(keys[first:], number)
+        self._coming |= dict.fromkeys(keys[first:end], number)
         name = self._moving.told[tier].name
         request.brought = (name, end - first)
         ends = columns(places), columns(units), joined(named)
@@ -208,16 +226,20 @@ class Transfers:
             units.append([pools.states.take()] if counts[-1] else [])
         return units
 
-    def _arrive(self, arrival: Arrival, ok: bool) -> None:
+    def _arrive(self, arrival: Arrival, ok: bool, waiters: Sequence[str]) -> None:
         """The tree takes over what has come. What it has meanwhile, or all if ``not ok``, is free."""
         pools, left = self._pools, arrival.pages
+        if arrival.rest and ok and arrival.rid in waiters:
+            self._rests.keep(arrival.rid, arrival.rest)
+        else:
+            self._rests.free(arrival.rest)
         if ok:
             first, *windows = arrival.pages
             own, beside = self._cache.insert(
                 self._cache.root, arrival.namespace, arrival.tokens, first, windows, arrival.marks
             )
             left = [list(own), *beside]
-        for pool, units in zip((pools.pages, *pools.windows), left):
+        for pool, units in zip(pools.paged, left):
             pool.free(unit for unit in units if unit)
         if not arrival.state:
             return
@@ -282,8 +304,10 @@ class Transfers:
         stats, arrival = self._moving.stats[transfer.tier], transfer.arrival
         if transfer.node is not None:
             if arrival is not None:
-                self._arrive(arrival, moved.ok)
+                self._arrive(arrival, moved.ok, transfer.waiters)
             self._pools.unhold(transfer.held)
+            for own, units in zip(self._pools.paged, transfer.own):
+                own.free(units)
             self._cache.unlock(transfer.node)
         stats.failed += not (moved.ok or transfer.dropped)
         columns = zip(self._moving.tiers[transfer.tier], transfer.places)
@@ -328,11 +352,14 @@ class Transfers:
         ]
 
     def owned(self, group: int) -> list[int]:
-        """Units of the device that belong to transfers."""
+        """Units of the device that belong to transfers, and to requests that wait."""
         arrivals = [t.arrival for t in self._moving.under_way.values() if t.arrival is not None]
         if group == len(self._pools.windows) + 1:
             return [arrival.state for arrival in arrivals if arrival.state]
-        return [unit for arrival in arrivals for unit in arrival.pages[group] if unit]
+        coming = [unit for arrival in arrivals for unit in arrival.pages[group] if unit]
+        coming += [arrival.rest[group] for arrival in arrivals if arrival.rest]
+        leaving = [unit for t in self._moving.under_way.values() if t.own for unit in t.own[group]]
+        return coming + leaving + self._rests.owned(group)
 
     def held(self, group: int) -> list[int]:
         """Units of the tree that transfers hold, of a group beside the first."""

@@ -121,7 +121,10 @@ def test_answers_are_those_of_one_server(folders: dict[str, Path], name: str) ->
         [tier] = stats(second).tiers
         assert (tier.asked, tier.unanswered, tier.failed) == (3, 0, 0)
         assert tier.loaded > 12
-        assert stats(second).prefilled_tokens < 100
+        # Of three that are asked for the last token, of one that is there what is behind whole pages, and one
+        # of less than a page.
+        read = stats(second).prefilled_tokens
+        assert read < 100 if name == "states" else read == 3 + 6 + 9
         check_idle(second)
         check_idle(first)
 
@@ -444,7 +447,8 @@ def test_requests_that_leave_are_not_read_on(pair: tuple[Engine, Engine]) -> Non
 def test_a_prompt_may_take_all_that_is_lent(
     folders: dict[str, Path], prefill: Engine, pages: int, asked: int
 ) -> None:
-    """Nine pages of it. What has no room there is computed here, as is all that does not come."""
+    """Nine pages of it, and where it ends. What has no room there is computed here, as is all that does not
+    come."""
     assert prefill._system is not None
     [group] = prefill._system.ingress.facts.groups  # type: ignore[union-attr]
     with (
@@ -453,7 +457,7 @@ def test_a_prompt_may_take_all_that_is_lent(
     ):
         assert same_text(tell(second, [TEXTS[0]]), tell(prefill, [TEXTS[0]]))
         [tier] = stats(second).tiers
-        assert (tier.loaded, tier.unanswered) == (9 * asked, 1 - asked)
+        assert (tier.loaded, tier.unanswered) == (10 * asked, 1 - asked)
 
 
 def test_prompt_logprobs_are_computed_here(pair: tuple[Engine, Engine], folders: dict[str, Path]) -> None:
@@ -554,7 +558,7 @@ def test_a_process_that_is_killed(folders: dict[str, Path], alone: list[Any]) ->
     theirs.close()
     with decoding(folders["pages"], ours.recv()) as second:
         assert same(tell(second, ASKED[:1]), alone[:1])
-        assert stats(second).tiers[0].loaded == 9
+        assert stats(second).tiers[0].loaded == 10
         ours.send("pause")
         assert ours.recv() == "paused"
         told: list[Any] = []

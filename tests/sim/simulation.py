@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from sgla.cache.tier import chain
 from sgla.executor.fake import FakeModel, mix
+from sgla.executor.fake_tiers import WRONG
 from sgla.messages import (
     CacheGroup,
     Delta,
@@ -152,7 +153,7 @@ class Simulation:
         for token in tokens:
             state = mix(state, token)
             hashes.append(state)
-        names = chain([], copy.namespace, copy.tokens, width, len(tokens) // size)
+        names = chain([], copy.namespace, copy.tokens, width, -(-len(tokens) // size))
         brings = random.choice((1.0, 1.0, 0.7))
         for g, keys in enumerate(copy.keys):
             there = self.model.tiers.there[copy.source][g]
@@ -160,7 +161,8 @@ class Simulation:
                 assert key in names, "the text is not that of the keys"
                 end = (names.index(key) + 1) * size
                 whole = self.limits.groups[g].every
-                content = (end, hashes[end - 1]) if whole else hashes[end - size : end]
+                page = hashes[end - size : end]
+                content = (end, hashes[end - 1]) if whole else page + [WRONG] * (size - len(page))
                 if random.random() < brings:
                     there[key] = key, content
 

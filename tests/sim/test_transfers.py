@@ -274,6 +274,49 @@ def test_a_store_that_does_not_answer_costs_nobody_his_text() -> None:
     simulation.verify()
 
 
+def read_elsewhere(*others: CacheGroup, **changes: Any) -> Simulation:
+    """A decode server whose prefill server brings all that it is asked for."""
+    tiers = [Tier("prefill", [0] * (1 + len(others)), shared=True, least=1, computes=True)]
+    return Simulation(make_limits(windows=others, tiers=tiers, **changes))
+
+
+@pytest.mark.parametrize("others", [(), (CacheGroup(9, 6),)])
+def test_of_a_prompt_that_another_server_has_read_one_token_is_computed(
+    others: tuple[CacheGroup, ...],
+) -> None:
+    simulation = read_elsewhere(*others)
+    for count in (36, 37, 38, 39):
+        tokens = LONG[count:] + LONG[:count]  # of none the beginning is there
+        simulation.offer(make_submit(f"r{count}", tokens[:count], 4))
+        simulation.run()
+    assert simulation.core.stats().prefilled_tokens == 4
+    assert {column for plan in simulation.plans for column in plan.q_lens[::4]} == {1}
+    simulation.verify_states()
+    simulation.assert_released()
+
+
+def test_where_a_prompt_ends_within_a_page_is_nobody_elses() -> None:
+    """Who leaves before its turn gives the page back; who runs takes it where there is no other."""
+    simulation = read_elsewhere(slots=2)
+    memory = simulation.core._memory
+    for rid, count, most in (("long", 4, 52), ("gone", 10, 2), ("left", 11, 2)):
+        simulation.offer(make_submit(rid, [count] * count, most))
+    while len(memory.rests) < 2:
+        simulation.step()
+        while simulation.copies:
+            simulation.end_a_copy(Random(0))
+    simulation.cancel("gone")
+    simulation.core.check()
+    assert len(memory.rests) == 1
+    room, [more, *_] = len(memory.pool) + memory.cache.evictable, memory.available
+    assert more == room + 1
+    assert memory.grow(simulation.core.open["long"], more)
+    simulation.core.check()
+    simulation.cancel("long")
+    simulation.run()
+    simulation.verify()
+
+
 def test_saving_does_not_keep_the_device_from_work() -> None:
     """Copies that do not end hold what they copy, and nobody waits for it."""
     simulation = simulate(pages=40, host=200)
