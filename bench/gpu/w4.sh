@@ -20,6 +20,5 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
 json.dump(model, open(path, "w"))
 PY
 part cuts 50 bench/gpu_stationary.py --seconds 38
-sed -i 's/^SERVES = False/SERVES = True/' sgla/kernels/cuda/stationary_gemm.py # in this copy alone
 part w4a16 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 8,16
 part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k stationary

@@ -18,8 +18,8 @@ from sgla.kernels.integers import BLOCK, Integers
 from sgla.kernels.rehearsal import under_way
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE", "Shape"]
-FEWEST, MAX_ROWS = 9, 16  # of x
-SERVES = False  # until its tests have run on a GPU again: since it was measured they ran on CPUs alone
+FEWEST, MAX_ROWS = 5, 16  # of x
+WIDE = 1 << 13  # channels of a wide x
 MOST_WARPS = 16  # of a block
 MOST_SLICES = 8
 STAGES = 6  # at most
@@ -119,19 +119,26 @@ def plan(shape: Shape, config: Config) -> Plan | None:
 
 @lru_cache(1 << 14)
 def default_config(shape: Shape) -> Config | None:
-    """The cut that was fastest or nearly so with the layers of Qwen3-8B on an H200 (``bench/gpu/w4.sh``): the
-    fewest slices, so that warps have all of k between them; None: no cut fits."""
-    many = shape.n * (1 + shape.gated) > 4 * shape.k
+    """The cut that was fastest or nearly so with the layers of Qwen3-8B on an H200 (``bench/gpu/w4.sh``), or,
+    where that does not fit, the fewest slices, so that warps have all of k between them; None: no cut
+    fits."""
+    many, few = shape.n * (1 + shape.gated) > 4 * shape.k, shape.rows <= 8
+    if many:
+        best = Config(2, 2, behind=not few)
+    elif shape.k > WIDE:
+        best = Config(1, 4, 2) if few else Config(1, 2, 4)
+    elif few:
+        best = Config(1, 2, 2) if shape.n > shape.k else Config(1, 4)
+    else:
+        best = Config(1, 2)
     wanted = itertools.product(range(1, MOST_SLICES + 1), (2, 1), (2, 1) if many else (1,))
-    configs = (Config(tiles, blocks, slices) for slices, blocks, tiles in wanted)
-    return next((config for config in configs if plan(shape, config) is not None), None)
+    others = (Config(tiles, blocks, slices) for slices, blocks, tiles in wanted)
+    return next((config for config in (best, *others) if plan(shape, config) is not None), None)
 
 
 @lru_cache(1 << 14)
 def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
     """Why it cannot or should not multiply ``rows`` by a weight ``[n, k]``, or None."""
-    if not SERVES:
-        return "its last changes were not tried on a GPU"
     if not FEWEST <= rows <= MAX_ROWS:
         return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
     if (bits, group) != (4, 128):
