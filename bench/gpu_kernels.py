@@ -491,6 +491,7 @@ def bench_prompts() -> None:
             shape = shape_of(heads, kv_heads, len(rows))
             for name in ("auto", "triton"):
                 prompts = attention.choose_backend(name, [shape])[0].prompts
+                assert prompts is not None
                 slots = np.arange(len(rows), dtype=np.int32)
                 tiles = torch.from_numpy(cut(slots, starts, lens, 0, prompts.tile)).cuda()
 

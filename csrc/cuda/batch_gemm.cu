@@ -14,6 +14,11 @@
 // of each row. The second (SCALED) adds these up while its weights come, in a fixed order, and divides its
 // results by the rms.
 //
+// BM 32: the narrowest tile, for weights with few rows whose k may not be split. Its instructions multiply 64
+// rows all the same, and what they make of the others is left. PANELS: so many times 64 of k in a stage, since
+// a thread can ask for so many stages a microsecond only. ROUNDED: gate and up are rounded to bf16 before the
+// activation, as in prompt_gemm.cu. A result that is not split is the same bits as there, whatever the tile.
+//
 // E4M3: both factors are rounded to 8 bits, x with a scale for each row and w with one for each of its own.
 // The results are multiplied by them. GROUPED: a row of w has a scale for each 128 k, which is a stage; the
 // sums of a stage, in registers of their own, meet it there.
@@ -23,7 +28,7 @@
 #include "gumbel.cuh"
 #include "inbox.cuh"
 
-#ifndef BM  // weight rows of a tile: a multiple of 32 from 64 to 256
+#ifndef BM  // weight rows of a tile: a multiple of 32 up to 256
 #define BM 128
 #endif
 // Over x, each with some of a tile's weight rows: more than one if the sums of all would not fit into
@@ -53,6 +58,12 @@
 #ifndef E4M3
 #define E4M3 0
 #endif
+#ifndef PANELS
+#define PANELS 1
+#endif
+#ifndef ROUNDED
+#define ROUNDED 0
+#endif
 #ifndef GROUPED
 #define GROUPED 0
 #endif
@@ -69,10 +80,11 @@
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int ROW_BYTES = 128, BK = ROW_BYTES / (E4M3 ? 1 : 2);  // one row of a swizzled tile
 constexpr bool FACTORS = SCALED || (E4M3 && !GROUPED);  // of rows of x, in shared memory
-constexpr bool PAIRED = BM % 64 != 0;
+constexpr bool NARROW = BM < 64, PAIRED = BM % 64 != 0 && !NARROW;
 constexpr int GROUPS = (BM + 63) / 64 / PASSES, CONSUMERS = GROUPS * 128;
 constexpr int HALF = PAIRED ? (BN / 2 + 15) & ~15 : BN;  // rows of x for the last group in the last pass
-constexpr int W_BYTES = GROUPS * 64 * ROW_BYTES, STAGE_BYTES = W_BYTES + BN * ROW_BYTES;
+constexpr int W_PANEL = (NARROW ? BM : GROUPS * 64) * ROW_BYTES;
+constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * ROW_BYTES;
 // 160 registers a consumer, for which the loading group gives up its own.
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
 constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + FACTORS * 32);
@@ -83,7 +95,8 @@ constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
 static_assert(!(E4M3 && (SCALED || ADD || DRAW)) && !(GROUPED && (!E4M3 || TIGHT)));
-static_assert(!(SEND && (EPILOGUE || PAIRED)));  // what is sent is sent once
+static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
+static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
 // Sums that a block gets from its cluster.
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;
 
@@ -131,8 +144,28 @@ __device__ __forceinline__ void send(const Params& p, u32 y0, u32 y1, int row, i
 }
 #endif
 
-__device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, u64 policy) {
-  if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows
+// Panels of 64 of k: dims k in a panel, row, panel.
+__device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, u32 bar, int panel, int row,
+                                            u64 policy) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(row), "r"(panel), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, u32 bar, int panel, int row) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+               "{%3, %4, %5}], [%2];"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(row), "r"(panel) : "memory");
+}
+// Of step `step` of k.
+__device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int step, int row) {
+  if (PANELS > 1) copy_panels(to, map, bar, step * PANELS, row);
+  else copy_2d(to, map, bar, step * BK, row);
+}
+__device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int step, int row, u64 policy) {
+  const int k = step * BK;
+  if (PANELS > 1)
+    copy_panels(to, map, bar, step * PANELS, row, policy);
+  else if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%3, %4, %4, %5}], [%2], %6;"
                  ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 16), "l"(policy) : "memory");
@@ -163,7 +196,7 @@ struct Tile {
 struct Work {
   int rank, first, count, begin, step, total;
   __device__ __forceinline__ Work(const Params& p) {
-    const int steps = p.k / BK;
+    const int steps = p.k / (BK * PANELS);
     rank = blockIdx.x % SPLIT, first = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - first;
     begin = blockIdx.x / SPLIT, step = gridDim.x / SPLIT, total = p.tiles * p.row_tiles * PASSES;
   }
@@ -172,23 +205,23 @@ struct Work {
 // Asks for the first stages of weights.
 __device__ __forceinline__ void load_first(const Params& p, u32 ring, u32 full, const Work& work) {
   const u64 policy = policy_once();
-  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * ROW_BYTES;
+  const int ahead = min(STAGES, work.count), bytes = W_BYTES + PANELS * p.x_rows * ROW_BYTES;
   const Tile one(p, work.begin);
   for (int i = 0; i < ahead; ++i) {
     barrier_expect(full + i * 8, bytes);
-    copy_w(ring + i * STAGE_BYTES, p.w, full + i * 8, (work.first + i) * BK, one.w_row(), policy);
+    copy_w(ring + i * STAGE_BYTES, p.w, full + i * 8, work.first + i, one.w_row(), policy);
   }
 }
 
 // And for all else.
 __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work) {
   const u64 policy = policy_once();
-  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * ROW_BYTES;
+  const int ahead = min(STAGES, work.count), bytes = W_BYTES + PANELS * p.x_rows * ROW_BYTES;
   const Tile one(p, work.begin);
   pdl_wait();
   pdl_launch();
   for (int i = 0; i < ahead; ++i)
-    copy_2d(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, (work.first + i) * BK, one.row);
+    copy_x(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, work.first + i, one.row);
   Slot<STAGES> slot;
   if (ahead == STAGES) slot.parity = 1; else slot.stage = ahead;
   for (int at = work.begin, i = ahead; at < work.total; at += work.step, i = 0) {
@@ -197,8 +230,8 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
       const u32 stage = ring + slot.stage * STAGE_BYTES, bar = full + slot.stage * 8;
       barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
       barrier_expect(bar, bytes);
-      copy_w(stage, p.w, bar, (work.first + i) * BK, tile.w_row(), policy);
-      copy_2d(stage + W_BYTES, p.x, bar, (work.first + i) * BK, tile.row);
+      copy_w(stage, p.w, bar, work.first + i, tile.w_row(), policy);
+      copy_x(stage + W_BYTES, p.x, bar, work.first + i, tile.row);
     }
   }
 }
@@ -270,6 +303,10 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
     u32* to = reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + (long long)(row + g) * p.n + n) + t;
     const bool here = row + g < p.m;
     if (GATED) {
+      if (ROUNDED) {
+        const u32 a = pack2(d[0], d[1]), b = pack2(d[2], d[3]);
+        d[0] = lo2f(a), d[1] = hi2f(a), d[2] = lo2f(b), d[3] = hi2f(b);
+      }
       const u32 y = movmatrix(pack2(gate<GELU>(d[0], d[2]), gate<GELU>(d[1], d[3])));
       if (here && n < p.n) *to = y;
     } else {
@@ -443,6 +480,7 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
 // What consumers find in shared memory: stages and their barriers, and what else there is.
 struct Shared {
   u32 ring, full, empty, inbox, delivered, scaled;
+  int x_panel;  // bytes
   float *scales, *warp_squares;
   DrawRows<DRAW ? BN : 1>* draws;
 };
@@ -467,14 +505,17 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
   for (int i = 0; i < count; ++i, slot.next()) {
     const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
     barrier_wait(shared.full + slot.stage * 8, slot.parity);
-    const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < ROW_BYTES / 32; ++k) {
-      product(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
-      if (TWICE)
-        product(*reinterpret_cast<float (*)[REST / 2]>(acc + FIRST / 2), w + k * 2,
-                x + FIRST * (ROW_BYTES / 16) + k * 2);
+    for (int panel = 0; panel < PANELS; ++panel) {
+      const u64 w = tile_at(stage + w_at + panel * W_PANEL), x = tile_at(stage + x_at + panel * shared.x_panel);
+#pragma unroll
+      for (int k = 0; k < ROW_BYTES / 32; ++k) {
+        product(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
+        if (TWICE)
+          product(*reinterpret_cast<float (*)[REST / 2]>(acc + FIRST / 2), w + k * 2,
+                  x + FIRST * (ROW_BYTES / 16) + k * 2);
+      }
     }
     wgmma_commit();
     if (i > 0) {
@@ -565,7 +606,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
       const long long best = *const_cast<volatile long long*>(&draws.best[threadIdx.x]);
       if (best > told.given) atomicMax(p.draw.keys + threadIdx.x, told.given = best);
     }
-  } else {
+  } else if (!NARROW || threadIdx.x / 32 < BM / 16) {
     store(p, sum, n, row, shared.scales + row - tile.row);
   }
 }
@@ -620,7 +661,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     }
     return;
   }
-  const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), scales, warp_squares, &draws};
+  const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), p.x_rows * ROW_BYTES,
+                      scales, warp_squares, &draws};
   if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);

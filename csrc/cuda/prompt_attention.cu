@@ -9,6 +9,11 @@
 //
 // Few tiles behind long histories would leave multiprocessors idle, so a tile may be cut into parts, each
 // with some of its keys. Their sums go to memory, and `merge_parts` makes one result of them.
+//
+// CHUNKED, a token's result is the same bits whatever else there is: all keys are cut at the same places, a
+// block goes through the chunks of its tile one after another, the last ones first, and joins their sums as
+// it goes. DECODE: tiles of one token, whose parts, chunks too, go to several blocks; merged in that order
+// they give the same bits.
 #include "wgmma.cuh"
 
 #ifndef HD  // 64 or 128
@@ -20,16 +25,26 @@
 #ifndef STAGES
 #define STAGES 3
 #endif
+#ifndef CHUNKED
+#define CHUNKED 0
+#endif
+#ifndef DECODE
+#define DECODE 0
+#endif
 
-constexpr int ROWS = 128, QUERIES = ROWS / GROUP, BN = 128;  // of a tile; its tokens; keys of a stage
+constexpr int GROUPS = DECODE ? 1 : 2;  // of warps that multiply
+// Of a tile; its tokens; keys of a stage.
+constexpr int ROWS = GROUPS * 64, QUERIES = DECODE ? 1 : ROWS / GROUP, BN = 128;
 constexpr int HALVES = HD / 64;                             // a row of shared memory has 64 columns
 constexpr int Q_HALF = ROWS * 128, Q_BYTES = HALVES * Q_HALF, KV_HALF = BN * 128, KV_BYTES = HALVES * KV_HALF;
 constexpr float NEVER = -1e30f;  // the score of a key that is not seen
 constexpr int PIECE = 16, PIECES = BN / PIECE;  // tokens of a copy out of a page
-constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
-// A part: sums of values, [ROWS][HD]; maxima of scores, [ROWS]; sums of weights, [ROWS].
-constexpr int PART = ROWS * (HD + 2);
-constexpr int MERGERS = 256, SHARES = 4;  // threads of a block, blocks that share the rows of a tile
+// The last group loads, and gives up its registers if there are not enough.
+constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
+// A part: sums of values, [USED][HD]; maxima of scores, [USED]; sums of weights, [USED].
+constexpr int USED = DECODE ? GROUP : ROWS, PART = USED * (HD + 2);
+constexpr int KEPT = HD / 2 + 4;  // floats that a thread keeps of the chunks so far
+constexpr int MERGERS = 256, SHARES = DECODE ? 1 : 4;  // threads of a block, blocks that share a tile's rows
 
 struct Params {
   TensorMap q;                   // dims: column, head, token
@@ -40,9 +55,10 @@ struct Params {
   // Slot (-1: keys and values lie beside q), first token in q, its position, tokens; the longest first.
   const int4* tiles;   // merge_parts: first token in q, tokens, first part, parts
   const int4* parts;   // null, or of each tile: its first and last block of keys, its part (-1: all keys)
-  float* sums;         // of parts: [part][KV heads][PART]
+  float* sums;         // of parts: [part][KV heads][PART]; CHUNKED: [blocks][KEPT][CONSUMERS]
   int tile_count, table_stride, kv_heads, page_size;
   float scale;  // with log2(e)
+  int chunk;    // CHUNKED: blocks of keys
 };
 
 __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head,
@@ -75,9 +91,10 @@ struct Shared {
 };
 
 // The block's tile of this number: all go through the list to and fro, so that each gets long and short ones.
+// CHUNKED: a chunk of it.
 struct Work {
-  int slot, token, start, count, head, first = 0, last, part = -1;  // first, last: blocks of keys
-  __device__ __forceinline__ Work(const Params& p, int number) {
+  int number, slot, token, start, count, head, first = 0, last, part = -1;  // first, last: blocks of keys
+  __device__ __forceinline__ Work(const Params& p, int number) : number(number) {
     const int at = number * gridDim.x + (number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     const int4 tile = at < p.tile_count * p.kv_heads ? p.tiles[at / p.kv_heads] : int4{0, 0, 0, 0};
     slot = tile.x, token = tile.y, start = tile.z, count = tile.w, head = at % p.kv_heads;
@@ -86,8 +103,30 @@ struct Work {
       const int4 own = p.parts[at / p.kv_heads];
       first = own.x, last = own.y, part = own.z;
     }
+    if (CHUNKED) first = last / p.chunk * p.chunk;
   }
   __device__ __forceinline__ int end() const { return start + count; }
+  // CHUNKED: whether the tile has chunks that came before this one, and whether some are to come.
+  __device__ __forceinline__ bool goes_on() const { return CHUNKED && last < (end() - 1) / BN; }
+  __device__ __forceinline__ bool ends() const { return !CHUNKED || first == 0; }
+  __device__ __forceinline__ Work next(const Params& p) const {
+    if (ends()) return Work(p, number + 1);
+    Work before = *this;
+    before.last = first - 1, before.first = first - p.chunk;
+    return before;
+  }
+};
+
+// Sums of a row over some keys: of weights, which are powers of 2 of scores less `top`, and of values times
+// weights. They are joined with those over keys before.
+struct Join {
+  float top, old, now;
+  __device__ __forceinline__ Join(float a, float b, float scale) : top(fmaxf(a, b)) {
+    old = exp2_fast((a - top) * scale), now = exp2_fast((b - top) * scale);
+  }
+  __device__ __forceinline__ float operator()(float a, float b) const {
+    return __fmaf_rn(a, old, __fmul_rn(b, now));
+  }
 };
 
 // Lanes copy side by side: each has its 16 tokens and its half of the columns. What lies behind the end stays
@@ -100,10 +139,9 @@ struct Loader {
   __device__ __forceinline__ void run() {
     pdl_wait();  // the tiles and the table are older than the kernel before
     pdl_launch();
-    for (int number = 0;; ++number) {
-      const Work work(p, number);
-      if (!work.count) break;
-      barrier_wait(shared.q_empty, number % 2 ^ 1);
+    Work work(p, 0);
+    for (int item = 0; work.count; ++item, work = work.next(p)) {
+      barrier_wait(shared.q_empty, item % 2 ^ 1);
       if (threadIdx.x % 32 == 0) {
         barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
         for (int h = 0; h < HALVES; ++h)
@@ -181,7 +219,7 @@ struct Softmax {
         s[i] = exp2_fast(fmaf(s[i], scale, -base)), s[i + 1] = exp2_fast(fmaf(s[i + 1], scale, -base));
         part += s[i] + s[i + 1];
       }
-      sum[r] = sum[r] * fade[r] + part;
+      sum[r] = fmaf(sum[r], fade[r], part);
     }
     return __any_sync(~0u, fades);
   }
@@ -198,11 +236,12 @@ struct Rows {
   Softmax softmax;
 
   __device__ __forceinline__ void run() {
-    int number = 0;
-    Work work(p, number);
+    if (DECODE) pdl_wait();  // the tiles are made by a kernel shortly before
+    int item = 0;
+    Work work(p, 0);
     if (!work.count) return;
     if (group == 1) yield();
-    fetch_q(number);
+    fetch_q(item);
     barrier_wait(shared.k_full, 0);
     wgmma_fence();
     multiply();
@@ -213,13 +252,13 @@ struct Rows {
     softmax.apply(s, p.scale);
     begin(work);
     while (true) {
-      const Work next(p, ++number);
+      const Work next = work.next(p);
       int block = work.last;
       // Tokens may lie in two blocks of keys.
       while (block > work.first && block * BN > work.start) --block, step<true, false>(work, work, block);
       while (block > work.first) --block, step<false, false>(work, work, block);
       if (!next.count) break;
-      fetch_q(number);
+      fetch_q(++item);
       step<true, true>(next, work, next.last);
       begin(next);
       work = next;
@@ -236,7 +275,7 @@ struct Rows {
   __device__ __forceinline__ void step(const Work& work, const Work& before, int block) {
     barrier_wait(shared.k_full + k.stage * 8, k.parity);
     barrier_wait(shared.v_full + v.stage * 8, v.parity);
-    meet_at<256>(1 + group);
+    if (GROUPS > 1) meet_at<256>(1 + group);
     wgmma_fence();
     multiply();
     weigh();
@@ -265,10 +304,12 @@ struct Rows {
     pack();
   }
 
-  __device__ __forceinline__ void yield() { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
+  __device__ __forceinline__ void yield() {
+    if (GROUPS > 1) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
+  }
 
-  __device__ __forceinline__ void fetch_q(int number) {
-    barrier_wait(shared.q_full, number % 2);
+  __device__ __forceinline__ void fetch_q(int item) {
+    barrier_wait(shared.q_full, item % 2);
     const u32 row = shared.q + (threadIdx.x / 32 * 16 + lane % 16) * 128;
 #pragma unroll
     for (int i = 0; i < HD / 16; ++i)
@@ -340,11 +381,31 @@ struct Rows {
   }
 
   __device__ __forceinline__ void store(const Work& work, const Softmax& done) {
+    // CHUNKED: what this thread keeps.
+    float* kept = p.sums + (long long)blockIdx.x * (KEPT * CONSUMERS) + threadIdx.x;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sum = done.sum[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
+      if (CHUNKED && (work.goes_on() || !work.ends())) {
+        float top = done.top[r];
+        float *most = kept + (HD / 2 + r) * CONSUMERS, *all = most + 2 * CONSUMERS;
+        if (work.goes_on()) {
+          const Join join(*most, top, p.scale);
+          top = join.top, sum = join(*all, sum);
+#pragma unroll
+          for (int j = 0; j < HD / 2; ++j)
+            if (j / 2 % 2 == r) o[j] = join(kept[j * CONSUMERS], o[j]);
+        }
+        if (!work.ends()) {
+          *most = top, *all = sum;
+#pragma unroll
+          for (int j = 0; j < HD / 2; ++j)
+            if (j / 2 % 2 == r) kept[j * CONSUMERS] = o[j];
+          continue;
+        }
+      }
       const int query = (row() + 8 * r) / GROUP;
       if (query >= work.count) continue;
       if (work.part >= 0) {
@@ -353,7 +414,7 @@ struct Rows {
         float2* values = reinterpret_cast<float2*>(part + at * HD) + lane % 4;
 #pragma unroll
         for (int j = 0; j < HD / 8; ++j) values[j * 4] = {o[j * 4 + 2 * r], o[j * 4 + 2 * r + 1]};
-        if (lane % 4 == 0) part[ROWS * HD + at] = done.top[r], part[ROWS * HD + ROWS + at] = sum;
+        if (lane % 4 == 0) part[USED * HD + at] = done.top[r], part[USED * HD + USED + at] = sum;
         continue;
       }
       const long long to =
@@ -383,10 +444,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
   }
   __syncthreads();
   if (threadIdx.x >= CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (!DECODE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < CONSUMERS + 32) Loader{p, shared}.run();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (!DECODE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Rows{p, shared}.run();
   }
 }
@@ -403,13 +464,12 @@ extern "C" __global__ void __launch_bounds__(MERGERS) merge_parts(const __grid_c
        row += MERGERS / 32) {
     if (row / GROUP >= work.y) break;
     float top = NEVER, total = 0.f, o[COLUMNS] = {};
-    for (int i = 0; i < work.w; ++i) {
+    for (int i = work.w - 1; i >= 0; --i) {
       const float* part = p.sums + ((long long)(work.z + i) * p.kv_heads + head) * PART;
-      const float most = part[ROWS * HD + row], sum = part[ROWS * HD + ROWS + row], above = fmaxf(top, most);
-      const float old = exp2_fast((top - above) * p.scale), now = exp2_fast((most - above) * p.scale);
-      top = above, total = total * old + sum * now;
+      const Join join(top, part[USED * HD + row], p.scale);
+      top = join.top, total = join(total, part[USED * HD + USED + row]);
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) o[j] = o[j] * old + part[row * HD + lane * COLUMNS + j] * now;
+      for (int j = 0; j < COLUMNS; ++j) o[j] = join(o[j], part[row * HD + lane * COLUMNS + j]);
     }
     const long long to = (long long)(work.x + row / GROUP) * p.kv_heads * GROUP + head * GROUP + row % GROUP;
     u32* words = reinterpret_cast<u32*>(p.out + to * HD) + lane * (COLUMNS / 2);

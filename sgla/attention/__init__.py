@@ -104,9 +104,7 @@ def _choose(
     asked: tuple[Preference, Preference], shape: AttentionShape, device: Device
 ) -> tuple[Attention, list[str]]:
     if shape.deterministic:
-        return _deterministic(asked, shape, device), [
-            "deterministic: results do not depend on the batch; decode steps take 1.5 to 2.2 times as long"
-        ]
+        return _deterministic(asked, shape, device)
     decoder, no_decode = _decode(asked[0], shape, device)
     extend, no_extend = _extend(asked[1], shape, device)
     prompts, no_prompts = _prompts(asked[1], shape, device)
@@ -116,9 +114,11 @@ def _choose(
     return backend, [f"attention: {backend.name}{slow}{wanted}", *no_decode, *no_extend, *no_prompts]
 
 
-def _deterministic(asked: tuple[Preference, Preference], shape: AttentionShape, device: Device) -> Attention:
+def _deterministic(
+    asked: tuple[Preference, Preference], shape: AttentionShape, device: Device
+) -> tuple[Attention, list[str]]:
+    from sgla.attention.chunked import ChunkedDecode, ChunkedExtend, ChunkedPrompts
     from sgla.attention.invariant import InvariantDecode, InvariantExtend
-    from sgla.attention.triton_ops import TritonPrompts
 
     named = next((one for one in asked if one.name != "auto"), asked[0])
     why = InvariantDecode.refuses(shape, device)
@@ -130,8 +130,16 @@ def _deterministic(asked: tuple[Preference, Preference], shape: AttentionShape, 
             f"--{named.setting.replace('_', '-')} auto, or leave it out",
             param="deterministic",
         )
-    kinds = InvariantDecode, InvariantExtend, TritonPrompts
-    return Attention(*(named.make(kind, shape, device) for kind in kinds))
+    if (slow := ChunkedDecode.refuses(shape, device)) is None:
+        kinds = ChunkedDecode, ChunkedExtend, ChunkedPrompts
+        return Attention(*(named.make(kind, shape, device) for kind in kinds)), [
+            "deterministic: results do not depend on the batch"
+        ]
+    decode, extend = (named.make(kind, shape, device) for kind in (InvariantDecode, InvariantExtend))
+    return Attention(decode, extend, None), [
+        "deterministic: results do not depend on the batch; decode steps take 1.5 to 2.2 times as long",
+        f"chunked attention not used: {slow}",
+    ]
 
 
 def _first(

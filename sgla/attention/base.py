@@ -17,6 +17,7 @@ from sgla.kernels.ops import KVLayer, Scoring, outcome
 
 if TYPE_CHECKING:
     from sgla.device import Device
+    from sgla.kernels.cuda.prompt_attention import Units
     from sgla.kernels.gpu.ops import FusedDecode
 
 Int32s = NDArray[np.int32]
@@ -112,7 +113,8 @@ class DeviceBatch(ForwardBatch):
 
     ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see
     ``kernels/cuda``), for window 0 without those that ``prefixes`` cover. ``turned``: ``positions``, which
-    keys and queries are turned by, may be others than the numbers of the tokens.
+    keys and queries are turned by, may be others than the numbers of the tokens. ``units``: what decode
+    attention that is cut into chunks has made of the lengths, with the first layer of the step.
     """
 
     decode_rows: int = 0
@@ -120,6 +122,7 @@ class DeviceBatch(ForwardBatch):
     extend: ExtendRows | None = None
     prefixes: DevicePrefixes | None = None
     turned: bool = False
+    units: Units | None = None
 
 
 class Unusable(Exception):
@@ -205,11 +208,11 @@ def kv_beside(q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
 @dataclass(slots=True)
 class Attention:
     """Attention of layers with the same heads: its parts may come from different libraries (a hybrid).
-    In graphs ``prompts`` stands for ``extend``."""
+    In graphs ``prompts`` stands for ``extend``; None: its bits would differ where they must not."""
 
     decode: Decode
     extend: Extend
-    prompts: Prompts
+    prompts: Prompts | None
 
     @property
     def captures(self) -> bool:
@@ -256,6 +259,7 @@ class InGraph(NamedTuple):
 
     def __call__(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         decode, prompts = self.attention.decode, self.attention.prompts
+        assert prompts is not None
         rows = batch.decode_rows > 0
         out = decode.forward(q, kv, batch, scoring) if rows else outcome(q, kv)
         prompts.forward(q, kv, batch.pages(kv.group), self.tiles, scoring, out)
@@ -318,8 +322,9 @@ class PromptsByLayer(_Parts[Prompts]):
 
 def by_layer(parts: Mapping[Heads, Attention]) -> Attention:
     """Attention of a model whose layers have several kinds of heads."""
+    prompts = {heads: part.prompts for heads, part in parts.items() if part.prompts is not None}
     return Attention(
         DecodeByLayer({heads: part.decode for heads, part in parts.items()}),
         ExtendByLayer({heads: part.extend for heads, part in parts.items()}),
-        PromptsByLayer({heads: part.prompts for heads, part in parts.items()}),
+        PromptsByLayer(prompts) if len(prompts) == len(parts) else None,
     )

@@ -131,10 +131,10 @@ class NativeExtend:
         tiles = cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile)
         counts = prompt_attention.parts_of(tiles, self._shape.kv_heads, self._processors)
         if counts is None:
-            self._cuts, self._tiles = None, _to_gpu(tiles)
+            self._cuts, self._tiles = None, to_gpu(tiles)
             return
         made = prompt_attention.cut(tiles, counts)
-        sent = _to_gpu(np.concatenate(made))
+        sent = to_gpu(np.concatenate(made))
         self._tiles, parts, merges = sent.split([len(part) for part in made])
         self._cuts = prompt_attention.Cuts(parts, merges, int(counts.sum()))
 
@@ -144,5 +144,5 @@ class NativeExtend:
         prompt_attention.attend(q, pages, rows, self._tiles, scoring.scale, out, self._cuts)
 
 
-def _to_gpu(numbers: Any) -> Tensor:
+def to_gpu(numbers: Any) -> Tensor:
     return torch.from_numpy(numbers).pin_memory().to("cuda", non_blocking=True)

@@ -118,7 +118,8 @@ class GpuSteps:
         # Prompts: not where ranks have other numbers of tokens, or stages might have them in another order.
         apart = self.shard.lockstep is not None or self.shard.pipe is not None
         # Those of a graph would hear what was heard when it was captured.
-        self.reads_in_graphs = not (self.deterministic or picks or apart or model.spec.heard)
+        other = self.attention.prompts is None
+        self.reads_in_graphs = not (other or picks or apart or model.spec.heard)
         guesses = tables is None and self.rows > self.slots
         self.sizes = sizes_up_to(self.rows, guesses)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)

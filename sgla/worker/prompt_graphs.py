@@ -46,6 +46,7 @@ class PromptGraphs:
         self.decodes = [n for n in DECODES if n < steps.rows] + [steps.rows]
         self.pairs = sorted({(min(n, size), size) for n in self.decodes for size in self.tokens})
         self.limit = self.tokens[-1] if self.tokens else 0
+        assert steps.attention.prompts is not None
         self._tile = steps.attention.prompts.tile
         self._tiles = self.limit // self._tile + REAL
         self._states = steps.tables.states

@@ -13,7 +13,7 @@ from test_triton import random_batch
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.triton import invariant
+from sgla.kernels.triton import invariant, units
 
 
 @pytest.mark.parametrize(("m", "n", "k", "bias"), [(3, 70, 64, True), (130, 40, 96, False)])
@@ -83,3 +83,30 @@ def test_log_sum_exp() -> None:
     x = torch.randn(3, 5001) * 8
     x[1, :3000] = float("-inf")
     torch.testing.assert_close(invariant.log_sum_exp(x), x.logsumexp(-1, keepdim=True))
+
+
+def test_units_of_decode_rows() -> None:
+    """Every block of keys of every row once, in chunks, the longest first; nothing behind them."""
+    lengths = [1, 0, 700, 128, 1025, 256, 5]
+    into = units.room(16, 5, "cpu")
+    for whole in into[:3]:
+        whole.fill_(7)
+    slots = torch.tensor([3, 9, 1, 8, 0, 4, 5], dtype=torch.int32)
+    made = units.units_of(slots, torch.tensor(lengths, dtype=torch.int32), 2, into)
+    seen, sizes = {}, []
+    count = int((made.tiles[:, 3] == 1).sum())
+    assert not made.tiles[count:, 3].any()
+    for (slot, row, start, _), (first, last, part, _) in zip(
+        made.tiles[:count].tolist(), made.parts[:count].tolist()
+    ):
+        assert (slot, start) == (slots[row], lengths[row] - 1)
+        seen.setdefault(row, []).append((first, last, part))
+        sizes.append(last - first + 1)
+    assert sizes == sorted(sizes, reverse=True)
+    for row, length in enumerate(lengths):
+        blocks = -(-length // 128)
+        chunks = [(b, min(b + 1, blocks - 1)) for b in range(0, blocks, 2)]
+        many = len(chunks) > 1
+        expected = [(*chunk, row * 5 + i if many else -1) for i, chunk in enumerate(chunks)]
+        assert sorted(seen.get(row, [])) == expected
+        assert made.merges[row].tolist() == [row, int(many), row * 5, len(chunks)]

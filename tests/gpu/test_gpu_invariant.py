@@ -12,6 +12,8 @@ import torch
 from test_gpu_runner import PAGES, ints, make, new_row, plan, prompt
 
 from sgla import attention
+from sgla.attention import chunked
+from sgla.kernels.gpu import invariant as products
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling
 
 pytest.importorskip("triton")
@@ -40,10 +42,13 @@ def test_linear_is_invariant(n: int, k: int, dtype: torch.dtype) -> None:
     ("heads", "kv_heads", "dim", "window", "softcap"),
     [(32, 8, 128, 0, 0.0), (9, 3, 64, 0, 0.0), (16, 8, 128, 700, 0.0), (8, 4, 256, 0, 20.0)],
 )
-def test_attention_is_invariant(heads: int, kv_heads: int, dim: int, window: int, softcap: float) -> None:
+def test_attention_is_invariant(
+    heads: int, kv_heads: int, dim: int, window: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every token of a history: in one prompt, in chunks, and as a decode row among others."""
     from sgla.kernels.triton import invariant
 
+    monkeypatch.setattr(chunked, "SERVES", False)
     length, page_size = 1500, 16
     table = (1 + torch.randperm(3 * 100)).view(3, 100).int().cuda()
     pool = torch.randn(2, 301, kv_heads, page_size, dim, dtype=BF16, device="cuda").transpose(2, 3)
@@ -83,9 +88,16 @@ def test_attention_is_invariant(heads: int, kv_heads: int, dim: int, window: int
     assert torch.equal(rows, whole[at.cuda()])
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Any]:
-    yield make(deterministic=True)
+@pytest.fixture(scope="module", params=["triton", "cuda"])
+def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """With Triton's kernels, and with those of the prompts of other servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chunked, products):
+            patch.setattr(module, "SERVES", request.param == "cuda")
+        patch.setattr(chunked, "CHUNK", 256)
+        made = make(deterministic=True)
+        assert made.steps.reads_in_graphs == (request.param == "cuda")
+        yield made
     torch.cuda.empty_cache()
 
 

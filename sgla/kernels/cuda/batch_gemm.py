@@ -71,7 +71,8 @@ class _SendParams(ctypes.Structure):
 class Config(NamedTuple):
     """A block takes ``tile`` weight rows (multiples of 64 up to 256; with STORE, SILU, GELU and FLOAT32 also
     32 less) in so many ``passes``; ``split`` blocks share the sum over k, as a cluster or, ``apart``, through
-    global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor. A tile takes at most ``rows`` of x."""
+    global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor. A tile takes at most ``rows`` of x.
+    ``panels``: of 64 of k in a stage, more than one for STORE and FLOAT32 alone; k is a multiple of all."""
 
     tile: int
     split: int
@@ -79,11 +80,17 @@ class Config(NamedTuple):
     apart: bool = False
     rows: int = MAX_ROWS
     passes: int = 1
+    panels: int = 1
 
     @property
     def groups(self) -> int:
         """Of warps that multiply, each with 64 weight rows in a pass."""
         return -(-self.tile // (64 * self.passes))
+
+    @property
+    def box(self) -> int:
+        """Weight rows of a copy."""
+        return min(self.tile, 64 * self.groups)
 
     @property
     def sends(self) -> bool:
@@ -225,8 +232,9 @@ def _kernel(
     e4m3: bool = False,
     ranks: int = 0,
     grouped: bool = False,
+    rounded: bool = False,
 ) -> Kernel:
-    stage, cluster = (64 * config.groups + rows) * 128, 1 if config.apart else config.split
+    stage, cluster = (config.box + rows) * 128 * config.panels, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's draw needs.
     kept = (
         4
@@ -234,11 +242,12 @@ def _kernel(
         * (scaled + e4m3 + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == DRAW))
     )
     inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
-    stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
+    stages = min(8 if config.tile >= 64 else 12, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
     defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
+    defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
 
@@ -266,19 +275,21 @@ def linear(
     draw: DrawInputs | None = None,
     scales: Scales | None = None,
     send: Sending | None = None,
+    rounded: bool = False,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias)``:
     x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``. With ``scales`` both are e4m3.
 
     Epilogues: STORE bf16; SILU, GELU:
     the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``DrawInputs``. With
-    ``send``, STORE and a ``config`` that ``sends`` the other ranks get the result, too.
+    ``send``, STORE and a ``config`` that ``sends`` the other ranks get the result, too. ``rounded``: gate and
+    up are bf16 before the activation. Without ``split`` a result is the same bits with every ``config``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
         dtype = torch.float32 if epilogue in (FLOAT32, DRAW) else torch.bfloat16
         out = rows.new_empty(rows.shape[0], n // 2 if epilogue in (SILU, GELU) else n, dtype=dtype)
-    _launch(x, weight, config, bias, epilogue, out, draw=draw, scales=scales, send=send)
+    _launch(x, weight, config, bias, epilogue, out, draw=draw, scales=scales, send=send, rounded=rounded)
     return out
 
 
@@ -307,6 +318,7 @@ def _launch(
     draw: DrawInputs | None = None,
     scales: Scales | None = None,
     send: Sending | None = None,
+    rounded: bool = False,
 ) -> None:
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
@@ -327,8 +339,7 @@ def _launch(
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     drawing = (None,) * 6 if draw is None else draw[:6]
     given = (
-        _weight_map(weight.data_ptr(), n, k, 64 * config.groups, gated, weight.itemsize),
-        tensor_map(x.data_ptr(), (k, m), (k * x.itemsize,), (128 // x.itemsize, x_rows), e4m3),
+        *_maps(x, weight, config, x_rows, gated),
         *(None if t is None else t.data_ptr() for t in (*tensors, *drawing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
         0 if row_squares is None else row_squares.shape[0], _row_stride(m),
@@ -340,7 +351,8 @@ def _launch(
         assert epilogue == STORE
         assert config.sends
         params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
-    kernel = _kernel(config, rows, epilogue, scaled, e4m3, send.ranks if send is not None else 0, grouped)
+    ranks = send.ranks if send is not None else 0
+    kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)
     helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * kept
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 
@@ -357,8 +369,21 @@ def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
 
 def _tiles(n: int, tile: int) -> int:
     """Of ``n`` weight rows: an even number if neighbours share some."""
-    pair = 1 + (tile % 64 != 0)
+    pair = 1 + (tile > 64 and tile % 64 != 0)
     return -(-n // (pair * tile)) * pair
+
+
+def _maps(
+    x: Tensor, weight: Tensor, config: Config, x_rows: int, gated: bool
+) -> tuple[ctypes.Array[ctypes.c_uint64], ctypes.Array[ctypes.c_uint64]]:
+    """Of the weight and of x."""
+    (m, k), n, size = x.shape, weight.shape[0], x.itemsize
+    if config.panels > 1:
+        boxes = (weight.data_ptr(), n, config.box), (x.data_ptr(), m, x_rows)
+        w_map, x_map = (_panel_map(at, rows, k, box, config.panels) for at, rows, box in boxes)
+        return w_map, x_map
+    w_map = _weight_map(weight.data_ptr(), n, k, config.box, gated, size)
+    return w_map, tensor_map(x.data_ptr(), (k, m), (k * size,), (128 // size, x_rows), size == 1)
 
 
 def _row_stride(m: int) -> int:
@@ -377,3 +402,9 @@ def _weight_map(
     return tensor_map(
         data, (k, 8, 2, half // 8), (row, row * half, 8 * row), (wide, 8, 2, tile // 16), bytes_
     )
+
+
+@lru_cache(1 << 14)
+def _panel_map(data: int, rows: int, k: int, box: int, panels: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Of bf16, in panels of 64 of k."""
+    return tensor_map(data, (64, rows, k // 64), (2 * k, 128), (64, box, panels))

@@ -34,7 +34,7 @@ class _Params(ctypes.Structure):
         *((name, P) for name in ("out", "page_table", "tiles", "parts", "sums")),
         *((name, ctypes.c_int) for name in ("tile_count", "table_stride", "kv_heads", "page_size")),
         ("scale", ctypes.c_float),
-        ("pad", ctypes.c_int),  # tensor maps are aligned to 64 bytes
+        ("chunk", ctypes.c_int),
     )
 
 
@@ -55,6 +55,24 @@ class Cuts(NamedTuple):
     parts: Tensor
     merges: Tensor
     total: int
+
+
+class Chunks(NamedTuple):
+    """Where all keys are cut, so that results do not depend on what else there is: every ``blocks`` blocks of
+    ``KEYS`` keys. ``kept`` float32: see ``kept_by_blocks``."""
+
+    blocks: int
+    kept: Tensor
+
+
+class Units(NamedTuple):
+    """Chunks of decode rows, as ``triton/units.py`` makes them: ``tiles`` as those of ``attend``, ``parts``
+    and ``merges`` as those of ``Cuts``, all on the GPU. ``most``: chunks of a row."""
+
+    tiles: Tensor
+    parts: Tensor
+    merges: Tensor
+    most: int
 
 
 class Beside(NamedTuple):
@@ -133,12 +151,32 @@ def cut(tiles: Int32s, counts: Int32s) -> Cut:
 
 
 @cache
-def _kernels(head_dim: int, group: int) -> tuple[Kernel, Kernel]:
-    """Of tiles, and of what merges their parts."""
-    shared = ROWS * head_dim * 2 + STAGES * (4 * KEYS * head_dim + 32) + 16 + 1024
-    defines = {"HD": head_dim, "GROUP": group, "STAGES": STAGES}
-    file = "prompt_attention.cu"
-    return Kernel(file, "prompt_attention", defines, shared), Kernel(file, "merge_parts", defines)
+def _kernel(head_dim: int, group: int, kind: str = "") -> Kernel:
+    """Of tiles. ``kind``: CHUNKED, DECODE, or neither."""
+    rows = ROWS // 2 if kind == "DECODE" else ROWS
+    shared = rows * head_dim * 2 + STAGES * (4 * KEYS * head_dim + 32) + 16 + 1024
+    return Kernel("prompt_attention.cu", "prompt_attention", _defines(head_dim, group, kind), shared)
+
+
+@cache
+def _merging(head_dim: int, group: int, kind: str = "") -> Kernel:
+    """Of what merges their parts."""
+    return Kernel("prompt_attention.cu", "merge_parts", _defines(head_dim, group, kind))
+
+
+def _defines(head_dim: int, group: int, kind: str) -> dict[str, int]:
+    return {"HD": head_dim, "GROUP": group, "STAGES": STAGES} | ({kind: 1} if kind else {})
+
+
+def kept_by_blocks(head_dim: int) -> int:
+    """Floats that the blocks of ``attend`` with ``chunks`` keep of the chunks of a tile that they have been
+    through."""
+    return processors() * (THREADS - 128) * (head_dim // 2 + 4)
+
+
+def sums_of(rows: int, most: int, heads: int, head_dim: int) -> int:
+    """Floats that ``attend_one`` needs for so many rows of ``most`` chunks."""
+    return rows * most * heads * (head_dim + 2)
 
 
 def attend(
@@ -149,16 +187,68 @@ def attend(
     scale: float,
     out: Tensor,
     cuts: Cuts | None = None,
+    chunks: Chunks | None = None,
 ) -> None:
     """q bf16 ``[T, Hq * hd]`` -> ``out``, the same shape, contiguous. ``tiles`` int32[n, 4]: slot (-1: keys
     and values are in ``beside``, else in ``pages``), first token in q, its position, how many tokens (at most
     ``tile_tokens``; 0: this tile and those behind it are not there); long histories should come first. Tokens
-    that are in no tile are left as they are."""
+    that are in no tile are left as they are. With ``chunks`` a token's result depends on nothing but it and
+    what is before it; ``cuts`` must be None then."""
+    dim, group = _heads(q, pages, beside)
+    sums = None
+    if cuts is not None:
+        floats = cuts.total * (q.shape[1] // group // dim) * ROWS * (dim + 2)
+        sums = q.new_empty(floats, dtype=torch.float32)
+    if chunks is not None:
+        assert cuts is None
+        sums = chunks.kept
+    params = _params(q, pages, beside, tiles, scale, out, sums, ROWS)
+    params.parts = None if cuts is None else cuts.parts.data_ptr()
+    params.chunk = 0 if chunks is None else chunks.blocks
+    kernel = _kernel(dim, group, "" if chunks is None else "CHUNKED")
+    kernel.launch(min(processors(), tiles.shape[0] * params.kv_heads), THREADS, params)
+    if cuts is not None:
+        params.tiles = cuts.merges.data_ptr()
+        _merging(dim, group).launch(len(cuts.merges) * params.kv_heads * SHARES, MERGERS, params)
+
+
+def attend_one(
+    q: Tensor, pages: Pages, units: Units, rows: int, scale: float, out: Tensor, sums: Tensor
+) -> None:
+    """Decode rows, the first ``rows`` of q and ``out``: the same bits as ``attend`` with ``chunks`` where
+    ``units`` are cut. ``sums``: see ``sums_of``."""
+    params = _params(q, pages, None, units.tiles, scale, out, sums, 0)
+    params.parts, params.tile_count = units.parts.data_ptr(), rows * units.most
+    dim, group = _heads(q, pages, None)
+    kernel = _kernel(dim, group, "DECODE")
+    kernel.launch(min(processors(), params.tile_count * params.kv_heads), THREADS - 128, params)
+    if units.most > 1:
+        params.tiles = units.merges.data_ptr()
+        _merging(dim, group, "DECODE").launch(rows * params.kv_heads, MERGERS, params)
+
+
+def _heads(q: Tensor, pages: Pages | None, beside: Beside | None) -> tuple[int, int]:
+    """Values of a head, and query heads of a KV head."""
     there = beside or pages
     assert there is not None
-    tokens, (kv_heads, dim) = q.shape[0], there.k.shape[-2:]
+    kv_heads, dim = there.k.shape[-2:]
+    return dim, q.shape[1] // dim // kv_heads
+
+
+def _params(
+    q: Tensor,
+    pages: Pages | None,
+    beside: Beside | None,
+    tiles: Tensor,
+    scale: float,
+    out: Tensor,
+    sums: Tensor | None,
+    rows: int,
+) -> _Params:
+    """``rows`` of a tile; 0: those of one token."""
+    tokens, (dim, group) = q.shape[0], _heads(q, pages, beside)
     heads = q.shape[1] // dim
-    group = heads // kv_heads
+    kv_heads = heads // group
     assert q.stride(1) == 1
     assert out.is_contiguous()
     table, stride, page_size = None, 0, 1
@@ -174,22 +264,14 @@ def attend(
         in_rows = [
             _map(x.data_ptr(), (kv_heads * dim, tokens), (2 * x.stride(0),), (64, KEYS)) for x in beside
         ]
-    sums = None
-    if cuts is not None:
-        sums = q.new_empty(cuts.total * kv_heads * ROWS * (dim + 2), dtype=torch.float32)
-    params = _Params(
-        _map(q.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), (64, group, ROWS // group)),
+    box = (64, group, max(1, rows // group))
+    return _Params(
+        _map(q.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), box),
         *(in_rows if pages is None else in_pages),
         *(in_pages if beside is None else in_rows),
-        out.data_ptr(), table, tiles.data_ptr(),
-        None if cuts is None else cuts.parts.data_ptr(), None if sums is None else sums.data_ptr(),
+        out.data_ptr(), table, tiles.data_ptr(), None, None if sums is None else sums.data_ptr(),
         tiles.shape[0], stride, kv_heads, page_size, scale * LOG2E,
     )  # fmt: skip
-    kernel, merging = _kernels(dim, group)
-    kernel.launch(min(processors(), tiles.shape[0] * kv_heads), THREADS, params)
-    if cuts is not None:
-        params.tiles = cuts.merges.data_ptr()
-        merging.launch(len(cuts.merges) * kv_heads * SHARES, MERGERS, params)
 
 
 _map = lru_cache(1 << 10)(tensor_map)

@@ -19,7 +19,7 @@ from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.expert_counts import ExpertCounts
-from sgla.kernels.gpu import e4m3, integers, mixture, states
+from sgla.kernels.gpu import e4m3, integers, invariant, mixture, states
 from sgla.kernels.gpu import picked as picks
 from sgla.kernels.integers import are_integers
 from sgla.kernels.lora import Rows, Stack, lora, lora_embedding
@@ -27,7 +27,7 @@ from sgla.kernels.lora_moe import Adapted, lora_moe
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
-from sgla.kernels.triton import delta, e2m1, elementwise, fp8, invariant, ssd, turning
+from sgla.kernels.triton import delta, e2m1, elementwise, fp8, ssd, turning
 from sgla.kernels.triton import latent as latents
 from sgla.kernels.triton import lora as adapters
 

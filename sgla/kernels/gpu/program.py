@@ -14,7 +14,7 @@ from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import adapters, e4m3, integers, mixture
+from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -182,8 +182,10 @@ class RecordedForward:
         """Numbers of tokens up to ``most`` with which linear layers take every kernel that they take with
         more than ``batch_gemm.MAX_ROWS``. Those come and go with how well tiles fill the GPU."""
         record = self._record("hidden", True)
-        if record is None or self._gpu.deterministic:
+        if record is None:
             return []
+        if self._gpu.deterministic:
+            return invariant.sizes(record.products, most)
         first: dict[Any, int] = {}
         shapes = _tiled(record)
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):

@@ -124,6 +124,7 @@ class Rule:
     pattern: tuple[Any, ...]
     refuses: Callable[..., str | None]  # of the work and the nodes of the chain
     make: Callable[..., list[Node]]
+    invariant: bool = False  # a row's results do not depend on the others
 
 
 def rewrite(record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]]) -> Work:
@@ -169,7 +170,7 @@ def _apply(work: Work, rule: Rule, node: Node) -> list[Node] | None:
     why = rule.refuses(work, *chain)
     if why == OTHER:
         return None
-    why = _plain(work, node) or why
+    why = why if rule.invariant else _plain(work, node) or why
     if why is not None:
         work.refused[rule.name, why] = work.refused.get((rule.name, why), 0) + 1
         return None

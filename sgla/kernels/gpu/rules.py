@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda.decode_attention import rotates
-from sgla.kernels.gpu import delta, e4m3, experts, few, integers, tiles, whole_step
+from sgla.kernels.gpu import delta, e4m3, experts, few, integers, invariant, tiles, whole_step
 from sgla.kernels.gpu.adapters import SHRINK
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
@@ -122,6 +122,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("gate", (integers.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (tiles.NAME, ops.act_mul), tiles.gate_refuses, tiles.gate),
         Rule("gate", (e4m3.PRODUCT, ops.act_mul), e4m3.gated_refuses, e4m3.gated),
+        Rule("invariant gate", (ops.linear, ops.act_mul), invariant.gate_refuses, invariant.gate, True),
     ),
     ops.add_rms_norm: (
         Rule("added", (few.NAME, ops.add_rms_norm), few.add_refuses, few.add),
