@@ -14,10 +14,11 @@
 // of each row. The second (SCALED) adds these up while its weights come, in a fixed order, and divides its
 // results by the rms.
 //
-// BM 32: the narrowest tile, for weights with few rows whose k may not be split. Its instructions multiply 64
-// rows all the same, and what they make of the others is left. PANELS: so many times 64 of k in a stage, since
-// a thread can ask for so many stages a microsecond only. ROUNDED: gate and up are rounded to bf16 before the
-// activation, as in prompt_gemm.cu. A result that is not split is the same bits as there, whatever the tile.
+// BM 32: the narrowest tile, for weights with few rows whose k may not be split. Its instructions multiply
+// 64 rows all the same, and what they make of the others is left. PANELS: so many times 64 of k in a stage,
+// since a thread can ask for so many stages a microsecond only. ROUNDED: gate and up are rounded to bf16
+// before the activation, as in prompt_gemm.cu. A result that is not split is the same bits as there,
+// whatever the tile.
 //
 // E4M3: both factors are rounded to 8 bits, x with a scale for each row and w with one for each of its own.
 // The results are multiplied by them. GROUPED: a row of w has a scale for each 128 k, which is a stage; the
@@ -508,7 +509,8 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
     wgmma_fence();
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) {
-      const u64 w = tile_at(stage + w_at + panel * W_PANEL), x = tile_at(stage + x_at + panel * shared.x_panel);
+      const u64 w = tile_at(stage + w_at + panel * W_PANEL),
+                x = tile_at(stage + x_at + panel * shared.x_panel);
 #pragma unroll
       for (int k = 0; k < ROW_BYTES / 32; ++k) {
         product(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
