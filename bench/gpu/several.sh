@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two H200 of one host: what tests/gpu/test_tp.py and bench/ say of --tp, --ep, --dp, --pp, --dp-attention and --cp.
-#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune steps8b steps30b tests ways tp8b tp30b ep30b data30b cp8b dp pp (default: all)
+#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune alone steps8b steps30b row8b row30b tests ways tp8b tp30b ep30b data30b cp8b dp pp (default: all)
 # At most $LIMIT seconds in all (420); each part has a limit of its own, and goes on behind one that failed.
 # JSON lines, logs and exit codes: $OUT/several.tar.xz, packed anew behind each part.
 OUT=${OUT:?}; LIMIT=${LIMIT:-420}
@@ -36,8 +36,24 @@ nvidia-smi topo -m >>"$T/machine.txt" 2>&1; cat "$T/machine.txt" | head -12; pac
 for each in ${*:-sums steps8b tp8b tp30b ways ep30b data30b cp8b pp dp tests}; do
   case $each in
   sums) part sums 60 python bench/allreduce.py --ranks 2 --rows 1,16,64,256 --layers 12 ;;
-  tune) part tune 130 python bench/tune.py --out "$T/tune" --tp 2 --seconds 110 \
-        --models bench/models/qwen3-8b,bench/models/qwen3-30b-a3b ;;
+  tune) part tune 200 python bench/tune.py --out "$T/tune" --tp 2 --seconds 180 --most 6 \
+        --rows 256,128,192,64,224,160,96,32,16,8192,4096,1 \
+        --models bench/models/qwen3-8b,bench/models/qwen3-30b-a3b
+        # What follows is measured with what was found. Products that the table has stay as they are.
+        python - "$T"/tune/*.jsonl <<'PY'
+import json, sys
+from pathlib import Path
+table = Path("sgla/kernels/gpu/tuned/H200.jsonl")
+lines, product = table.read_text().splitlines(), lambda line: [json.loads(line)[key] for key in ("n", "k", "gated", "storage")]
+there = [product(line) for line in lines]
+new = [line for line in Path(sys.argv[1]).read_text().splitlines() if product(line) not in there]
+table.write_text("\n".join(lines + new) + "\n")
+print(len(new), "lines are new")
+PY
+        ;;
+  alone) part alone 90 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py -k alone --durations=4 ;;
+  row8b) part row8b 45 python bench/step.py --model bench/models/qwen3-8b --tp 2 --batches 1 --profile ;;
+  row30b) part row30b 60 python bench/step.py --model bench/models/qwen3-30b-a3b --tp 2 --batches 1 --profile ;;
   steps8b) part steps8b 90 python bench/step.py --model bench/models/qwen3-8b --tp 2 --batches 1,16,128,256 --profile \
         --prompts 0+4096 ;;
   steps30b) part steps30b 100 python bench/step.py --model bench/models/qwen3-30b-a3b --tp 2 --batches 1,64,256 --profile \

@@ -15,6 +15,9 @@
 // The chosen experts' inner activations lie behind each other in the order of the choice. A warp has rows of
 // one expert's gate and up. Of down, a block has the same rows of all experts, each of its warps one
 // expert's.
+//
+// Several ranks (see one_row.cuh) tell each other's blocks their updates as they tell their own, and all choose
+// for themselves.
 #ifndef HIDDEN
 #define HIDDEN 2048
 #endif
@@ -24,7 +27,7 @@
 #ifndef KV_HEADS
 #define KV_HEADS 4
 #endif
-#ifndef INTER  // of an expert
+#ifndef INTER  // of an expert, on this rank
 #define INTER 768
 #endif
 #ifndef NORMALIZE  // 1: the probabilities of the chosen experts add up to 1
@@ -43,17 +46,23 @@
 
 constexpr int EXPERTS = BLOCKS, TOP_K = WARPS, INNER_ALL = TOP_K * INTER;
 constexpr int PLACE = 2048, PLACE_BYTES = PLACE * 2, DEPTH = 5;  // weights of a place of the ring; places
-constexpr int QKV_ROWS = QKV / ALL_WARPS, OUT_COLUMNS = GROUP * HD,
-              OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp
+constexpr int QKV_ROWS = (QKV + ALL_WARPS - 1) / ALL_WARPS, OUT_COLUMNS = GROUP * HD,
+              OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp; of q, k and v one less for every second if
+                                                   // they are not as many for all
 constexpr int PAIRS = INNER_ALL / ALL_WARPS, EXPERT_WARPS = ALL_WARPS / TOP_K;  // of gate and up; that have
                                                                                 // rows of an expert
 constexpr int DOWN_ROWS = HIDDEN / BLOCKS;  // of a block
-constexpr int MIDDLE = Exchange::MIDDLE, LOGITS = MIDDLE + KV_HEADS * HIDDEN,
-              INNER = LOGITS + WARPS * EXPERTS, END = INNER + INNER_ALL;
+constexpr int OUT_PAIRS = OUT_ROWS / 2, INTER_STEPS = INTER / 128;
+// Where updates are: those of each rank's KV heads behind attention, and of each rank behind a layer.
+constexpr int MIDDLE = 0, MIDDLE_PARTS = RANKS * KV_HEADS, END = MIDDLE_PARTS * HIDDEN;
+constexpr int UPDATES = Exchange::MIDDLE, LOGITS = UPDATES + (RANKS == 1 ? END + HIDDEN : 0),
+              INNER = LOGITS + WARPS * EXPERTS;
 
-static_assert(HIDDEN == PLACE && QKV_ROWS == 5 && QKV % ALL_WARPS == 0 && OUT_ROWS == 8 &&
-              OUT_COLUMNS == PLACE / 2);
-static_assert(INTER % 256 == 0 && 2 * PAIRS >= DEPTH && DOWN_ROWS == 16 && 2 * INTER <= PLACE && TOP_K == 8);
+static_assert(HIDDEN == PLACE && QKV * 2 % ALL_WARPS == 0 && QKV_ROWS % 2 && QKV_ROWS <= DEPTH &&
+              OUT_ROWS % 4 == 0 && OUT_COLUMNS == PLACE / 2);
+// The places of q, k and v that are read make room for o's.
+static_assert(OUT_PAIRS <= (QKV_ROWS == DEPTH ? QKV_ROWS : DEPTH - QKV_ROWS));
+static_assert(INTER % 128 == 0 && 2 * PAIRS >= DEPTH && DOWN_ROWS == 16 && 2 * INTER <= PLACE && TOP_K == 8);
 
 struct Layer {
   // [QKV, HIDDEN], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN], [EXPERTS * 2 INTER, HIDDEN], [EXPERTS * HIDDEN,
@@ -111,13 +120,18 @@ __device__ __forceinline__ int head_first(const Params& p, int me) {
   return int((long long)(p.vocab / 2) * me / ALL_WARPS) * 2;
 }
 
+// The first row of q, k and v that warp `me` has.
+__device__ __forceinline__ int qkv_first(int me) { return me * QKV / ALL_WARPS; }
+
 // Place `i` of what the warp reads first in a layer: a row of q, k and v, or of the output layer behind the
 // last one, if it has as many.
 __device__ __forceinline__ void fill_first(const Params& p, const Shared& s, const Self& self, int layer,
                                            int i, int place) {
-  const int row = head_first(p, self.me) + i;
-  if (layer < p.count) fill(self, place, s.layers[layer].qkv + (self.me * QKV_ROWS + i) * HIDDEN);
-  else if (row < head_first(p, self.me + 1)) fill(self, place, p.head + (long long)row * HIDDEN);
+  const int row = head_first(p, self.me) + i, first = qkv_first(self.me);
+  if (layer < p.count) {
+    if (QKV % ALL_WARPS == 0 || i < qkv_first(self.me + 1) - first)
+      fill(self, place, s.layers[layer].qkv + (first + i) * HIDDEN);
+  } else if (row < head_first(p, self.me + 1)) fill(self, place, p.head + (long long)row * HIDDEN);
 }
 
 // Place `i` of the warp's expert's down: two of the block's rows.
@@ -172,14 +186,14 @@ __device__ __forceinline__ void load_row(uint4 (&x)[COUNT], u32 from, int lane) 
 }
 
 // Adds the products of two weight rows with x to those of a pair of `Sums`.
-template <int COUNT, int CHAINS>
-__device__ __forceinline__ void add_pair(float (&d)[CHAINS][4], const uint4 (&a)[COUNT * 2],
-                                         const uint4 (&x)[COUNT]) {
+template <int COUNT, int PIECES, int CHAINS>
+__device__ __forceinline__ void add_pair(float (&d)[CHAINS][4], const uint4 (&a)[COUNT],
+                                         const uint4 (&x)[PIECES]) {
+  static_assert(PIECES == (COUNT + 1) / 2);
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    const uint4 b = a[2 * i], c = a[2 * i + 1];
-    mma(d[2 * i % CHAINS], b.x, b.y, b.z, b.w, x[i].x, x[i].y);
-    mma(d[(2 * i + 1) % CHAINS], c.x, c.y, c.z, c.w, x[i].z, x[i].w);
+    const uint4 w = a[i], b = x[i / 2];
+    mma(d[i % CHAINS], w.x, w.y, w.z, w.w, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y);
   }
 }
 
@@ -196,6 +210,24 @@ __device__ __forceinline__ void add_row(float (&d)[CHAINS][4], const uint4 (&a)[
 
 // --- the residual stream
 
+// Where all ranks' updates come.
+__device__ __forceinline__ const u32* updates(const Params& p) {
+#if RANKS > 1
+  return p.own;
+#else
+  return p.words + UPDATES;
+#endif
+}
+// Tells this rank's blocks, and the others', what its part `part` of `parts` at `at` adds at `place`.
+__device__ __forceinline__ void tell_update(const Params& p, int at, int parts, int part, int place, float x,
+                                            u32 tag) {
+#if RANKS > 1
+  tell_ranks<true>(p, at + (p.rank * parts + part) * HIDDEN + place, x, tag);
+#else
+  tell(p.words + UPDATES + at + part * HIDDEN + place, x, tag);
+#endif
+}
+
 // Adds what words say of PARTS vectors of updates to the thread's places of the stream.
 template <int PARTS>
 __device__ __forceinline__ void receive_updates(Shared& s, const u32* words, u32 tag, int tid) {
@@ -210,7 +242,7 @@ __device__ __forceinline__ void receive_updates(Shared& s, const u32* words, u32
     any = false;
 #pragma unroll
     for (int i = 0; i < PARTS * 2; ++i)
-      if (missing[i / 2][i % 2]) got[i / 2][i % 2] = look(words + i / 2 * HIDDEN + i % 2 * THREADS * 4);
+      if (missing[i / 2][i % 2]) got[i / 2][i % 2] = look4_far(words + i / 2 * HIDDEN + i % 2 * THREADS * 4);
 #pragma unroll
     for (int i = 0; i < PARTS * 2; ++i) any |= missing[i / 2][i % 2] = !fresh(got[i / 2][i % 2], tag);
   } while (any);
@@ -336,48 +368,52 @@ __device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, 
   const Layer& layer = s.layers[l];
   float4 weight[2];
   load_norm(weight, layer.input_norm, self.tid);
-  uint4 a[2][16], last[8], x[8];
-  await(self, QKV_ROWS);
+  constexpr int QKV_PAIRS = QKV_ROWS / 2;
+  uint4 a[QKV_PAIRS][16], last[8], x[8];
+  const int rows = QKV % ALL_WARPS == 0 ? QKV_ROWS : qkv_first(self.me + 1) - qkv_first(self.me);
+  await(self, rows);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) load_pair(a[i], place_at(self, 2 * i), place_at(self, 2 * i + 1), self.lane);
-  const u32 fifth = place_at(self, 4);
-  const int place = leave(self, QKV_ROWS);
+  for (int i = 0; i < QKV_PAIRS; ++i)
+    load_pair(a[i], place_at(self, 2 * i), place_at(self, 2 * i + 1), self.lane);
+  const u32 odd = place_at(self, QKV_ROWS - 1);
+  leave(self, rows);
   const int block = self.me / WARPS, first = block / KV_HEADS * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS;
-  if (self.lane < 4) {
-    const int to = wrapped(place + self.lane);
+  if (self.lane < OUT_PAIRS) {
+    const int to = wrapped(self.place + self.lane);
     const bf16* from = layer.out + (first + self.lane * 2) * ATTENDED + block % KV_HEADS * OUT_COLUMNS;
     expect(self, to, PLACE_BYTES);
     copy(self, self.ring + to * PLACE_BYTES, from, OUT_COLUMNS * 2, to);
     copy(self, self.ring + to * PLACE_BYTES + OUT_COLUMNS * 2, from + ATTENDED, OUT_COLUMNS * 2, to);
   }
   __syncwarp();
-  if (l > 0) receive_updates<1>(s, p.words + END, tag - 1 & 0xff, self.tid);
+  if (l > 0) receive_updates<RANKS>(s, updates(p) + END, tag - 1 & 0xff, self.tid);
   put_stream<false>(s, self, weight, {});
   __syncthreads();
   load_row(x, smem_addr(s.narrow), self.lane);
   Sums<QKV_ROWS> sums;
-  add_pair(sums.sum[0], a[0], x);
-  add_pair(sums.sum[1], a[1], x);
-  load_row(last, fifth, self.lane);
-  add_row(sums.sum[2], last, x);
+#pragma unroll
+  for (int i = 0; i < QKV_PAIRS; ++i) add_pair(sums.sum[i], a[i], x);
+  load_row(last, odd, self.lane);
+  add_row(sums.sum[QKV_PAIRS], last, x);
   const float f = norm_of(s, p.eps);
-  float y[2];
+  constexpr int RESULTS = (QKV_ROWS + 3) / 4;
+  float y[RESULTS];
   sums.total(self.lane, y);
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (const int row = 4 * i + self.lane / 8; self.lane % 8 == 0 && row < QKV_ROWS)
-      tell(p.words + Exchange::QKV_AT + self.me * QKV_ROWS + row, y[i] * f, tag);
+  for (int i = 0; i < RESULTS; ++i)
+    if (const int row = 4 * i + self.lane / 8; self.lane % 8 == 0 && row < rows)
+      tell(p.words + Exchange::QKV_AT + qkv_first(self.me) + row, y[i] * f, tag);
 }
 
 __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& self, const Place& at, int l,
                                             u32 tag, float4 (&weight)[2], uint2 (&router)[2]) {
   const Layer& layer = s.layers[l];
-  uint4 a[4][8], x[4];
-  await(self, 4);
+  uint4 a[OUT_PAIRS][8], x[4];
+  await(self, OUT_PAIRS);
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < OUT_PAIRS; ++i)
     load_pair(a[i], place_at(self, i), place_at(self, i) + OUT_COLUMNS * 2, self.lane);
-  leave(self, 4);
+  leave(self, OUT_PAIRS);
   load_norm(weight, layer.mlp_norm, self.tid);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -392,15 +428,14 @@ __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& se
   load_row(x, smem_addr(s.wide), self.lane);
   Sums<OUT_ROWS> sums;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) add_pair(sums.sum[i], a[i], x);
-  float y[2];
+  for (int i = 0; i < OUT_PAIRS; ++i) add_pair(sums.sum[i], a[i], x);
+  float y[OUT_ROWS / 4];
   sums.total(self.lane, y);
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < OUT_ROWS / 4; ++i)
     if (self.lane % 8 == 0)
-      tell(p.words + MIDDLE + at.head * HIDDEN + at.split * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS +
-               4 * i + self.lane / 8,
-           y[i], tag);
+      tell_update(p, MIDDLE, KV_HEADS, at.head,
+                  at.split * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS + 4 * i + self.lane / 8, y[i], tag);
 }
 
 // The router, the choice, and the inner activations of this warp's rows, times the probability of their
@@ -408,7 +443,7 @@ __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& se
 __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, int l, u32 tag,
                                       const float4 (&weight)[2], const uint2 (&router)[2]) {
   const Layer& layer = s.layers[l];
-  receive_updates<KV_HEADS>(s, p.words + MIDDLE, tag, self.tid);
+  receive_updates<MIDDLE_PARTS>(s, updates(p) + MIDDLE, tag, self.tid);
   put_stream<true>(s, self, weight, router);
   __syncthreads();
   const float f = norm_of(s, p.eps);
@@ -453,9 +488,9 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
 // A warp waits for its expert's inner activations alone, and multiplies the block's rows by them.
 __device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self, const Place& at, int l,
                                          u32 tag, int expert) {
-  constexpr int REST = DOWN_ROWS / 2 - DEPTH, EACH = INTER / 128;
+  constexpr int REST = DOWN_ROWS / 2 - DEPTH, EACH = INTER_STEPS;
   const Layer& layer = s.layers[l];
-  uint4 a[DEPTH][INTER / 128], b[REST][INTER / 128], got[EACH], x[INTER / 256];
+  uint4 a[DEPTH][EACH], b[REST][EACH], got[EACH], x[(EACH + 1) / 2];
   await(self, DEPTH);
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i)
@@ -504,14 +539,14 @@ __device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self,
     for (int i = 0; i < DOWN_ROWS / 4; ++i) s.down[4 * i + self.lane / 8][self.warp] = y[i];
   __syncthreads();
   if (self.tid < DOWN_ROWS)
-    tell(p.words + END + self.me / WARPS * DOWN_ROWS + self.tid, sum_of(s.down[self.tid]), tag);
+    tell_update(p, END, 1, 0, self.me / WARPS * DOWN_ROWS + self.tid, sum_of(s.down[self.tid]), tag);
 }
 
 // The output layer behind the last norm.
 __device__ __forceinline__ void project_head(const Params& p, Shared& s, Self& self, u32 tag) {
   float4 weight[2];
   load_norm(weight, p.norm, self.tid);
-  receive_updates<1>(s, p.words + END, tag, self.tid);
+  receive_updates<RANKS>(s, updates(p) + END, tag, self.tid);
   put_stream<false>(s, self, weight, {});
   __syncthreads();
   pdl_launch();

@@ -9,10 +9,18 @@
 // Attention: blocks of a KV head share its tiles of 16 tokens, one for each warp first, whose k and v are
 // fetched into registers before q is there. A block merges its warps. A few blocks' results everyone merges
 // by himself; if there are more, each block merges an equal slice of the head's outputs first.
+//
+// With RANKS each GPU has its heads and its columns of o and down, and runs the same kernel. What these add to
+// the residual stream they store into each other's `inbox`, in such words too: whoever tells the next part has
+// heard from all ranks, each of which has read the part before, so no word is overwritten too early.
 #pragma once
 #include "common.cuh"
 
-#define PATIENCE (1u << 22)  // looks at a word before the kernel fails, some seconds
+#ifndef RANKS
+#define RANKS 1
+#endif
+// Looks at a word before the kernel fails: some seconds, and some minutes for ranks, which may begin late.
+#define PATIENCE (1u << (RANKS > 1 ? 29 : 22))
 
 constexpr int BLOCKS = 128, WARPS = 8, THREADS = WARPS * 32;
 constexpr int ALL_WARPS = BLOCKS * WARPS;
@@ -23,8 +31,10 @@ constexpr int SLICE = GROUP * HD / SPLITS;  // outputs that a block merges
 constexpr int FEW = 5;  // blocks of a head whose results everyone merges for himself
 constexpr float NEG = -1e30f;
 
-static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP <= 8 && SLICE / 4 * SPLITS <= THREADS &&
-              SLICE / 4 * SPLITS % 32 == 0);
+constexpr int MERGERS = SPLITS < 32 ? SPLITS : 32;  // lanes that merge a piece of a slice
+
+static_assert(BLOCKS % KV_HEADS == 0 && SPLITS % MERGERS == 0 && GROUP <= 8 &&
+              SLICE / 4 * MERGERS <= THREADS && SLICE / 4 * MERGERS % 32 == 0);
 
 // Where the vectors lie in `Params::words`; from INNER on the kernel's own.
 struct Exchange {
@@ -51,6 +61,11 @@ struct Params {
   long long page_stride, head_stride;  // elements of k and v
   int count, vocab, table_stride;      // layers; output columns, a multiple of 4 (decode_step.cu) or 2
   float eps, scale;                    // scale times log2(e)
+#if RANKS > 1
+  u32* inbox[8];                       // of every rank, as this one sees it
+  u32* own;                            // this rank's
+  int rank;
+#endif
 };
 
 // --- words that say which layer they belong to
@@ -89,6 +104,33 @@ __device__ __forceinline__ void tell4(u32* to, const float4& x, u32 tag) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(rounded(x.x) | tag),
                "r"(rounded(x.y) | tag), "r"(rounded(x.z) | tag), "r"(rounded(x.w) | tag)
                : "memory");
+}
+
+#if RANKS > 1
+// To place `at` of the other ranks' inboxes, and with ALL of this one's.
+template <bool ALL, class Params>
+__device__ __forceinline__ void tell_ranks(const Params& p, int at, float x, u32 tag) {
+  const u32 word = rounded(x) | tag;
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r)
+    if (ALL || r != p.rank)
+      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.inbox[r] + at), "r"(word) : "memory");
+}
+#endif
+// A word, or four, that may come from another rank.
+__device__ __forceinline__ u32 look_far(const u32* from) {
+  u32 word;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+}
+__device__ __forceinline__ uint4 look4_far(const u32* from) {
+  if (RANKS == 1) return look(from);
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
 }
 
 __device__ __forceinline__ float rsqrt_fast(float x) {
@@ -639,41 +681,53 @@ __device__ __forceinline__ void receive_parts(const Params& p, const Place& at, 
 // This block's slice of its KV head's outputs, merged over the blocks.
 template <class Params>
 __device__ __forceinline__ void merge_slice(const Params& p, const Place& at, u32 tag, int tid) {
-  const int quad = tid / SPLITS, other = tid % SPLITS;
+  constexpr int EACH = SPLITS / MERGERS;  // blocks of a lane
+  const int quad = tid / MERGERS, lane = tid % MERGERS;
   if (quad >= SLICE / 4) return;
-  const int e = at.split * SLICE + quad * 4, part = (at.head * SPLITS + other) * GROUP;
-  float m = NEG, l = 0.f;
-  float4 x = {};
-  if (other < at.tiles) {
-    const u32 *from = p.words + Exchange::PART + part * HD + e,
-              *from_ml = p.words + Exchange::PART_ML + (part + e / HD) * 2;
-    uint4 got;
-    uint2 ml;
-    u32 tries = 0;
-    do {
-      patience(tries);
-      got = look(from);
-      ml = look2(from_ml);
-    } while (!fresh(got, tag) || (((ml.x ^ tag) | (ml.y ^ tag)) & 0xffu));
-    m = value(ml.x);
-    l = value(ml.y);
-    x = {value(got.x), value(got.y), value(got.z), value(got.w)};
+  const int e = at.split * SLICE + quad * 4;
+  float m[EACH], top = NEG, l = 0.f;
+  uint2 ml[EACH];
+  uint4 got[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int other = lane + i * MERGERS, part = (at.head * SPLITS + other) * GROUP;
+    m[i] = NEG;
+    ml[i] = {};
+    got[i] = {};
+    if (other < at.tiles) {
+      const u32 *from = p.words + Exchange::PART + part * HD + e,
+                *from_ml = p.words + Exchange::PART_ML + (part + e / HD) * 2;
+      u32 tries = 0;
+      do {
+        patience(tries);
+        got[i] = look(from);
+        ml[i] = look2(from_ml);
+      } while (!fresh(got[i], tag) || (((ml[i].x ^ tag) | (ml[i].y ^ tag)) & 0xffu));
+      m[i] = value(ml[i].x);
+    }
+    top = fmaxf(top, m[i]);
   }
-  float top = m;
 #pragma unroll
-  for (int d = 1; d < SPLITS; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  const float f = exp2_fast(m - top);
-  l *= f;
-  x = {x.x * f, x.y * f, x.z * f, x.w * f};
+  for (int d = 1; d < MERGERS; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  float4 x = {};
 #pragma unroll
-  for (int d = 1; d < SPLITS; d *= 2) {
+  for (int i = 0; i < EACH; ++i) {
+    const float f = exp2_fast(m[i] - top);
+    l += f * value(ml[i].y);
+    x.x += f * value(got[i].x);
+    x.y += f * value(got[i].y);
+    x.z += f * value(got[i].z);
+    x.w += f * value(got[i].w);
+  }
+#pragma unroll
+  for (int d = 1; d < MERGERS; d *= 2) {
     l += __shfl_xor_sync(~0u, l, d);
     x.x += __shfl_xor_sync(~0u, x.x, d);
     x.y += __shfl_xor_sync(~0u, x.y, d);
     x.z += __shfl_xor_sync(~0u, x.z, d);
     x.w += __shfl_xor_sync(~0u, x.w, d);
   }
-  if (other == 0) {
+  if (lane == 0) {
     u32* to = p.words + Exchange::ATTENDED_AT + at.head * GROUP * HD + e;
     const float r = __fdividef(1.f, l);
     tell4(to, {x.x * r, x.y * r, x.z * r, x.w * r}, tag);

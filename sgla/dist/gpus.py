@@ -14,7 +14,8 @@ from sgla.dist.meeting import TIMEOUT, is_far, open_store
 from sgla.dist.shard import Shard, shard_in, shard_of
 from sgla.errors import ConfigError
 from sgla.kernels.device import describe
-from sgla.kernels.cuda.all_reduce import MAX_RANKS, AllReduce, inbox_bytes
+from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
+from sgla.kernels.cuda.decode_step import MAX_RANKS
 
 MESSAGE = 64 << 20  # bytes; larger sums are NCCL's
 

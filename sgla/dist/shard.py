@@ -32,6 +32,9 @@ class Exchange(OwnExchange, Protocol):
     def sending(self, rows: int, d: int) -> Any:
         """How a kernel sends its part of ``[rows, d]`` when it makes it; None if that goes otherwise."""
 
+    def for_steps(self, shape: Any) -> Any:
+        """Where kernels of whole steps exchange what they add; None if they cannot."""
+
     def sum(
         self,
         x: Tensor,
@@ -127,6 +130,10 @@ class Shard:
     def sending(self, rows: int, d: int) -> Any:
         """See ``Exchange``."""
         return None if self.exchange is None else self.exchange.sending(rows, d)
+
+    def for_steps(self, shape: Any) -> Any:
+        """See ``Exchange``."""
+        return None if self.exchange is None else self.exchange.for_steps(shape)
 
     def all_reduce_norm(
         self, x: Tensor, norm: AddedNorm, sent: bool = False, shares: Tensor | None = None

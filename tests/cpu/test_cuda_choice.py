@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from sgla.kernels import device
 from sgla.kernels.cuda import batch_gemm, decode_attention, skinny_gemm
 from sgla.kernels.cuda.build import SHARED
 from sgla.kernels.cuda.decode_step import DenseShape
+from sgla.kernels.cuda.mixture_step import MixtureShape
 
 QWEN3 = DenseShape(hidden=1024, heads=16, kv_heads=8, inner=3072, qk_norm=True, page_size=16)
 
@@ -41,6 +44,24 @@ def test_a_step_in_one_kernel_needs_room_for_all_blocks(
 ) -> None:
     monkeypatch.setattr(device, "_this", [nvidia("", arch, processors)])
     assert QWEN3.pays(28, 151936) is pays
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "pays"),
+    [
+        (DenseShape(4096, 32, 8, 12288, True, 16), 36, False),  # Qwen3-8B: too many bytes for one
+        (DenseShape(4096, 16, 4, 6144, True, 16, 2), 36, True),
+        (DenseShape(1024, 8, 4, 1536, True, 16, 2), 28, False),  # Qwen3-0.6B: no equal parts
+        (MixtureShape(2048, 32, 4, 768, 128, 8, True, True, 16), 48, True),  # Qwen3-30B-A3B
+        (MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, 2), 48, True),
+        (MixtureShape(2048, 8, 1, 192, 128, 8, True, True, 16, 4), 48, False),
+    ],
+)
+def test_steps_of_ranks_in_one_kernel(
+    monkeypatch: pytest.MonkeyPatch, shape: Any, layers: int, pays: bool
+) -> None:
+    monkeypatch.setattr(device, "_this", [nvidia("", (9, 0), 132)])
+    assert shape.pays(layers, 151936 // shape.ranks) is pays
 
 
 @pytest.mark.parametrize("processors", [32, 46, 64, 66, 78, 114, 132, 144])

@@ -409,12 +409,13 @@ def test_steps_of_a_kind_take_the_same_kernels(architecture: str, monkeypatch: p
 ONE_ROW = rewrite.Asked({"tokens": 1, "sampled": 0, "rows": 1}, Mock())
 
 
-def small_model(architecture: str, **more: Any) -> Eager:
+def small_model(architecture: str, shard: Shard | None = None, **more: Any) -> Eager:
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     config = SMALL | {"architectures": [architecture]} | MODELS.get(architecture, {}) | sizes | more
-    driver = Eager(load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16"))
+    source = ModelSource("dummy", Path("dummy"), (), config, {})
+    driver = Eager(load_model(source, "bfloat16", shard=shard))
     driver.dtype = torch.bfloat16
-    driver.prompt_logprobs([[1]])
+    driver._allocate(1, 1)
     return driver
 
 
@@ -449,6 +450,30 @@ def test_a_whole_step_is_found_in_what_was_recorded(
         assert layer.input_norm is block.input_norm.weight
         assert layer.mlp_norm is block.mlp_norm.weight
         assert layer.q_norm is block.attention.q_norm
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("room", [True, False])
+def test_a_whole_step_of_ranks_exchanges_what_each_adds(
+    architecture: str, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Mock(sum=lambda x, *norm, **more: x, for_steps=Mock(return_value="inbox" if room else None))
+    monkeypatch.setattr(whole_step, "DecodeStep", made := Mock())
+    monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
+    monkeypatch.setattr(whole_step.MixtureShape, "pays", lambda *_: True)
+    driver = small_model(architecture, Shard(0, 2, exchange))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", False, ONE_ROW)
+    assert work is not None
+    if not room:
+        assert ("whole step", "the ranks cannot store into each other's memory") in work.refused
+        return
+    [node] = work.nodes.values()
+    assert node.rule == "whole step"
+    shape, *_, inbox = made.call_args.args
+    assert inbox == "inbox"
+    exchange.for_steps.assert_called_with(shape)
+    assert (shape.ranks, shape.hidden, shape.heads, shape.kv_heads) == (2, 256, 2, 1)
 
 
 SIGMOIDS = {

@@ -238,6 +238,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256,
         "norm_topk_prob": True,
     },
+    "one kernel": {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4},
+    "mixture of one kernel": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+    },
     "latent": {"intermediate_size": 2048, "moe_intermediate_size": 512, "n_routed_experts": 16},
 }
 
@@ -296,7 +309,7 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 @pytest.mark.parametrize(
     ("shape", "quantization", "whole"),
     [
-        *((shape, None, False) for shape in SHAPES if shape != "latent"),
+        *((shape, None, False) for shape in ("plain", "one KV head, tied, odd vocabulary", "mixture")),
         ("mixture", "fp8", False),
         ("mixture", None, True),
         ("mixture", "fp8", True),
@@ -337,6 +350,28 @@ def test_ranks_equal_one(make: Any, ranks: int, shape: str, quantization: str | 
         assert agreement(*tokens) >= 0.6  # untrained models have many near ties
     assert gaps[1] < 2 * gaps[0] + 0.02, "decode steps and prefill disagree"
     assert len({tuple(row) for row in tokens[1]}) == 16
+
+
+@needs_two
+@pytest.mark.parametrize("shape", ["one kernel", "mixture of one kernel"])
+def test_a_row_alone_is_one_kernel_of_both_ranks(make: Any, shape: str) -> None:
+    """Its tokens are as likely as in a prompt, behind few and many; steps of several rows come between."""
+    prompts = [[(7 * i + j * j) % 5000 for j in range(length)] for i, length in enumerate((20, 700, 1500))]
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=0)
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    gaps: list[float] = []
+    for tp in (1, 2):
+        engine, outputs = make(shape, tp=tp, prefix_cache=False), []
+        for prompt in prompts:
+            outputs += engine.generate([prompt], [greedy])
+            engine.generate(prompts, [greedy] * 3)
+        for prompt, output in zip(prompts, outputs):
+            (read,) = engine.generate([[*prompt, *output.tokens]], [scored])
+            pairs = zip(output.logprobs, read.prompt_logprobs[len(prompt) :], strict=True)
+            gaps.append(sum(abs(decoded.logprob - seen.logprob) for decoded, seen in pairs) / 24)
+        engine.shutdown()
+    for one, two in zip(gaps[:3], gaps[3:], strict=True):
+        assert two < 2 * one + 0.02, "decode steps and prefill disagree"
 
 
 WAYS = [

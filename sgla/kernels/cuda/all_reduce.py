@@ -6,18 +6,20 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Sending
 from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.decode_step import MAX_RANKS, StepInbox, StepShape, told
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import AddedNorm
 
-MAX_RANKS = 8
 KEYS = 8192  # rows that ``all_max`` takes at a time
 STATE_BYTES, KEYS_BYTES = 256, 2 * MAX_RANKS * KEYS * 8
+STEP_BYTES = 1 << 20  # where whole steps exchange what they add (``decode_step.py``)
 EMPTY = -0x7FFF8000  # 0x80008000 as int32: two negative zeros
 P = ctypes.c_void_p
 
@@ -68,7 +70,8 @@ def _max_kernel(ranks: int) -> Kernel:
 
 def inbox_bytes(ranks: int, message: int) -> int:
     """Memory a rank shares for messages of up to ``message`` bytes."""
-    return 2 * max(2 * message + ranks * (64 << 10), ranks * one_shot_bytes(ranks, message)) + KEYS_BYTES
+    sums = 2 * max(2 * message + ranks * (64 << 10), ranks * one_shot_bytes(ranks, message))
+    return sums + KEYS_BYTES + STEP_BYTES
 
 
 def one_shot_bytes(ranks: int, message: int) -> int:
@@ -102,9 +105,13 @@ class AllReduce:
     def __init__(self, inboxes: list[int], rank: int, message: int) -> None:
         self._ranks, self._rank, self._message = len(inboxes), rank, message
         pad = [0] * (MAX_RANKS - self._ranks)
-        self._inboxes = (P * MAX_RANKS)(*(address + KEYS_BYTES for address in inboxes), *pad)
+        before = KEYS_BYTES + STEP_BYTES
+        self._inboxes = (P * MAX_RANKS)(*(address + before for address in inboxes), *pad)
         self._key_inboxes = (P * MAX_RANKS)(*inboxes, *pad)
-        self._half = (inbox_bytes(self._ranks, message) - KEYS_BYTES) // 2
+        self._half = (inbox_bytes(self._ranks, message) - before) // 2
+        self._step_inboxes = [address + KEYS_BYTES for address in inboxes]
+        self._steps = dict[Any, StepInbox]()
+        self._step_bytes = 0
         self._state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device="cuda")
         self._key_state = self._state.data_ptr() + STATE_BYTES // 2
         self._processors = this_device().multiprocessors
@@ -114,6 +121,19 @@ class AllReduce:
         """Make uint8 ``memory`` an empty inbox."""
         memory[:KEYS_BYTES].zero_()
         memory[KEYS_BYTES:].view(torch.int32).fill_(EMPTY)
+
+    def for_steps(self, shape: StepShape) -> StepInbox | None:
+        """Where whole steps of this shape exchange what they add, or None if there is no room. All ranks must
+        ask for the same shapes in the same order."""
+        if shape not in self._steps:
+            if shape.ranks != self._ranks or self._step_bytes + 4 * shape.inbox > STEP_BYTES:
+                return None
+            addresses = (address + self._step_bytes for address in self._step_inboxes)
+            pad = [0] * (MAX_RANKS - self._ranks)
+            kept = told(shape.words, self._state.device)
+            self._steps[shape] = StepInbox((P * MAX_RANKS)(*addresses, *pad), self._rank, *kept)
+            self._step_bytes += 4 * shape.inbox
+        return self._steps[shape]
 
     def takes(self, x: Tensor) -> bool:
         return x.dtype == torch.bfloat16 and 0 < x.nbytes <= self._message and x.shape[-1] % 8 == 0

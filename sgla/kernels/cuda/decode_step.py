@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer
 
 BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads at a time
-HEAD_DIM = 128
+HEAD_DIM, MAX_RANKS = 128, 8
 MAX_LAYERS, LEAST_DEPTH = 64, 8
-MOST_BYTES = 64 << 20  # of a layer's weights; beyond that reading them takes longer than all else
+FLYING = 2  # pieces of a warp that are on their way at a time: what blocks tell each other waits behind them
+# Of a layer's weights; beyond that reading them takes longer than all else. Ranks wait less for each other's
+# sums, too.
+MOST_BYTES, MOST_BYTES_OF_RANKS = 64 << 20, 256 << 20
 P = ctypes.c_void_p
 
 
@@ -36,14 +39,21 @@ class StepShape(Protocol):
         """Of a block."""
 
     @property
+    def ranks(self) -> int: ...
+
+    @property
     def words(self) -> int:
         """Of the vectors that blocks exchange."""
+
+    @property
+    def inbox(self) -> int:
+        """Words of what ranks tell each other."""
 
     def kernel(self) -> Kernel: ...
 
 
 class DenseShape(NamedTuple):
-    """What ``decode_step.cu`` is compiled for."""
+    """What ``decode_step.cu`` is compiled for: heads and ``inner`` are those of one of the ``ranks``."""
 
     hidden: int
     heads: int
@@ -51,6 +61,7 @@ class DenseShape(NamedTuple):
     inner: int
     qk_norm: bool
     page_size: int
+    ranks: int = 1
 
     @property
     def group(self) -> int:
@@ -73,6 +84,11 @@ class DenseShape(NamedTuple):
         """Of the vectors that blocks exchange."""
         parts = BLOCKS * self.group * (HEAD_DIM + 2)
         return self.qkv + parts + self.heads * HEAD_DIM + 2 * self.hidden + self.inner
+
+    @property
+    def inbox(self) -> int:
+        """Words of what ranks tell each other."""
+        return 2 * self.ranks * self.hidden
 
     @property
     def shared(self) -> int:
@@ -101,7 +117,8 @@ class DenseShape(NamedTuple):
             n % (BLOCKS * WARPS) == 0 for n in (self.hidden, self.qkv, self.inner, self.heads * HEAD_DIM)
         )
         attends = self.kv_heads in (4, 8, 16) and self.group <= 6 and self.page_size % 16 == 0
-        small = 2 * self.layer_weights <= MOST_BYTES and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
+        most = MOST_BYTES if self.ranks == 1 else MOST_BYTES_OF_RANKS
+        small = 2 * self.layer_weights <= most and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
         return gpu_holds_blocks() and even and attends and small and vocab % 4 == 0
 
 
@@ -147,6 +164,9 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("count", "vocab", "table_stride")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("inbox", P * MAX_RANKS),  # from here on only with several ranks
+        ("own", P),
+        ("rank", ctypes.c_int),
     )
 
 
@@ -158,16 +178,35 @@ def _kernel(shape: DenseShape) -> Kernel:
         "PAGE_TILES": shape.page_size // 16,
         "MAX_LAYERS": MAX_LAYERS,
         "DEPTH": shape.depth,
+        "FLYING": FLYING,
+        "RANKS": shape.ranks,
     }
     rings = WARPS * shape.depth * (2 * PIECE + 8)
     return Kernel("decode_step.cu", "decode_step", defines, rings + shape.shared)
+
+
+class StepInbox(NamedTuple):
+    """Where ranks tell each other what they add to the residual stream: where this one, ``rank``, sees the
+    memory of each; and what all steps that use it share."""
+
+    addresses: Any
+    rank: int
+    words: Tensor
+    steps: Tensor
+
+
+def told(words: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Words of a layer that never was, int32[words], and the number of layers so far, int32[1]."""
+    steps = torch.zeros(1, dtype=torch.int32, device=device)
+    return torch.full((words,), -1, dtype=torch.int32, device=device), steps
 
 
 class DecodeStep:
     """The model is one that ``pays``; ``layers`` as its shape wants them. ``embedding`` and ``head`` bf16
     ``[vocab, hidden]``, ``norm`` float32[hidden], ``cos_sin`` float32 ``[positions, 128]``, ``scale`` of the
     attention scores; ``kv`` bf16, all layers with the same strides, the tokens of a page and head
-    contiguous."""
+    contiguous. ``inbox``: where ranks exchange what they add; ``head`` then is a part of the output
+    layer, and all ranks make the same calls."""
 
     def __init__(
         self,
@@ -180,16 +219,17 @@ class DecodeStep:
         cos_sin: Tensor,
         eps: float,
         scale: float,
+        inbox: StepInbox | None = None,
     ) -> None:
+        assert (shape.ranks > 1) == (inbox is not None)
         k = kv[0].k
         assert k.stride(1) == HEAD_DIM, "tokens of one page and head must be contiguous"
         pointers = [
             [t.data_ptr() if t is not None else 0 for t in (*w, p.k, p.v)] for w, p in zip(layers, kv)
         ]
         table = torch.tensor(pointers, device=k.device)
-        # Of a layer that never was.
-        words = torch.full((shape.words,), -1, dtype=torch.int32, device=k.device)
-        steps = torch.zeros(1, dtype=torch.int32, device=k.device)
+        words, steps = told(shape.words, k.device) if inbox is None else (inbox.words, inbox.steps)
+        self._inbox = () if inbox is None else (inbox.addresses, inbox.addresses[inbox.rank], inbox.rank)
         self._fixed = (table, embedding, head, norm, cos_sin), (words, steps)
         self._kept = layers, kv
         self._numbers = k.stride(0), k.stride(2), len(layers), head.shape[0]
@@ -211,5 +251,6 @@ class DecodeStep:
         before, after = self._fixed
         tensors = (*before, ids, positions, slots, kv_len, page_table, logits, *after)
         pointers = (t.data_ptr() for t in tensors)
-        params = _Params(*pointers, *self._numbers, page_table.stride(0), self._eps, self._scale)
+        numbers = *self._numbers, page_table.stride(0), self._eps, self._scale
+        params = _Params(*pointers, *numbers, *self._inbox)
         self._kernel.launch(BLOCKS, self._threads, params)

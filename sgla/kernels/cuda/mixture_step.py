@@ -17,7 +17,8 @@ P = ctypes.c_void_p
 
 
 class MixtureShape(NamedTuple):
-    """What the kernel is compiled for. ``inner`` is that of an expert."""
+    """What the kernel is compiled for. ``inner`` is that of an expert; heads and inner those of one of the
+    ``ranks``."""
 
     hidden: int
     heads: int
@@ -28,13 +29,20 @@ class MixtureShape(NamedTuple):
     normalize: bool
     qk_norm: bool
     page_size: int
+    ranks: int = 1
 
     @property
     def words(self) -> int:
         """Of the vectors that blocks exchange."""
         group = self.heads // self.kv_heads
         attention = (2 * self.heads + 2 * self.kv_heads) * HEAD_DIM + BLOCKS * group * (HEAD_DIM + 2)
-        return attention + (self.kv_heads + 1) * self.hidden + WARPS * self.experts + self.top_k * self.inner
+        updates = self.inbox if self.ranks == 1 else 0
+        return attention + updates + WARPS * self.experts + self.top_k * self.inner
+
+    @property
+    def inbox(self) -> int:
+        """Words of the updates of the residual stream, which ranks tell each other."""
+        return self.ranks * (self.kv_heads + 1) * self.hidden
 
     @property
     def warps(self) -> int:
@@ -45,8 +53,10 @@ class MixtureShape(NamedTuple):
 
     def pays(self, layers: int, vocab: int) -> bool:
         """Whether the kernel takes this model on this GPU."""
-        attends = (self.heads, self.kv_heads) == (32, 4) and self.page_size % 16 == 0
-        chooses = (self.experts, self.top_k) == (BLOCKS, WARPS) and self.inner in (512, 768, 1024)
+        heads = self.heads * self.ranks, self.kv_heads * self.ranks
+        attends = heads == (32, 4) and self.ranks <= 2 and self.page_size % 16 == 0
+        widths = (512, 768, 1024) if self.ranks == 1 else (384, 512)
+        chooses = (self.experts, self.top_k) == (BLOCKS, WARPS) and self.inner in widths
         # With an odd number of layers,
         # words that only long steps write could have the number of one that is awaited.
         counts = layers <= MAX_LAYERS and layers % 2 == 0
@@ -80,6 +90,7 @@ def _kernel(shape: MixtureShape) -> Kernel:
         "QK_NORM": int(shape.qk_norm),
         "PAGE_TILES": shape.page_size // 16,
         "MAX_LAYERS": MAX_LAYERS,
+        "RANKS": shape.ranks,
     }
     group = shape.heads // shape.kv_heads
     inputs = 2 * (shape.hidden + shape.top_k * shape.inner) + 4 * shape.hidden + 8 * WARPS

@@ -18,9 +18,8 @@ from sgla.kernels.ops import AddedNorm, Ranks, Together
 from sgla.kernels.triton import elementwise
 
 NAME = "sum of experts"  # of nodes that other rules look for
-COMBINES = (
-    False  # whether the ranks' sum adds up what experts made (tests/gpu/test_tp.py -k experts_are_summed)
-)
+# Whether the ranks' sum adds up what experts made (tests/gpu/test_tp.py -k experts_are_summed).
+COMBINES = False
 
 
 def make(work: Work, node: Node, **more: Any) -> list[Node]:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, DenseShape, LayerWeights
+from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, DenseShape, LayerWeights, StepInbox
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.record import Node, Record, Ref
 from sgla.kernels.gpu.rewrite import Work
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Ranks
 
 if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
@@ -32,6 +32,7 @@ class Layer(NamedTuple):
     kv: KVLayer
     common: tuple[Any, ...]
     norm: Tensor  # of what follows the layer
+    ranks: Ranks | None  # over which o and down are summed
 
 
 class Found(NamedTuple):
@@ -46,6 +47,7 @@ class Found(NamedTuple):
     cos_sin: Tensor
     eps: float
     scale: float
+    inbox: StepInbox | None
 
 
 def refuses(work: Work, logits: Node) -> str | None:
@@ -54,11 +56,10 @@ def refuses(work: Work, logits: Node) -> str | None:
     if any(work.asked.sizes[of] > 1 for of in ("tokens", "rows")):
         return "it computes one row"
     try:
-        found = _found(work.record)
+        _found(work.record)
     except Refused as error:
         return str(error)
-    pays = found.shape.pays(len(found.layers), found.head.shape[0])
-    return None if pays else "its blocks or bytes do not fit this model or GPU"
+    return None
 
 
 def make(work: Work, logits: Node) -> list[Node]:
@@ -90,13 +91,19 @@ def _found(record: Record) -> Found:
     if x not in node.given.values() or next(nodes, None) is not None:
         raise Refused("something follows the last norm but the output layer")
     words, head = embed.given["weight"], _plain(node)
-    if not layers or len({layer.common for layer in layers}) > 1 or embed.given["scale"] != 1.0:
+    alike = layers and len({(layer.common, id(layer.ranks)) for layer in layers}) == 1
+    if not alike or embed.given["scale"] != 1.0:
         raise Refused("layers differ, or embeddings are scaled")
     if words.kind != "bf16":
         raise Refused(f"embeddings are {words.kind}")
     shape, cos_sin, _, scale = layers[0].common
+    if not shape.pays(len(layers), head.shape[0]):
+        raise Refused("its blocks or bytes do not fit this model or GPU")
+    ranks, inbox = layers[0].ranks, None
+    if ranks is not None and (inbox := ranks.for_steps(shape)) is None:
+        raise Refused("the ranks cannot store into each other's memory")
     weights, kv = [layer.weights for layer in layers], [layer.kv for layer in layers]
-    return Found(shape, weights, kv, words.data, head, norm, cos_sin, eps, scale)
+    return Found(shape, weights, kv, words.data, head, norm, cos_sin, eps, scale, inbox)
 
 
 def _layer(
@@ -107,7 +114,7 @@ def _layer(
     heads = _next(nodes, ops.qk_norm_rope_store, Ref(node.results[0]))
     attention = _next(nodes, ops.attention, Ref(heads.results[0]))
     out = _next(nodes, ops.linear, Ref(attention.results[0]))
-    added = _next(nodes, ops.add_rms_norm, Ref(out.results[0]))
+    added, ranks = _added(nodes, out)
     kv, q_norm, k_norm = (heads.given[name] for name in ("kv", "q_norm", "k_norm"))
     whole = kv.k.shape[3] == kv.v.shape[3] == heads.given["cos_sin"].shape[1] == HEAD_DIM
     if not whole or kv.k.dtype != torch.bfloat16:
@@ -117,7 +124,7 @@ def _layer(
         raise Refused("attention has a window, a soft cap, sinks or slopes")
     norms = norm, added.given["weight"], q_norm, k_norm
     hidden, width, kv_heads, page_size = qkv.shape[1], out.given["w"].k, kv.k.shape[2], kv.k.shape[1]
-    counts = hidden, width // HEAD_DIM, kv_heads
+    counts, size = (hidden, width // HEAD_DIM, kv_heads), 1 if ranks is None else ranks.size
     node = next(nodes)
     weights: LayerWeights | MixtureWeights
     if node.op is ops.moe and node.given["x"] == Ref(added.results[0]) and node.given["activation"] == "silu":
@@ -127,7 +134,7 @@ def _layer(
         router, gate_up, down = (_bf16(node.given[name]) for name in ("router", "gate_up", "down"))
         weights = MixtureWeights(qkv, _plain(out), router, gate_up, down, *norms)
         numbers = node.given["down"].k, node.given["router"].n, routing.top_k, routing.normalize
-        shape: Any = MixtureShape(*counts, *numbers, q_norm is not None, page_size)
+        shape: Any = MixtureShape(*counts, *numbers, q_norm is not None, page_size, size)
     else:
         gate_up = _linear(node, Ref(added.results[0]))
         act = _next(nodes, ops.act_mul, Ref(node.results[0]))
@@ -135,19 +142,34 @@ def _layer(
         if act.given["kind"] != "silu":
             raise Refused("gates are not SiLU")
         weights = LayerWeights(qkv, _plain(out), gate_up, _plain(node), *norms)
-        shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size)
-    after = _next(nodes, ops.add_rms_norm, Ref(node.results[0]))
+        shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size, size)
+    after, others = _added(nodes, node)
+    if others is not ranks:
+        raise Refused("not both halves of a layer are summed over the ranks")
     if added.given["residual"] != h or after.given["residual"] != Ref(added.results[1]):
         raise Refused("the residual stream takes another way")
     if {added.given["eps"], after.given["eps"], heads.given["eps"]} != {eps}:
         raise Refused("norms have different epsilons")
     common = shape, heads.given["cos_sin"], eps, attention.given["scale"]
-    return Layer(weights, kv, common, after.given["weight"]), Ref(after.results[0]), Ref(after.results[1])
+    layer = Layer(weights, kv, common, after.given["weight"], ranks)
+    return layer, Ref(after.results[0]), Ref(after.results[1])
+
+
+def _added(nodes: Iterator[Node], made: Node) -> tuple[Node, Ranks | None]:
+    """The add and norm of what ``made`` makes, or of its sum over the ranks, and these."""
+    node, x = next(nodes, None), Ref(made.results[0])
+    if node is None or node.op is not ops.all_reduce:
+        return _expect(node, ops.add_rms_norm, x), None
+    total = _expect(node, ops.all_reduce, x)
+    return _next(nodes, ops.add_rms_norm, Ref(total.results[0])), total.given["ranks"]
 
 
 def _next(nodes: Iterator[Node], op: Any, x: Ref | None = None) -> Node:
     """The next node, which must be this op, of x if one is given."""
-    node = next(nodes, None)
+    return _expect(next(nodes, None), op, x)
+
+
+def _expect(node: Node | None, op: Any, x: Ref | None) -> Node:
     if node is None or node.op is not op or (x is not None and node.reads[0] != x.number):
         raise Refused(f"{op.name} does not come where it is expected")
     return node
