@@ -1,12 +1,15 @@
 """Decode steps of the CUDA runner alone, without the engine around it: one JSON line a batch size.
 
     python bench/step.py --model bench/models/qwen3-8b [--batches 1,16,64,256] [--context 640] [--tp 2]
+    python bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 8,5
     python bench/step.py --model bench/models/qwen3-8b --profile [--prompts 0+4096,64+700] [--traces FOLDER]
 
 ``graph_ms``: replays of the graph, back to back. ``step_ms``: launches as the worker makes them, two in
 flight. ``step_gap_ms``: idle time of the GPU between steps. Each batch is measured twice: with a temperature
 alone, whose draw is in the graph, and with Qwen3's ``top_k`` and ``top_p`` behind the graph. ``floor_ms``:
 weights and KV that must be read, at 4.34 TB/s. With several ranks the times are those of rank 0.
+``--guesses``: rows that n-grams guess so many tokens for, which need not be right; the graph is that of all
+decode rows, and ``finish_us``, as ``launch_us``, what the host does for a step.
 ``--profile``: see ``timeline.py``.
 """
 
@@ -35,6 +38,7 @@ from sgla.config import Config
 from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 from sgla.worker.cuda import CudaRunner
+from sgla.worker.flights import Flight
 
 DRAWN = RowSampling(temperature=0.6)
 
@@ -53,15 +57,19 @@ def pages_of(runner: CudaRunner, first: int, count: int) -> list[bytes]:
     ]
 
 
+ROOM = 600  # tokens behind the context
+
+
 def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) -> None:
     """Rows whose history nobody computed: the pages hold zeros, which takes as long."""
-    per_row = -(-(context + 600) // runner.steps.tables.page_size)
+    per_row = -(-(context + ROOM) // runner.steps.tables.page_size)
     new = [
         NewRow(
             slot=slot,
             tokens=ints(np.full(context + 1, slot + 5)),
             prompt_len=context,
             pages=pages_of(runner, slot * per_row, per_row),
+            limit=context + ROOM - 10,
             sampling=msgspec.structs.replace(sampling, seed=slot),
         )
         for slot in range(rows)
@@ -69,7 +77,7 @@ def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) ->
     runner.execute(plan(0, rows, context, new))
 
 
-def plan(step: int, rows: int, start: int, new: list[NewRow] | None = None) -> StepPlan:
+def plan(step: int, rows: int, start: int, new: list[NewRow] | None = None, guesses: int = 0) -> StepPlan:
     return StepPlan(
         step=step,
         slots=ints(np.arange(rows)),
@@ -77,14 +85,15 @@ def plan(step: int, rows: int, start: int, new: list[NewRow] | None = None) -> S
         q_lens=ints(np.ones(rows)),
         flags=bytes([SAMPLE]) * rows,
         new=new or [],
+        drafts=ints(np.full(rows, guesses)) if guesses else b"",
     )
 
 
 def measure(
-    runner: CudaRunner, rows: int, context: int, sampling: RowSampling, steps: int
+    runner: CudaRunner, rows: int, context: int, sampling: RowSampling, steps: int, guesses: int = 0
 ) -> dict[str, float]:
     admit(runner, rows, context, sampling)
-    size = next(size for size in runner.graphs.sizes if size >= rows)
+    size = next(size for size in runner.graphs.sizes if size >= rows * (guesses + 1))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -93,14 +102,20 @@ def measure(
     end.record()
     end.synchronize()
     graph_ms = begin.elapsed_time(end) / steps
-    flights, gaps, host = [], [], 0.0
+    flights, gaps, host, behind = [], [], 0.0, 0.0
     begun = time.perf_counter()
     for i in range(steps):
+        start = min(context + 1 + i * (guesses + 1), context + ROOM - 20)
         at = time.perf_counter()
-        flights.append(runner.launch(plan(i, rows, context + 1 + i)))
+        flights.append(runner.launch(plan(i, rows, start, guesses=guesses)))
         host += time.perf_counter() - at
         if len(flights) == 2:
-            gaps.append(runner.finish(flights.pop(0)).gap)
+            flight = flights.pop(0)
+            if isinstance(flight, Flight):
+                flight.end.synchronize()
+            at = time.perf_counter()
+            gaps.append(runner.finish(flight).gap)
+            behind += time.perf_counter() - at
     runner.finish(flights.pop(0))
     step_ms = (time.perf_counter() - begun) / steps * 1e3
     spec, config = runner.steps.model.spec, runner.config
@@ -111,6 +126,7 @@ def measure(
         "step_ms": round(step_ms, 4),
         "step_gap_ms": round(sorted(gaps)[len(gaps) // 2] * 1e3, 4),
         "launch_us": round(host / steps * 1e6, 1),
+        "finish_us": round(behind / (steps - 1) * 1e6, 1),
         "floor_ms": round(limits.read([context] * rows) / runner.shard.size * 1e3, 4),
     }
 
@@ -183,6 +199,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of a measurement")
     parser.add_argument("--top-k", type=int, default=20, help="of the rows that are measured again")
     parser.add_argument("--top-p", type=float, default=0.95, help="of the same rows")
+    parser.add_argument("--guesses", default="", help="of n-grams, in further measurements")
     parser.add_argument("--profile", action="store_true", help="where a step goes, too")
     parser.add_argument(
         "--prompts",
@@ -227,6 +244,10 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     begun = time.perf_counter()
+    guessed = [int(count) for count in args.guesses.split(",") if count]
+    extra = json.loads(args.extra)
+    if guessed:
+        extra |= {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": max(guessed)}
     config = Config(
         model=args.model,
         device="cuda",
@@ -234,7 +255,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         context_length=max(8192, args.context + 1024),
         attention_backend=args.backend,
         tp=args.tp,
-        **json.loads(args.extra),
+        **extra,
         quantization=args.quantization,
     )
     source = open_source(args.model, "dummy")
@@ -262,6 +283,9 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
             cut = {"top_k": args.top_k, "top_p": args.top_p}
             sampling = msgspec.structs.replace(DRAWN, **cut)
             lines.emit(base | cut | measure(runner, rows, args.context, sampling, args.steps))
+            for guesses in guessed:
+                found = measure(runner, rows, args.context, DRAWN, args.steps, guesses)
+                lines.emit(base | {"guesses": guesses} | found)
         if args.profile:
             profile_all(runner, base, batches, args)
     if args.tp > 1:

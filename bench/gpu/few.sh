@@ -1,29 +1,38 @@
 #!/usr/bin/env bash
-# Mixtures with one and two rows on one H200: tests of their kernels and of states, layers in a chain with each way to cut and to start, and
-# steps with both ways that are off (moe.py: TWO_TILES, EARLY) and without. No network, random weights. Run it in the repository's root;
-# results into $OUT (few.jsonl: a JSON line each; few.log: what was printed). At most $LIMIT seconds (400); parts are chosen by name.
+# One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
+# way to cut and to start, and steps with what is off (moe.py: TWO_TILES, EARLY; latent.py: EARLY) and without; a step of Qwen3-0.6B that
+# verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
+# was printed). At most $LIMIT seconds (500); parts are chosen by name.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests layers qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all)
+#   parts: tests layers guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all)
 set -uo pipefail
-LIMIT=${LIMIT:-400}
+LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
-both='import runpy, sys; from sgla.kernels.triton import moe; moe.TWO_TILES, moe.EARLY = True, 2
-sys.path.insert(0, "bench"); del sys.argv[0]; runpy.run_path(sys.argv[0], run_name="__main__")'
+# with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
+with='import runpy, sys
+from sgla.kernels.triton import latent, moe
+exec(sys.argv[1])
+sys.path[0], sys.argv = "bench", sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")'
+experts='moe.TWO_TILES, moe.EARLY = True, 2'
+all="$experts; latent.EARLY = True"
 
-for each in ${*:-tests layers qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
+for each in ${*:-tests layers guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
-    tests) part tests 150 -m pytest -q -p no:cacheprovider -o addopts= -n 4 -m "gpu and not slow" --tb=short \
-        tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py ;;
+    tests) part tests 150 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m "gpu and not slow" --tb=short \
+        tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "moe or states or latents" ;;
     layers)
         part layers-qwen 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b
         part layers-qwen-fp8 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b --fp8
         part layers-glm 60 bench/gpu_moe.py layers --model bench/models/glm-4.7-flash
         part layers-deepseek 60 bench/gpu_moe.py layers --model bench/models/deepseek-v2-lite
         ;;
+    guesses) part guesses 50 bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 8,5 ;;
     *)
         given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given
-        part "$each, both" 60 -c "$both" $given
+        part "$each-experts" 60 -c "$with" "$experts" $given
+        [ "$each" = qwen3.6-35b-a3b ] || part "$each-all" 60 -c "$with" "$all" $given
         ;;
     esac
 done

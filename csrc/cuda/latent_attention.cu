@@ -15,11 +15,15 @@
 #ifndef ROTATED
 #define ROTATED 64
 #endif
+#ifndef EARLY
+#define EARLY 0
+#endif
 
 constexpr int TOKENS = 64, PIECE = 16;  // of a stage, and of a copy
 constexpr int TILES = (CONTENT + ROTATED) / 64, VALUES = CONTENT / 64, STAGES = 2;
 constexpr int TILE = TOKENS * 128, KEYS = TILES * TILE, Q_TILE = HEADS * 128;  // bytes
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32, COLUMNS = HEADS / 4;  // heads of a lane
+constexpr int FRESH = 64;  // of a row's last tokens, at most, are stored by the kernel before
 constexpr float NEVER = -1e30f;
 
 struct Params {
@@ -64,13 +68,13 @@ struct Shared {
 };
 
 struct Share {
-  int row, head, split, begin, end;
+  int row, head, split, begin, end, length;
   __device__ __forceinline__ explicit Share(const Params& p) {
     const int blocks = (p.heads + HEADS - 1) / HEADS;
     split = blockIdx.x % p.splits;
     head = blockIdx.x / p.splits % blocks * HEADS;
     row = blockIdx.x / p.splits / blocks;
-    const int length = p.kv_len[row];
+    length = p.kv_len[row];
     const int share = ((length + p.splits - 1) / p.splits + PIECE - 1) / PIECE * PIECE;
     begin = min(split * share, length);
     end = min(begin + share, length);
@@ -85,16 +89,22 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
     return lane < TOKENS / PIECE && token < share.end ? pages[token / p.page_size] : 0;
   };
   int page = page_of(share.begin);  // of this lane's piece
-  pdl_wait();
+  const auto load_q = [&] {
+    pdl_wait();
+    if (lane == 0) {  // one lane copies: each of several would do so in its turn
+      barrier_expect(shared.q_full, TILES * Q_TILE);
+      for (int i = 0; i < TILES; ++i)
+        copy_3d(shared.q + i * Q_TILE, p.q, shared.q_full, i * 64, share.head, share.row);
+    }
+    __syncwarp();
+  };
   if (share.begin >= share.end) return;
-  if (lane == 0) {  // one lane copies: each of several would do so in its turn
-    barrier_expect(shared.q_full, TILES * Q_TILE);
-    for (int i = 0; i < TILES; ++i)
-      copy_3d(shared.q + i * Q_TILE, p.q, shared.q_full, i * 64, share.head, share.row);
-  }
-  __syncwarp();
+  // Tokens that earlier steps have stored need not be waited for, as many as there is room for.
+  int stored = EARLY && share.end + FRESH <= share.length ? min(share.end, share.begin + STAGES * TOKENS) : 0;
+  stored = max(stored, share.begin);
   Slot<STAGES> slot;
   for (int from = share.begin; from < share.end; from += TOKENS, slot.next()) {
+    if (from == stored) load_q();
     const int next = page_of(from + TOKENS);
     const int pieces = min(TOKENS / PIECE, (share.end - from + PIECE - 1) / PIECE);
     barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
@@ -108,6 +118,7 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
     }
     page = next;
   }
+  if (stored >= share.end) load_q();
 }
 
 // A lane's heads: their maxima so far, the sums of its own tokens' weights, and what earlier sums are to be

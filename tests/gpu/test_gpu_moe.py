@@ -26,7 +26,7 @@ from sgla.kernels.cuda import experts as native
 from sgla.kernels.cuda import grouped_gemm, router
 from sgla.kernels.gpu import mixture
 from sgla.kernels.routing import Clamped, Routing
-from sgla.kernels.triton import elementwise, moe
+from sgla.kernels.triton import elementwise, latent, moe
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
 from sgla.quant.weight import pack
 
@@ -248,6 +248,27 @@ def test_batching_does_not_change_the_tokens() -> None:
     assert len({tuple(tokens) for tokens in together.values()}) == 20
     assert_rows_alone_equal_all(runner, 0.02, share=0.8)
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-35b-a3b", "glm-4.7-flash", "deepseek-v2-lite"])
+def test_kernels_that_start_early_change_no_token(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = json.loads((Path(__file__).parents[2] / f"bench/models/{name}/config.json").read_text())
+    decoder = model.get("text_config", model)
+    decoder["num_hidden_layers"] = 4
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if kinds in decoder:
+            decoder[kinds] = decoder[kinds][:4]
+    monkeypatch.setattr(moe, "TWO_TILES", True)
+    texts = []
+    for early in (False, True):
+        monkeypatch.setattr(moe, "EARLY", 2 if early else 0)
+        monkeypatch.setattr(latent, "EARLY", early)
+        runner = make(model)
+        prompts = {0: prompt(0, 300), 1: prompt(1, 150)}
+        texts.append([generate(runner, some, 80, True) for some in ({0: prompts[0]}, prompts)])
+        del runner
+        torch.cuda.empty_cache()
+    assert texts[0] == texts[1]
 
 
 MIXTRAL: dict[str, Any] = {

@@ -18,6 +18,9 @@ from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
 from sgla.kernels.triton.common import _begin, _pdl, _saturate
 
 MOST_HEADS = 64  # of a decode row that one program serves
+# Whether decode rows read what earlier steps have stored, and what comes behind attention its weights, before
+# the kernels ahead are through. Off until it has run on a GPU (bench/gpu/few.sh).
+EARLY = False
 
 
 @triton.jit
@@ -88,9 +91,11 @@ def _decode(
 @triton.jit
 def _merge(
     part, part_ml, out, splits, k_scale, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BC values of the content that a head of a row has seen, of all shares of its history."""
+    if EARLY and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     _begin(PDL)
     head = tl.program_id(0).to(tl.int64)
     c, split = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, SPLITS)
@@ -174,10 +179,12 @@ def _queries(
     s_page, s_token, page_size,
     NOPE: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr,
     HALF_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: of BM tokens BN values of one head's content, or behind these the rotated ones; of the
     head that is one too many, BL of their latents."""
+    if EARLY and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     block, head, tile = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
     token = (block + tl.arange(0, BM)).to(tl.int64)
     live = token < tokens
@@ -260,8 +267,8 @@ def queries(
         q.stride(0), latent.stride(0), k.stride(0), k.stride(1), k.shape[1], NOPE=nope,
         NB=max(16, triton.next_power_of_2(nope)), C=content, CB=triton.next_power_of_2(content),
         HALF=rot // 2, HALF_B=triton.next_power_of_2(rot // 2), BM=m, BN=64,
-        BL=triton.next_power_of_2(triton.cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn, num_warps=4,
-        **_pdl(),
+        BL=triton.next_power_of_2(triton.cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn,
+        EARLY=EARLY, num_warps=4, **_pdl(),
     )  # fmt: skip
     return out
 
@@ -324,8 +331,9 @@ def merge(part: Tensor, part_ml: Tensor, out: Tensor, count: int, k_scale: float
     shares = triton.next_power_of_2(splits)
     own = min(padded(content), max(128, 2048 // shares))
     _merge[(count, triton.cdiv(content, own))](
-        part, part_ml, out, splits, k_scale, C=content, BC=own, SPLITS=shares, num_warps=4, **_pdl()
-    )
+        part, part_ml, out, splits, k_scale, C=content, BC=own, SPLITS=shares, EARLY=EARLY, num_warps=4,
+        **_pdl(),
+    )  # fmt: skip
 
 
 def extend(
