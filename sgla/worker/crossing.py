@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sgla import clock
+from sgla.worker.device_state import upload
 from sgla.worker.state import Int32s
 
 AHEAD = 4  # pieces that are queued
@@ -36,6 +38,8 @@ class Crossing:
     ends: list[torch.cuda.Event] = field(default_factory=list)
     bands: int = 0
     told: bool = False
+    index: Tensor | None = None  # units of all chunks, on the GPU
+    queued: int = 0  # of these
 
     @property
     def over(self) -> bool:
@@ -61,19 +65,18 @@ class Chunk(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A chunk that has crossed once ``end`` has passed, and what has to be there until then."""
+    """A chunk that has crossed once ``end`` has passed."""
 
     crossing: Crossing
     end: torch.cuda.Event
-    made: list[Tensor]
 
 
 class Route(NamedTuple):
-    """What copies a chunk in one direction: into what is staged, and out of it. ``begin`` returns what
-    ``end`` has to know."""
+    """What copies a chunk, whose units an index on the GPU names, in one direction: into what is staged, and
+    out of it."""
 
-    begin: Callable[[Chunk, Tensor], list[Tensor]]
-    end: Callable[[Chunk, Tensor, list[Tensor]], None]
+    begin: Callable[[Chunk, Tensor, Tensor], None]
+    end: Callable[[Chunk, Tensor, Tensor], None]
 
 
 class Lane:
@@ -92,9 +95,13 @@ class Lane:
     def under_way(self) -> bool:
         return bool(self._waiting or self._queued)
 
-    def add(self, crossing: Crossing, chunks: Iterable[Chunk]) -> None:
+    def add(self, crossing: Crossing, chunks: Sequence[Chunk]) -> None:
+        """``chunks``: at least one. Their units go to the GPU at once, so that nothing small lies between
+        pieces on a link."""
         begin = torch.cuda.Event()
         begin.record()
+        with torch.cuda.stream(self._first):
+            crossing.index = upload(np.concatenate([chunk.units for chunk in chunks])).long()
         self._waiting += ((chunk, begin, crossing) for chunk in chunks)
 
     def go_on(self) -> list[Crossing]:
@@ -124,6 +131,9 @@ class Lane:
 
     def _queue(self) -> None:
         chunk, begin, crossing = self._waiting.popleft()
+        assert crossing.index is not None
+        index = crossing.index[crossing.queued : crossing.queued + len(chunk.units)]
+        crossing.queued += len(index)
         crossing.begun = crossing.begun or clock.now()
         half, empty = self._halves.popleft()
         full, end = torch.cuda.Event(), torch.cuda.Event()
@@ -131,13 +141,13 @@ class Lane:
             self._first.wait_event(begin)
             if empty is not None:
                 self._first.wait_event(empty)
-            made = self._route.begin(chunk, half)
+            self._route.begin(chunk, index, half)
             full.record()
         with torch.cuda.stream(self._second):
             self._second.wait_event(full)
-            self._route.end(chunk, half, made)
+            self._route.end(chunk, index, half)
             end.record()
         self._halves.append((half, end))
         if chunk.closes:
             crossing.ends.append(end)
-        self._queued.append(Queued(crossing, end, made))
+        self._queued.append(Queued(crossing, end))

@@ -16,7 +16,6 @@ from sgla.config import Config
 from sgla.errors import OutOfMemory
 from sgla.messages import CacheGroup, Copy, Moved, StepPlan, Tier
 from sgla.worker.crossing import Chunk, Crossing, Lane, Route
-from sgla.worker.device_state import upload
 from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
@@ -155,31 +154,27 @@ class HostTier:
             if "host" not in (copy.source, copy.target) and "device" in (copy.source, copy.target):
                 self.wait([c for c in self._early if _meet(c, [column(u) for u in units])])
 
-    def _cross_in(self, chunk: Chunk, half: Tensor) -> list[Tensor]:
+    def _cross_in(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
         if (rows := self._staged(chunk, half)) is None:
-            return []
-        index = upload(chunk.units).long()
+            return
         beside, places = self._sections[chunk.section].beside, chunk.places.tolist()
         for first, count, place in _runs(places):
             rows[first : first + count].copy_(beside[place : place + count], non_blocking=True)
-        return [index]
 
-    def _scatter(self, chunk: Chunk, half: Tensor, made: list[Tensor]) -> None:
+    def _scatter(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, True)
             return
         for tensor, part in self._pairs(chunk, rows):
-            tensor.index_copy_(0, made[0], part)
+            tensor.index_copy_(0, index, part)
 
-    def _gather(self, chunk: Chunk, half: Tensor) -> list[Tensor]:
+    def _gather(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
         if (rows := self._staged(chunk, half)) is None:
-            return []
-        index = upload(chunk.units).long()
+            return
         for tensor, part in self._pairs(chunk, rows):
             torch.index_select(tensor, 0, index, out=part)
-        return []
 
-    def _cross_out(self, chunk: Chunk, half: Tensor, made: list[Tensor]) -> None:
+    def _cross_out(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, False)
             return

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -85,10 +86,15 @@ def late() -> Iterator[Waits]:
     made, wait, waits = crossing.Lane.__init__, gpu_tiers.HostTier.wait, Waits()
 
     def make(self: crossing.Lane, staging: torch.Tensor, route: crossing.Route) -> None:
-        def end(chunk: Any, half: torch.Tensor, _: Any) -> None:
-            CURRENT[-1].add(lambda: route.end(chunk, half, route.begin(chunk, half)))
+        def both(*piece: Any) -> None:
+            route.begin(*piece)
+            route.end(*piece)
 
-        made(self, staging, crossing.Route(lambda chunk, half: [], end))
+        made(
+            self,
+            staging,
+            crossing.Route(lambda *_: None, lambda *piece: CURRENT[-1].add(partial(both, *piece))),
+        )
 
     def counted(self: gpu_tiers.HostTier, crossings: Any, kept: Any = ()) -> None:
         waits.count += bool(kept) and any(c.done < c.total for c in crossings)

@@ -16,7 +16,7 @@ from late_streams import Waits, late
 
 from sgla import clock
 from sgla.messages import Copy, NewRow, RowSampling, StepPlan, int32
-from sgla.worker import gpu_tiers
+from sgla.worker import crossing, gpu_tiers
 from sgla.worker.crossing import Crossing
 from sgla.worker.gpu_tiers import HostTier
 
@@ -25,8 +25,8 @@ LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
 
 @contextmanager
 def late_copies() -> Iterator[Waits]:
-    host = {"upload": torch.from_numpy, "STAGED": STAGED}
-    with late() as waits, patch.multiple(gpu_tiers, **host):
+    on_host = patch.object(crossing, "upload", torch.from_numpy)
+    with late() as waits, patch.object(gpu_tiers, "STAGED", STAGED), on_host:
         yield waits
 
 
@@ -165,8 +165,8 @@ def test_when_a_copy_is_told_of(
     monkeypatch: pytest.MonkeyPatch, seconds: float, done: int, slack: float, told: bool
 ) -> None:
     monkeypatch.setattr(clock, "now", lambda: 5.0 + seconds)
-    crossing = Crossing(1, slack, total=10, firsts=2, done=done, begun=5.0, bands=6)
-    assert crossing.may_be_told is told
+    one = Crossing(1, slack, total=10, firsts=2, done=done, begun=5.0, bands=6)
+    assert one.may_be_told is told
 
 
 def test_places_that_follow_each_other_cross_at_once() -> None:
