@@ -11,9 +11,11 @@
 //
 // HEADS: the layer is q, k and v. The RMSNorm of each head, the rotation, and the way of k and v to their
 // pages are done here too.
+//
+// TURN: the first columns are pairs, each of which is turned by an angle of its token.
 #include "wgmma.cuh"
 
-#ifndef EPILOGUE  // 0: as it is; 2: silu(gate) * up; 4: gelu_tanh(gate) * up; 5: heads
+#ifndef EPILOGUE  // 0: as it is; 2: silu(gate) * up; 4: gelu_tanh(gate) * up; 5: heads; 6: turn
 #define EPILOGUE 0
 #endif
 #ifndef HD  // HEADS: of q, k and v, 64 or 128
@@ -23,7 +25,8 @@
 #define STAGES 4
 #endif
 
-constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU, HEADS = EPILOGUE == 5;
+constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU, HEADS = EPILOGUE == 5,
+               TURN = EPILOGUE == 6;
 // Tokens and weight rows of a tile; columns of a stage; weight rows of a copy.
 constexpr int BM = 128, BN = 256, BK = 64, BOX = 128;
 constexpr int X_BYTES = BM * BK * 2, BOX_BYTES = BOX * BK * 2, STAGE_BYTES = X_BYTES + 2 * BOX_BYTES;
@@ -38,13 +41,14 @@ struct Params {
   bf16* out;                 // [m, out_stride]
   const int* positions;      // HEADS: [m], as out_loc
   const int* out_loc;
-  const float* cos_sin;      // [positions, HD]
+  const float* cos_sin;      // [positions, HD]; TURN: [m, every], of each pair the cosine and the sine
   const float *q_norm, *k_norm;  // [HD] or null
   bf16 *k_pages, *v_pages;
   long long page_stride;
   // Beside: k and v are wanted in `out` too.
   int token_stride, head_stride, page_size, q_heads, kv_heads, beside;
   int m, n, k, out_stride, tiles, row_tiles;  // row_tiles: of a cluster
+  int turned, every;  // TURN: columns, and how many of them have the angles of a token, a multiple of 8
   float eps;
 };
 
@@ -151,6 +155,15 @@ struct Store {
         if (GATED) {
           const float2 x = sums.at(r, J, i), up = sums.at(r, (J + BLOCKS / 2) % BLOCKS, i);
           y[i] = pack2(gate<GELU>(x.x, up.x), gate<GELU>(x.y, up.y));
+        }
+      }
+      if (TURN && n < p.turned) {
+        float by[8];
+        read8(by, p.cos_sin + (long long)min(sums.token(r), p.m - 1) * p.every + n % p.every);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = sums.at(r, J, i);
+          y[i] = pack2(x.x * by[2 * i] - x.y * by[2 * i + 1], x.y * by[2 * i] + x.x * by[2 * i + 1]);
         }
       }
       if (sums.token(r) < p.m)

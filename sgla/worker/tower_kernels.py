@@ -4,7 +4,6 @@ module of another shape stays as it is."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.triton import elementwise
-from sgla.kernels.triton.tower import rotate, shifted_norm
+from sgla.kernels.triton.tower import shifted_norm, turn
 from sgla.loading.tower_attention import attend, attend_long, rounded, takes_cudnn
 
 EVEN = 64  # columns of a product, or fast kernels would not take it
@@ -23,11 +22,11 @@ LARGE = 16.0  # silu(LARGE) / LARGE is 1
 
 def hasten(tower: nn.Module) -> int:
     """How many parts have others' places now."""
-    count = 0
+    count, angles = 0, Angles()
     for part in list(tower.modules()):
         for fits, make in KINDS:
             if fits(part):
-                part.forward = make(part)
+                part.forward = make(part, angles) if make in TURNING else make(part)
                 count += 1
                 break
     return count
@@ -78,7 +77,7 @@ def packed(part: Any, constant: Tensor | None = None) -> tuple[Callable[[Tensor]
 
     def inner(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if one_kernel(rows, weight):
+        if one_kernel(rows, weight, gated=True):
             made = prompt_gemm.linear(rows.contiguous(), weight, bias=plain, epilogue=prompt_gemm.SILU)
         else:
             made = elementwise.act_mul(F.linear(rows, weight, bias), "silu")
@@ -87,11 +86,11 @@ def packed(part: Any, constant: Tensor | None = None) -> tuple[Callable[[Tensor]
     return inner, last
 
 
-def one_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether our product does the activation, too, and keeps the GPU busy."""
+def one_kernel(x: Tensor, weight: Tensor, gated: bool) -> bool:
+    """Whether our product does what follows it, too, and keeps the GPU busy."""
     (m, k), n = x.shape, weight.shape[0]
     ours = this_device().wgmma and x.dtype == torch.bfloat16
-    return ours and prompt_gemm.refuses(m, n, k, gated=True) is None and prompt_gemm.fills(m, n)
+    return ours and prompt_gemm.refuses(m, n, k, gated) is None and prompt_gemm.fills(m, n)
 
 
 def is_attention(part: Any) -> bool:
@@ -99,40 +98,61 @@ def is_attention(part: Any) -> bool:
     return own and hasattr(part, "num_heads") and part.qkv.out_features == 3 * part.qkv.in_features
 
 
-def attention(part: Any) -> Any:
-    return partial(attended, part)
+class Angles:
+    """Cosines and sines beside each other, made once for all layers that get the same ones."""
+
+    def __init__(self) -> None:
+        self._given: tuple[Tensor, Tensor] | None = None
+        self._made = torch.empty(0)
+
+    def of(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        """``given``: cosines and sines ``[T, d]``, the second halves like the first -> float32 ``[T, d]``."""
+        if given is not self._given:
+            half = given[0].shape[1] // 2
+            pairs = torch.stack([values[:, :half].float() for values in given], 2)
+            self._given, self._made = given, pairs.flatten(1)
+        return self._made
 
 
-def attended(part: Any, hidden_states: Tensor, *given: Any, **more: Any) -> Tensor:
-    """``[T, d]`` -> the same shape."""
-    return part.proj(heads_of(part, hidden_states, *given, **more))  # type: ignore[no-any-return]
+def attention(part: Any, angles: Angles) -> Any:
+    heads = turned(part, angles)
+    return lambda *given, **more: part.proj(heads(*given, **more))
 
 
-def heads_of(
-    part: Any,
-    hidden_states: Tensor,
-    cu_seqlens: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    max_seqlen: int | None = None,
-    **_: Any,
-) -> Tensor:
-    """What the heads of attention give, ``[T, d]`` -> the same shape."""
-    x, tokens = hidden_states, len(hidden_states)
-    cos, sin = (values.contiguous() for values in position_embeddings)
-    long = takes_cudnn(x, cu_seqlens, max_seqlen)
-    qkv = x.new_empty(rounded(tokens) if long else tokens, part.qkv.out_features)
-    linear_to(qkv[:tokens], x, part.qkv)
-    rotate(qkv[:tokens], cos, sin, part.num_heads)
-    q, k, v = qkv.view(len(qkv), 3, part.num_heads, -1).unbind(1)
-    made = (attend_long if long else attend)(q, k, v, cu_seqlens, max_seqlen, part.scaling)
-    return made[:tokens].flatten(1)
+def turned(part: Any, angles: Angles) -> Callable[..., Tensor]:
+    """What the heads of attention give, ``[T, d]`` -> the same shape. Dims of q and k that are turned
+    together are neighbours, so that their product can turn them, which changes no product of q and k."""
+    heads, width = part.num_heads, part.qkv.in_features
+    dim = width // heads
+    rows = torch.arange(3 * width, device=part.qkv.weight.device)
+    rows[: 2 * width] = rows[: 2 * width].view(2 * heads, 2, -1).transpose(1, 2).flatten()
+    weight, bias = part.qkv.weight[rows], None if part.qkv.bias is None else part.qkv.bias[rows]
+    plain = None if bias is None else bias.float()
+    del part.qkv
+    for name, values in (("qkv_weight", weight), ("qkv_bias", bias), ("qkv_plain", plain)):
+        part.register_buffer(name, values, persistent=False)
 
+    def run(
+        x: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        by, tokens, long = angles.of(position_embeddings), len(x), takes_cudnn(x, cu_seqlens, max_seqlen)
+        rows = rounded(tokens) if long else tokens
+        if one_kernel(x, weight, gated=False) and dim % 8 == 0:
+            qkv = x.new_empty(rows, 3 * width)
+            prompt_gemm.linear_turned(x.contiguous(), weight, plain, by, 2 * width, qkv[:tokens])
+        else:
+            qkv = F.linear(x, weight, bias)
+            turn(qkv, by, heads)
+            qkv = F.pad(qkv, (0, 0, 0, rows - tokens)) if long else qkv
+        q, k, v = qkv.view(-1, 3, heads, dim).unbind(1)
+        made = (attend_long if long else attend)(q, k, v, cu_seqlens, max_seqlen, part.scaling)
+        return made[:tokens].flatten(1)
 
-def linear_to(out: Tensor, x: Tensor, part: nn.Linear) -> None:
-    if part.bias is None:
-        torch.mm(x, part.weight.t(), out=out)
-    else:
-        torch.addmm(part.bias, x, part.weight.t(), out=out)
+    return run
 
 
 def is_patches(part: Any) -> bool:
@@ -157,28 +177,30 @@ def is_block(part: Any) -> bool:
     return whole and is_attention(part.attn) and is_norm(part.norm2) and is_gated(part.mlp)
 
 
-def block(part: Any) -> Any:
+def block(part: Any, angles: Angles) -> Any:
     """Both products add to their input where it lies. They have no biases: that of attention is added by the
     second norm, as it reads, and both by a column of the last product."""
     proj, norm2, down = part.attn.proj, part.norm2, part.mlp.down_proj
     weight, eps = norm2.weight.float(), norm2.variance_epsilon
     biases = [x.bias for x in (proj, down) if x.bias is not None]
+    heads = turned(part.attn, angles)
     inner, last = packed(part.mlp, sum(biases) if biases else None)
     shift = None if proj.bias is None else proj.bias.float()
 
     def run(hidden_states: Tensor, *given: Any, **more: Any) -> Tensor:
         x = hidden_states.contiguous()
-        x.addmm_(heads_of(part.attn, part.norm1.forward(x), *given, **more), proj.weight.t())
+        x.addmm_(heads(part.norm1.forward(x), *given, **more), proj.weight.t())
         y = elementwise.rms_norm(x, weight, eps) if shift is None else shifted_norm(x, shift, weight, eps)
         return x.addmm_(inner(y), last.t())
 
     return run
 
 
-KINDS = (
+KINDS: tuple[tuple[Callable[[Any], bool], Callable[..., Any]], ...] = (
     (is_block, block),
     (is_norm, norm),
     (is_gated, gated),
     (is_attention, attention),
     (is_patches, patches),
 )
+TURNING = block, attention

@@ -49,7 +49,7 @@ def one_by_one(
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("qwen2.5-vl", 10),
+        ("qwen2.5-vl", 8),
         *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("qwen2-vl", "qwen3-vl")),
     ],
 )

@@ -37,6 +37,27 @@ def test_prompt_gemm(m: int, n: int, k: int) -> None:
         assert relative(shifted, ops.act_mul(y + bias, kind)) < 5e-3
 
 
+@pytest.mark.parametrize("m", [257, 5184])
+@pytest.mark.parametrize(("heads", "dim", "k"), [(16, 80, 1280), (5, 72, 512), (4, 64, 1024)])
+def test_turned(m: int, heads: int, dim: int, k: int) -> None:
+    """Pairs of q and k by their token's angles, and v as it is."""
+    from sgla.kernels.cuda import prompt_gemm
+
+    columns, n = 2 * heads * dim, -(-3 * heads * dim // 32) * 32
+    x, w, bias = random(m, k), random(n, k, scale=k**-0.5), torch.randn(n, device="cuda")
+    angles = torch.randn(m, dim // 2, device="cuda")
+    by = torch.stack([angles.cos(), angles.sin()], 2).flatten(1)
+    y = x.double() @ w.double().t() + bias
+    a, b = y[:, :columns].view(m, 2 * heads, -1, 2).unbind(3)
+    cos, sin = (values.double()[:, None] for values in (angles.cos(), angles.sin()))
+    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], 3).reshape(m, columns)
+    expected = torch.cat([turned, y[:, columns:]], 1)
+    out = torch.empty(m, n, dtype=BF16, device="cuda")
+    for _ in range(3):
+        prompt_gemm.linear_turned(x, w, bias, by, columns, out)
+        assert relative(out, expected) < 5e-3
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (7, 2, 128), (14, 2, 64), (9, 3, 64)])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])

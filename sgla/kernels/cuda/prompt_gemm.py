@@ -14,7 +14,7 @@ from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.ops import KVLayer
 
-HEADS = 5  # EPILOGUE, beside those of batch_gemm
+HEADS, TURN = 5, 6  # EPILOGUE, beside those of batch_gemm
 TOKENS, COLUMNS = 128, 256  # of a tile
 CLUSTER, STAGES = 2, 4
 THREADS = 384
@@ -36,11 +36,11 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_int)
             for name in (
                 "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k",
-                "out_stride", "tiles", "row_tiles",
+                "out_stride", "tiles", "row_tiles", "turned", "every",
             )
         ),
         ("eps", ctypes.c_float),
-        ("pad", ctypes.c_int * 15),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 13),  # tensor maps are aligned to 64 bytes
     )  # fmt: skip
 
 
@@ -85,6 +85,17 @@ def linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, epilogue: i
     out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
     _launch(x, weight, epilogue, out, bias=bias)
     return out
+
+
+def linear_turned(
+    x: Tensor, weight: Tensor, bias: Tensor | None, angles: Tensor, columns: int, out: Tensor
+) -> None:
+    """``linear`` into ``out``, of whose first ``columns`` each pair is turned by an angle of its token:
+    ``angles`` float32 ``[m, dim]``, cosine and sine of each pair, for every ``dim`` columns anew."""
+    dim = angles.shape[1]
+    assert columns % dim == 0 == dim % 8
+    assert angles.is_contiguous()
+    _launch(x, weight, TURN, out, bias=bias, cos_sin=angles, turned=columns, every=dim)
 
 
 def linear_heads(

@@ -12,34 +12,29 @@ from sgla.kernels.triton.common import _begin_early, _pdl, _warps
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _rotate(
-    qkv, cos, sin, stride, HEADS: tl.constexpr, HALF: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
+def _turn(
+    qkv, angles, stride, HEADS: tl.constexpr, DIM: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     _begin_early(PDL)
     token = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, HB), tl.arange(0, DB)
-    inside = d < HALF
-    live = (h[:, None] < HEADS) & inside[None, :]
-    first = qkv + token * stride + h[:, None] * (2 * HALF) + d[None, :]
-    a = tl.load(first, mask=live, other=0.0).to(tl.float32)
-    b = tl.load(first + HALF, mask=live, other=0.0).to(tl.float32)
-    at = token * (2 * HALF) + d
-    c1 = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    s1 = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    c2 = tl.load(cos + at + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    s2 = tl.load(sin + at + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(first, a * c1 - b * s1, mask=live)
-    tl.store(first + HALF, b * c2 + a * s2, mask=live)
+    live = (h[:, None] < HEADS) & (d[None, :] < DIM)
+    at = qkv + token * stride + h[:, None] * DIM + d[None, :]
+    a, b = tl.split(tl.reshape(tl.load(at, mask=live, other=0.0).to(tl.float32), (HB, DB // 2, 2)))
+    by = tl.load(angles + token * DIM + d, mask=d < DIM, other=0.0)
+    cos, sin = tl.split(tl.reshape(by, (1, DB // 2, 2)))
+    made = tl.join(a * cos - b * sin, b * cos + a * sin)
+    tl.store(at, tl.reshape(made, (HB, DB)), mask=live)
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Turn q and k in ``qkv`` ``[T, 3 * H * d]``, where they lie before v, by ``cos`` and ``sin`` ``[T, d]``,
-    in place: dims i and i + d / 2 together."""
-    half = cos.shape[1] // 2
-    _rotate[(qkv.shape[0],)](
-        qkv, cos, sin, qkv.stride(0), HEADS=2 * heads, HALF=half, HB=triton.next_power_of_2(2 * heads),
-        DB=max(16, triton.next_power_of_2(half)), num_warps=4, **_pdl(),
+def turn(qkv: Tensor, angles: Tensor, heads: int) -> None:
+    """Turn q and k in ``qkv`` ``[T, 3 * H * d]``, where they lie before v, in place: dims 2 i and 2 i + 1 by
+    the cosine and the sine at the same places of ``angles`` float32 ``[T, d]``."""
+    dim = angles.shape[1]
+    _turn[(qkv.shape[0],)](
+        qkv, angles, qkv.stride(0), HEADS=2 * heads, DIM=dim, HB=triton.next_power_of_2(2 * heads),
+        DB=triton.next_power_of_2(dim), num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
