@@ -31,6 +31,7 @@ class DeviceDrafts:
     text, which ``DeviceOutputs`` fills."""
 
     units: Units | None = None
+    _layout: tuple[tuple[bytes, ...], Layout] | None = None  # the last one, and what it was made of
 
     def __init__(self, tables: DeviceTables, searches: bool) -> None:
         self.tokens, self.padding, self.searches = tables.tokens, len(tables.tokens) - 1, searches
@@ -69,6 +70,16 @@ class DeviceDrafts:
         told = upload(rows)
         self.others.forced.index_copy_(0, told[:, 0].long(), told[:, 1:])
 
+    def layout(self, plan: StepPlan) -> Layout:
+        units = b""
+        if self.units is not None:
+            assert self.host.unit is not None
+            units = self.host.unit[column(plan.slots)].tobytes()
+        made_of = plan.slots, plan.q_lens, plan.flags, plan.drafts, units
+        if self._layout is None or self._layout[0] != made_of:
+            self._layout = made_of, Layout(self, plan)
+        return self._layout[1]
+
     def begin(self, slots: Int32s, starts: Int32s) -> None:
         """Rows of ``slots`` guess. Those that did not in their step before begin at ``starts``."""
         behind = self._behind[slots]
@@ -76,6 +87,48 @@ class DeviceDrafts:
             late, computed = upload(np.stack([slots[behind], starts[behind]]))
             self.computed.index_copy_(0, late.long(), computed)
         self._behind[slots] = False
+
+
+class Layout:
+    """Where the decode rows of steps stand that say the same of their rows, but for where these begin: so it
+    serves one step after another. ``most``: guesses of a row; ``rows``: the step's row of each decode row;
+    ``first`` and ``runs``: of each row that samples the first decode row, and how many it has; ``leading``:
+    decode rows up to the last that may be a guess."""
+
+    def __init__(self, state: DeviceDrafts, plan: StepPlan) -> None:
+        slots, flags = column(plan.slots), np.frombuffer(plan.flags, np.uint8)
+        most = column(plan.drafts) if plan.drafts else np.full(len(slots), -1, np.int32)
+        self.most = max(int(most.max()), 0)
+        spans = np.maximum(most, 0) + 1
+        self.rows = np.repeat(np.arange(len(slots)), spans)
+        sampled = np.flatnonzero(flags & SAMPLE)
+        self.runs = spans[sampled]
+        self.first = (np.cumsum(self.runs) - self.runs).astype(np.int32)
+        self.guessing = np.flatnonzero(most >= 0)
+        self.slots, self.guessing_slots = slots[sampled], slots[self.guessing]
+        self.leading = int(spans[: self.guessing[-1] + 1].sum()) if len(self.guessing) else 0
+        if len(sampled):
+            columns = [self.slots, most[sampled], self.first]
+            if state.units is not None:
+                assert state.host.unit is not None
+                spare = np.maximum(most[sampled], 0)
+                columns += [state.host.unit[self.slots], state.units.first + np.cumsum(spare) - spare]
+            self.columns = upload(np.stack(columns))
+        if self.leading:
+            self._offsets = np.arange(len(self.rows)) - np.repeat(np.cumsum(spans) - spans, spans)
+            q_lens = np.where(most < 0, column(plan.q_lens), 1)
+            self._fields: dict[str, bytes] = {
+                "slots": slots[self.rows].tobytes(),
+                "q_lens": q_lens[self.rows].astype(np.int32).tobytes(),
+                "flags": flags[self.rows].tobytes(),
+            }
+
+    def spread(self, plan: StepPlan) -> StepPlan:
+        """With a row for each decode row, at the latest place where that can be."""
+        if not self.leading:
+            return plan
+        starts = (column(plan.starts)[self.rows] + self._offsets).astype(np.int32)
+        return replace(plan, starts=starts.tobytes(), drafts=b"", **self._fields)
 
 
 class Verify:
@@ -89,41 +142,14 @@ class Verify:
     _ends: Tensor
 
     def __init__(self, state: DeviceDrafts, plan: StepPlan, guided: bool = False) -> None:
-        self.plan, self._state = plan, state
-        slots, flags = column(plan.slots), np.frombuffer(plan.flags, np.uint8)
-        most = column(plan.drafts) if plan.drafts else np.full(len(slots), -1, np.int32)
-        self.most = max(int(most.max()), 0)  # guesses of a row
-        spans = np.maximum(most, 0) + 1
-        self._rows = np.repeat(np.arange(len(slots)), spans)  # of the step
-        sampled = np.flatnonzero(flags & SAMPLE)
-        self._runs = spans[sampled]
-        self._first = (np.cumsum(self._runs) - self._runs).astype(np.int32)
-        guessing = np.flatnonzero(most >= 0)
-        self._slots = slots[sampled]
-        self._leading = int(spans[: guessing[-1] + 1].sum()) if len(guessing) else 0  # up to the last guess
-        self._counts = torch.ones(2, len(sampled), dtype=torch.int32, pin_memory=True)
-        if len(sampled):
-            columns = [slots[sampled], most[sampled], self._first]
-            if state.units is not None:
-                assert state.host.unit is not None
-                spare = np.maximum(most[sampled], 0)
-                columns += [state.host.unit[slots[sampled]], state.units.first + np.cumsum(spare) - spare]
-            self._columns = upload(np.stack(columns))
-        state.begin(slots[guessing], column(plan.starts)[guessing])
+        self._state, layout = state, state.layout(plan)
+        self.most, self._leading, self._layout = layout.most, layout.leading, layout
+        self._counts = torch.ones(2, len(layout.runs), dtype=torch.int32, pin_memory=True)
+        state.begin(layout.guessing_slots, column(plan.starts)[layout.guessing])
         if self._leading and guided:
             self._told = torch.zeros(2, self._leading, dtype=torch.int32, pin_memory=True)
             self._heard = torch.cuda.Event()
-        if self._leading:
-            offsets = np.arange(len(self._rows)) - np.repeat(np.cumsum(spans) - spans, spans)
-            q_lens = np.where(most < 0, column(plan.q_lens), 1)
-            self.plan = replace(
-                plan,
-                slots=slots[self._rows].tobytes(),
-                starts=(column(plan.starts)[self._rows] + offsets).astype(np.int32).tobytes(),
-                q_lens=q_lens[self._rows].astype(np.int32).tobytes(),
-                flags=flags[self._rows].tobytes(),
-                drafts=b"",
-            )
+        self.plan = layout.spread(plan)
 
     @property
     def guesses(self) -> bool:
@@ -137,11 +163,11 @@ class Verify:
         state, rows = self._state, (slots, starts, where, ends)
         if self._leading and state.searches:
             drafts.guess(
-                self._columns, state.tokens, state.computed, state.limits, state.trusts, *rows, state.padding,
-                (LONGEST, SHORTEST), VERIFIED, state.others,
+                self._layout.columns, state.tokens, state.computed, state.limits, state.trusts, *rows,
+                state.padding, (LONGEST, SHORTEST), VERIFIED, state.others,
             )  # fmt: skip
         elif self._leading:
-            drafts.place(self._columns, state.computed, state.limits, *rows, state.padding, VERIFIED)
+            drafts.place(self._layout.columns, state.computed, state.limits, *rows, state.padding, VERIFIED)
         if self._told is not None:
             drafts.tell(slots, starts, ends, state.tokens, self._told)
             self._heard.record()
@@ -158,15 +184,15 @@ class Verify:
     def came(self) -> NDArray[np.bool_]:
         """bool[S]: which samples of ``plan`` count. The step is over."""
         counts = self._counts.numpy()[0]
-        behind = np.arange(self._runs.sum()) - np.repeat(self._first, self._runs)
-        return behind < np.repeat(counts, self._runs)
+        behind = np.arange(self._layout.runs.sum()) - np.repeat(self._layout.first, self._layout.runs)
+        return behind < np.repeat(counts, self._layout.runs)
 
     def link(self, states: DeviceStates) -> None:
         """The rows of a slot go on from each other's states. Behind ``guess``."""
         if self._leading:
             assert states.runs is not None
             units = states.reads, states.writes, states.runs
-            drafts.link(self._columns, self._ends, *units, VERIFIED)
+            drafts.link(self._layout.columns, self._ends, *units, VERIFIED)
 
     def restore(self) -> None:
         """Put the guesses, which rules read, back into the token table, where a graph put what it drew."""
@@ -177,21 +203,21 @@ class Verify:
     def accept(self, out: Tensor) -> None:
         """All rows have drawn, into ``out``."""
         state, columns = self._state, (self._ids, out, self._ends)
-        if not len(self._runs):
+        if not len(self._layout.runs):
             return
         units, sources = state.units, None
         if units is not None:
-            sources = torch.empty(len(self._runs), dtype=torch.int32, device=out.device)
+            sources = torch.empty(len(self._layout.runs), dtype=torch.int32, device=out.device)
         tables = state.computed, state.trusts, self._counts
-        drafts.accept(self._columns, *columns, *tables, VERIFIED, sources)
+        drafts.accept(self._layout.columns, *columns, *tables, VERIFIED, sources)
         if self._leading and units is not None and sources is not None:
-            drafts.go_back(self._columns, sources, units.memory, units.places)
+            drafts.go_back(self._layout.columns, sources, units.memory, units.places)
 
     def brought(self) -> tuple[Int32s, Int32s, Int32s]:
         """Slots of the rows that sample, how much each has guessed, and how much of that was right. The step
         is over."""
         counts, guessed = self._counts.numpy()
-        return self._slots, guessed, np.maximum(counts - 1, 0)
+        return self._layout.slots, guessed, np.maximum(counts - 1, 0)
 
     def know(self, constraints: Constraints) -> None:
         """What grammars force behind its rows, for the guesses of the next step."""
@@ -202,23 +228,27 @@ class Verify:
         """Slots of the rows that sample, and what each brings of the ``tokens`` of ``plan``. The step is
         over."""
         counts = self._counts.numpy()[0].tolist()
-        parts = zip(self._slots.tolist(), self._first.tolist(), counts)
+        parts = zip(self._layout.slots.tolist(), self._layout.first.tolist(), counts)
         return [(slot, [t for t in tokens[at : at + count] if t >= 0]) for slot, at, count in parts]
 
     def fold(self, result: StepResult, samples: Samples) -> None:
         """Make the result of ``plan``, with one sample of each of its rows, that of the step. It is over."""
         counts, guessed = self._counts.numpy()
-        of, rows = np.repeat(np.arange(len(self._runs)), self._runs), self._rows
+        first, runs, rows = self._layout.first, self._layout.runs, self._layout.rows
+        if guessed.any():
+            result.guessed = guessed.tobytes()
+        if not (samples.forced or samples.known or result.logprobs or result.failed):
+            result.tokens, result.counts = ragged(samples, first, counts)
+            return
+        of = np.repeat(np.arange(len(runs)), runs)
         samples = samples._replace(
             forced={int(of[i]): run for i, run in samples.forced.items()},
             known={int(of[i]) for i in samples.known},
         )
-        result.tokens, result.counts = ragged(samples, self._first, counts)
-        if guessed.any():
-            result.guessed = guessed.tobytes()
+        result.tokens, result.counts = ragged(samples, first, counts)
         if self._leading:
             # Rows with several samples are the first: their samples have the numbers of their rows.
-            wrong = set(np.flatnonzero(np.arange(len(of)) - self._first[of] >= counts[of]).tolist())
+            wrong = set(np.flatnonzero(np.arange(len(of)) - first[of] >= counts[of]).tolist())
             result.logprobs = [block for block in result.logprobs if block.prompt or block.row not in wrong]
             for block in result.logprobs:
                 block.row = int(rows[block.row])
