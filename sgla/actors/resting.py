@@ -6,7 +6,7 @@ import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,13 @@ class Resting(ABC):
         """A group of a trainer, ``where`` it meets (``dist/trainer.py``). Raises InvalidField."""
         self.require_ready(resting=True)
         assert self._control is not None
-        await self._control(Control(verb="trainer_join", args={"group": group, **where}))
+        try:
+            await self._control(Control(verb="trainer_join", args={"group": group, **where}))
+        except InvalidField as error:
+            if error.param == "master_address":  # ranks that have met others leave them
+                with suppress(InvalidField):
+                    await self.leave_trainer(group)
+            raise
 
     async def leave_trainer(self, group: str) -> None:
         self.require_ready(resting=True)

@@ -4,13 +4,16 @@ thread."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from math import prod
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sgla.dist import trainer
 from sgla.dist.trainer import Rendezvous, TrainerGroup
 from sgla.errors import InvalidField, WeightError
 from sgla.loading.buckets import check_room, from_server
@@ -24,6 +27,7 @@ class Trainers:
     def __init__(self, begin: Callable[[], None]) -> None:
         """``begin``: of a thread."""
         self._groups: dict[str, TrainerGroup] = {}
+        self._begin = begin
         self._thread = ThreadPoolExecutor(1, "trainer", begin)
 
     def join(self, meeting: Rendezvous) -> Future[dict[str, Any]]:
@@ -55,13 +59,33 @@ class Trainers:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _join(self, meeting: Rendezvous) -> dict[str, Any]:
+        """In a thread of its own, since libraries wait for ever for who listens and says nothing."""
+        made = Future[TrainerGroup]()
+        Thread(target=self._meet, args=(meeting, made), name="trainer-join", daemon=True).start()
+        wait([made], trainer.PATIENCE)
         try:
-            self._groups[meeting.name] = TrainerGroup(meeting)
+            if made.cancel():
+                where = f"{meeting.address}:{meeting.port}"
+                raise TimeoutError(f"not all of it have met at {where} within {trainer.PATIENCE:.0f} s")
+            self._groups[meeting.name] = made.result()
         except (RuntimeError, ValueError, OSError) as error:
             raise InvalidField(
                 f"the trainer's group cannot be joined: {str(error)[:300]}", param="master_address"
             ) from error
         return {}
+
+    def _meet(self, meeting: Rendezvous, made: Future[TrainerGroup]) -> None:
+        self._begin()
+        try:
+            group = TrainerGroup(meeting)
+        except (RuntimeError, ValueError, OSError) as error:
+            with suppress(InvalidStateError):
+                made.set_exception(error)
+            return
+        try:
+            made.set_result(group)
+        except InvalidStateError:  # nobody waits any more
+            group.close()
 
     def _fetch(self, address: str, look: Take, keep: Take) -> dict[str, Any]:
         try:

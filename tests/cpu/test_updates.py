@@ -565,6 +565,20 @@ def test_a_trainer_sends_weights(
     process.join(10)
 
 
+def test_who_waits_for_a_trainer_that_says_nothing_waits_so_long_and_no_longer(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another group can be joined then, by the same name, too."""
+    monkeypatch.setattr("sgla.dist.trainer.PATIENCE", 0.2)
+    runner = of(folders["one"])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "world_size": 2}
+        join = Control(verb="trainer_join", args={"group": "g", "backend": "gloo", "rank_offset": 1, **place})
+        for _ in range(2):
+            with pytest.raises(InvalidField, match="not all of it have met at 127.0.0.1"):
+                wait(runner.control(join))
+
+
 def test_a_trainer_sends_packed_layers(tmp_path: Path) -> None:
     checkpoints(tmp_path, gptq())
     folder = tmp_path / "packed"
