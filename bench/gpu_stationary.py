@@ -1,5 +1,5 @@
-"""Try the cuts of the kernel that keeps activations in registers (weights of 4 or 8 bits), and say which is
-fastest.
+"""Try the cuts of the kernel that keeps activations in registers (weights of 4 or 8 bits) and those of
+``integer_gemm.cu`` with 16 warps a block, and say which is fastest.
 
     python bench/gpu_stationary.py [--rows 16,1,8] [--kind int4g128] [--seconds 60] [--chains 16,1,8]
 
@@ -32,30 +32,50 @@ from sgla.kernels.rehearsal import compilers
 
 BF16 = torch.bfloat16
 RATE = 4.34e6  # bytes a microsecond
-EARLY = 1, 2, 3
+MOST = 6  # cuts told
 LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
 def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
     blocks = (2, 4) if rows <= 8 else (2, 1)
-    slices = (2, 3, 4, 6, 8) if layer.k > 8192 else (1, 2, 4)
+    slices = (2, 4) if layer.k > 8192 else (1, 2)
     tile = 2 if layer.n > 8192 else 1
-    beside = (1, 1, 1, False), (1, 2, 2, False), (1, 1, 2, False), (1, 1, 2, True), (2, 1, 1, False)
-    for block, slice_, more in itertools.product(blocks, slices, beside):
-        alone = more == beside[0]
-        for early, behind in itertools.product((sg.STAGES, 1), (False, True)):
-            if alone or (early == 1) == behind:
-                yield sg.Config(tile, block, slice_, *more, early, behind)
+    for block, slice_, resident in itertools.product(blocks, slices, (1, 2)):
+        for behind in (False, True):
+            yield sg.Config(tile, block, slice_, 1, 1, resident, behind=behind)
 
 
-def fits(shape: sg.Shape, config: sg.Config) -> bool:
+def teams(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
+    """Blocks of 16 warps; where there is room for two, the next kernel's is the other one."""
+    wide = layer.k > 8192
+    if rows == 1:
+        for warps, unit in ((16, 1), (8, 1), (16, 2)):
+            yield ig.Config(1, warps, 1, unit, 1, 1, team=16)
+            for late in (False, True):
+                yield ig.Config(1, warps, 1, unit, 1, 2, team=16, late=late)
+    elif rows <= 8:
+        for warps, slices in itertools.product((16, 8), (4, 8) if wide else (1, 2, 4)):
+            yield ig.Config(1, warps, slices, 1, 1, 1, team=16)
+            yield ig.Config(1, warps, slices, 1, 1, 2, team=16)
+    else:
+        for warps, slices in itertools.product((16, 8, 4), (4, 8) if wide else (2, 4)):
+            yield ig.Config(1, warps, slices, 1, 1, 1, team=16)
+            yield ig.Config(2, warps, slices, 1, 1, 1, team=16)
+            yield ig.Config(1, warps, slices, 1, 1, 2, team=16)
+
+
+def fits(shape: sg.Shape, config: sg.Config | ig.Config) -> bool:
+    if isinstance(config, ig.Config):
+        cut = ig.plan(shape, config)
+        return cut is not None and cut.grid >= 100
     made = sg.plan(shape, config)
     return made is not None and made.threads // 32 * config.per_sm >= 6 and made.parts * config.slices >= 100
 
 
-def different(shape: sg.Shape, configs: list[sg.Config]) -> list[sg.Config]:
+def different(shape: sg.Shape, configs: list[Any]) -> list[Any]:
     """Those that are not the same kernel as another."""
-    return list({str(sg.plan(shape, config)): config for config in reversed(configs)}.values())[::-1]
+    made = {str((sg if isinstance(c, sg.Config) else ig).plan(shape, c)): c for c in reversed(configs)}
+    return list(made.values())[::-1]
 
 
 class Product(gi.Product):
@@ -67,21 +87,20 @@ class Product(gi.Product):
             ig.linear(self.x, weight, config=config, **more)
 
 
-def sweep(
-    rows: int, layer: gi.Layer, weights: list[Any], configs: list[sg.Config], kind: str
-) -> sg.Config | None:
+def sweep(rows: int, layer: gi.Layer, weights: list[Any], configs: list[Any], kind: str) -> dict[type, Any]:
+    """The best cut of each kernel."""
     product = Product(layer, rows, weights)
-    found: Any = gi.measure(product, weights[0].dequant(), configs)  # type: ignore[arg-type]
+    found: Any = gi.measure(product, weights[0].dequant(), configs)
     size, serving = weights[0].nbytes, product.us(None)
-    best = [[*config, round(us, 2), round(size / us / RATE, 3)] for us, config in found[:6]]
-    late = [[*config, round(us, 2)] for us, config in found if config.early == 1][:2]
     fields: dict[str, Any] = {"bench": "stationary", "product": layer.name, "rows": rows, "kind": kind}
-    fields |= {"serving": round(serving, 2), "floor": round(size / RATE, 2), "best": best, "early 1": late}
-    served = ig.default_config(gi.shape_of(layer, rows, kind))
-    assert served is not None
-    fields["serving, early"] = {early: round(product.us(served._replace(early=early)), 2) for early in EARLY}
+    fields |= {"serving": round(serving, 2), "floor": round(size / RATE, 2)}
+    first: dict[type, Any] = {}
+    for name, of in (("stationary", sg.Config), ("teams", ig.Config)):
+        own = [(us, config) for us, config in found if isinstance(config, of)]
+        fields[name] = [[*config, round(us, 2), round(size / us / RATE, 3)] for us, config in own[:MOST]]
+        first |= {of: own[0][1]} if own else {}
     lines.emit(fields)
-    return found[0][1] if found else None
+    return first
 
 
 def chain(rows: int, weights: dict[str, list[Any]], run: Callable[[str, Tensor, Any, Any], Tensor]) -> float:
@@ -99,38 +118,35 @@ def chain(rows: int, weights: dict[str, list[Any]], run: Callable[[str, Tensor, 
     return time_us(body, count, 12)
 
 
-def chains(rows: int, weights: dict[str, list[Any]], cut: dict[str, Any], kind: str) -> None:
+def chains(rows: int, weights: dict[str, list[Any]], best: dict[str, dict[type, Any]], kind: str) -> None:
     norm = torch.rand(4096, device="cuda") + 0.5
 
-    def runner(chosen: dict[str, Any]) -> Callable[[str, Tensor, Any, Any], Tensor]:
+    def us(chosen: dict[str, Any]) -> float:
         def run(name: str, x: Tensor, weight: Any, out: Any) -> Tensor:
             layer, config = LAYERS[name], chosen.get(name)
             module: Any = sg if isinstance(config, sg.Config) else ig
-            return module.linear(
-                x,
-                weight,
-                norm=norm if layer.norm else None,
-                eps=1e-6,
-                epilogue=layer.epilogue,
-                out=out,
-                config=config,
-            )
+            more: dict[str, Any] = {"norm": norm if layer.norm else None, "eps": 1e-6, "out": out}
+            return module.linear(x, weight, epilogue=layer.epilogue, config=config, **more)
 
-        return run
+        return round(chain(rows, weights, run), 2)
 
+    shapes = {name: gi.shape_of(layer, rows, kind) for name, layer in LAYERS.items()}
+    sets: dict[str, dict[str, Any]] = {
+        "serving": {},
+        "default": {n: sg.default_config(s) for n, s in shapes.items()},
+    }
+    for name, of in (("stationary", sg.Config), ("teams", ig.Config)):
+        cut = {layer: found[of] for layer, found in best.items() if of in found}
+        sets[name] = cut
+        if rows > 1:
+            sets |= {f"{name} but {left}": {k: v for k, v in cut.items() if k != left} for left in cut}
+    for warps, resident, late in itertools.product((16, 8), (1, 2), (False, True)) if rows == 1 else ():
+        team = ig.Config(1, warps, 1, 1, 1, resident, team=16, late=late)
+        if all(fits(shape, team) for shape in shapes.values()):
+            sets[f"{warps} warps, room for {resident}{', late' * late}"] = dict.fromkeys(LAYERS, team)
     fields: dict[str, Any] = {"bench": "stationary", "product": "layer", "rows": rows, "kind": kind}
-    fields["serving"] = round(chain(rows, weights, runner({})), 2)
-    fields["stationary"] = round(chain(rows, weights, runner(cut)), 2)
-    for name in LAYERS:
-        fields[f"but {name}"] = round(
-            chain(rows, weights, runner({k: v for k, v in cut.items() if k != name})), 2
-        )
-    for early in EARLY:
-        served = {name: ig.default_config(gi.shape_of(layer, rows, kind)) for name, layer in LAYERS.items()}
-        of_early = {name: config._replace(early=early) for name, config in served.items() if config}
-        fields[f"serving, early {early}"] = round(chain(rows, weights, runner(of_early)), 2)
-    fields["again"] = round(chain(rows, weights, runner({})), 2)
-    lines.emit(fields | {"cut": {name: list(config) for name, config in cut.items()}})
+    fields["us"] = {name: us(cut) for name, cut in [*sets.items(), ("serving again", {})]}
+    lines.emit(fields | {"cut": {name: [list(c) for c in cut.values()] for name, cut in sets.items()}})
 
 
 class Reads(ctypes.Structure):
@@ -172,22 +188,20 @@ def main() -> None:
     fitting = {}
     for rows, layer in jobs:
         shape = gi.shape_of(layer, rows, args.kind)
-        fitting[rows, layer] = different(
-            shape, [config for config in cuts(rows, layer) if fits(shape, config)]
-        )
+        both: list[Any] = [*teams(rows, layer), *cuts(rows, layer)]
+        fitting[rows, layer] = different(shape, [config for config in both if fits(shape, config)])
         for config in fitting[rows, layer]:
-            sg._kernel(shape, config)
+            (sg if isinstance(config, sg.Config) else ig)._kernel(shape, config)
     made = {layer.name: gi.weights_of(layer, args.kind) for layer in gi.LAYERS}
-    best: dict[int, dict[str, Any]] = {}
-    reads(made)
+    best: dict[int, dict[str, dict[type, Any]]] = {}
     for rows, layer in jobs:
         if time.monotonic() < end:
             found = sweep(rows, layer, made[layer.name], fitting[rows, layer], args.kind)
-            if found is not None:
-                best.setdefault(rows, {})[layer.name] = found
+            best.setdefault(rows, {})[layer.name] = found
     for rows in map(int, filter(None, args.chains.split(","))):
         if len(best.get(rows, {})) == len(LAYERS):
             chains(rows, made, best[rows], args.kind)
+    reads(made)
     compilers().shutdown(wait=False, cancel_futures=True)
 
 

@@ -148,6 +148,8 @@ inline uint4 lds128(unsigned address) { return emulated::read<uint4>(address); }
 inline void sts128(unsigned address, const uint4& v) { emulated::write(address, v); }
 inline unsigned lds32(unsigned address) { return emulated::read<unsigned>(address); }
 inline void sts32(unsigned address, float v) { emulated::write(address, v); }
+inline float2 lds64(unsigned address) { return emulated::read<float2>(address); }
+inline float lds_of(unsigned address, int rank) { return emulated::read<float>(emulated::there(address, rank)); }
 
 // Copies.
 inline void copy(unsigned to, const void* from, unsigned bytes, unsigned size) {
@@ -214,6 +216,10 @@ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
       }
   }, 0);
   std::memcpy(d, made, 16);
+}
+inline void mma_first(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  d[0] = d[1] = d[2] = d[3] = 0.f;
+  mma(d, a0, a1, a2, a3, b0, b1);
 }
 
 // Blocks, clusters, kernels.

@@ -16,10 +16,12 @@ from sgla.kernels.integers import BLOCK, Integers
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
 MAX_ROWS = 16  # of x
-WARPS = 8  # of a block
+WARPS = 8  # of a block, where a cut says nothing else
 ALIGNED = 8  # channels that x is read by
 STAGES = 5  # at most
+SMALL_STAGES = 8  # of one block of channels
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
+UNEVEN = 4 << 10  # bytes that o and down take beyond a half, so that no two of them share a multiprocessor
 P = ctypes.c_void_p
 
 
@@ -33,9 +35,10 @@ class _Params(ctypes.Structure):
 
 class Config(NamedTuple):
     """How the work is cut. ``tiles`` of 16 weight rows are a warp's, 1 or 2, whose k ``warps`` of a block
-    share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 2 or 4. ``per_sm``
+    share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 1, 2 or 4. ``per_sm``
     blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
-    fetch weights there, ``early`` loads at most before this one has ended."""
+    fetch weights there, if ``late`` when this one has asked for its last; ``early`` loads at most before this
+    one has ended. A block has ``team`` warps."""
 
     tiles: int
     warps: int
@@ -43,12 +46,14 @@ class Config(NamedTuple):
     unit: int = 2
     per_sm: int = 2
     resident: int = 2
-    early: int = STAGES
+    early: int = SMALL_STAGES
+    team: int = WARPS
+    late: bool = False
 
     @property
     def weight_rows(self) -> int:
         """Of a tile."""
-        return WARPS // self.warps * self.tiles * 16
+        return self.team // self.warps * self.tiles * 16
 
 
 class Tiled(Protocol):
@@ -117,10 +122,21 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     alone = config.warps == config.slices == 1
     sums = 0 if alone else 8 * config.warps * shape.rows * (config.weight_rows + 4)
     x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
-    stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
-    stages = min(STAGES, (SHARED // config.resident - 2048 - x) // stage)
+    stage = config.team * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
+    room = SHARED // config.resident - 2048
+    pairs = config.per_sm == 1 and config.resident == 2
+    if pairs:
+        room += UNEVEN if shape.epilogue == ADD else -UNEVEN
+    stages = min(STAGES if config.unit > 1 else SMALL_STAGES, (room - x) // stage)
     if stages < 2:
         return None
+    shared = -(-(stages * stage + x) // 1024) * 1024
+    if pairs and shape.epilogue == ADD:
+        shared = max(shared, room // 1024 * 1024)
+    chunks = -(-here // 2)  # of x, of two blocks of channels
+    even = shape.blocks % (2 * config.slices) == 0 == config.team % chunks
+    keeps = shape.norm and even and config.team > WARPS
+    once = 4 if groups == 1 or (shape.norm and not keeps) else 8
     own, loaded = shape.blocks * per, config.unit * per  # words of constants
     tiles = -(-shape.n // shape.columns(config))
     defines = {
@@ -135,14 +151,19 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "EARLY": min(config.early, stages - 1),
+        "WARPS": config.team,
         "RESIDENT": config.resident,
+        "LATE": int(config.late),
+        "AT_ONCE": min(once, -(-shape.rows * chunks // config.team)),
+        "KEEPS_NORM": int(keeps),
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,
     }
     parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
-    return Plan(defines, -(-(stages * stage + x) // 1024) * 1024, x_row, parts * config.slices)
+    return Plan(defines, shared, x_row, parts * config.slices)
 
 
+TEAM_ROWS = 0  # of x, at most, for which a block has 16 warps
 WIDE = 1 << 13  # channels of a wide x
 MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8, 2), (4, 4), (2, 8)))
 
@@ -153,7 +174,9 @@ def default_config(shape: Shape) -> Config | None:
     (``bench/gpu_integers.py``); None: so many rows do not, and half of them would."""
     wide = shape.k > WIDE
     best: tuple[Config, ...]
-    if shape.rows <= 2:
+    if shape.rows <= TEAM_ROWS:
+        best = (Config(1, 16, 1, 1, 1, 2, team=16), Config(1, 8, 1, 4))
+    elif shape.rows <= 2:
         best = (Config(1, 8, 1, 4), Config(1, 4)) if wide else (Config(1, 4, 1, 4), Config(1, 8))
     elif shape.rows <= 8:
         best = (Config(1, 4, 2), Config(1, 8, 2)) if wide else (Config(1, 2, 2, 4), Config(1, 4, 1, 4))
@@ -195,7 +218,7 @@ def linear(
         *(None if t is None else t.data_ptr() for t in tensors),
         m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row, eps,
     )  # fmt: skip
-    kernel.launch(made.grid, 32 * WARPS, params)
+    kernel.launch(made.grid, 32 * config.team, params)
     return out
 
 
