@@ -14,7 +14,7 @@
 // Weights may be e4m3 (E4M3), with a scale for each column of the result; x is not rounded. Where x is STAGED
 // its rows become float16, times a power of two that puts the largest number near the end of the range, and
 // the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
-// GROUPED: the sums of a chunk meet its scales, which are asked for a chunk ahead.
+// GROUPED: the sums of a chunk meet its scales, which come with its weights.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -59,7 +59,7 @@ constexpr int SIZE = E4M3 ? 1 : 2;  // bytes of a weight
 constexpr int ROW_BYTES = HALF ? 256 : 128, CHUNK_K = ROW_BYTES / SIZE;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;  // pieces of a row
 constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a piece of the weights
-constexpr int CHUNK_BYTES = 2048 * MT;
+constexpr int WEIGHT_BYTES = 2048 * MT, CHUNK_BYTES = WEIGHT_BYTES + (GROUPED ? 64 * MT : 0);
 constexpr bool HALVES = E4M3 && STAGED;
 constexpr int CHAINS = HALVES ? 2 : 1;  // of sums
 constexpr int KEPT = HALVES ? STAGED : NT * 8;  // rows of x whose sums are worth keeping
@@ -84,6 +84,15 @@ struct Params {
   float eps;
 };
 
+// A float that other lanes read too.
+__device__ __forceinline__ void cp_async4(u32 dst, const float* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
+__device__ __forceinline__ float lds_float(u32 addr) {
+  float r;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r) : "r"(addr) : "memory");
+  return r;
+}
 // Four e4m3 weights, two of them as bfloat16: the bits fit into place and are 2^120 too small.
 __device__ __forceinline__ u32 widen(u32 bits, u32 shifted) {
   u32 r = (bits & 0x80008000u) | (shifted & 0x07f007f0u);
@@ -240,6 +249,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off,
                    16);
       }
+      if (GROUPED && lane < MT * 16) {
+        const int row = lane / 16 * TILE_ROWS + lane % 8 + (lane % 16 >= 8 ? (GATED ? p.n : 8) : 0);
+        cp_async4(to + WEIGHT_BYTES + lane * 4,
+                  p.scale + (long long)(first_column(in_tile) + row) * chunks + in_chunk);
+      }
       in_chunk += WARPS;
       in += WARPS * CHUNK_K;
       if (in_chunk >= chunks) {
@@ -324,16 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       }
     }
     float acc[MT][NT][4] = {}, more[CHAINS > 1 ? MT : 1][CHAINS > 1 ? NT : 1][4] = {};
-    float total[MT][NT][4] = {}, next[MT][2];  // GROUPED: sums times their scales, and the next chunk's
-    const float* own[MT][2];
-#pragma unroll
-    for (int i = 0; i < MT; ++i)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = first_column(tile) + i * TILE_ROWS + g + h * (GATED ? p.n : 8);
-        own[i][h] = p.scale + (long long)row * chunks;
-        next[i][h] = GROUPED && warp < chunks ? own[i][h][warp] : 0.f;
-      }
+    float total[MT][NT][4] = {};  // GROUPED: sums times their scales
     for (int chunk = warp; chunk < chunks; chunk += WARPS) {
       constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE, PIECE_K = 16 / SIZE;
       uint4 b[PARTS][NT][XV];
@@ -351,19 +356,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
               b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
         }
-      float by_chunk[MT][2];
-#pragma unroll
-      for (int i = 0; i < MT; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          by_chunk[i][h] = next[i][h];
-          if (GROUPED && chunk + WARPS < chunks) next[i][h] = own[i][h][chunk + WARPS];
-        }
       cp_async_wait<STAGES - 2>();
       __syncwarp();
       load(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = ring + stage * CHUNK_BYTES;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
+      float by_chunk[MT][2];
+#pragma unroll
+      for (int i = 0; i < (GROUPED ? MT : 0); ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) by_chunk[i][h] = lds_float(from + WEIGHT_BYTES + (i * 16 + h * 8 + g) * 4);
 #pragma unroll
       for (int h = 0; h < PARTS; ++h) {
         if (NORM && !STAGED) {

@@ -33,10 +33,9 @@ class Config(NamedTuple):
     stages: int
     per_sm: int
 
-    @property
-    def ring(self) -> int:
-        """Bytes of weights in shared memory."""
-        return 8 * 2048 * self.tiles * self.stages
+    def ring(self, grouped: bool) -> int:
+        """Bytes of weights in shared memory, with their scales if they are ``grouped``."""
+        return 8 * (2048 + 64 * grouped) * self.tiles * self.stages
 
 
 class Staged(NamedTuple):
@@ -78,7 +77,7 @@ def gate_refuses(m: int, k: int, norm: Tensor | None) -> str | None:
     return "it takes norms of heads of 64, 128 or 256 in float32"
 
 
-def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool) -> Staged:
+def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool, grouped: bool = False) -> Staged:
     """What is kept of x. ``made``: it is not used as it is."""
     if not e4m3:
         kept = made and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
@@ -88,7 +87,7 @@ def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool) -> Staged:
     sums = 4 * 2 * 8 * rows * (16 * config.tiles + 1) + 512  # and what else the kernel keeps
     return (
         Staged(rows, room)
-        if rows and config.ring + room + sums <= SHARED[config.per_sm - 1]
+        if rows and config.ring(grouped) + room + sums <= SHARED[config.per_sm - 1]
         else Staged(0, 0)
     )
 
@@ -109,7 +108,7 @@ def _kernel(
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
-    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring + staged.bytes)
+    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(grouped) + staged.bytes)
 
 
 def default_config(m: int, n: int, k: int, gated: bool, e4m3: bool = False) -> Config:
@@ -172,7 +171,7 @@ def linear(
     grouped = scale is not None and scale.dim() == 2
     if grouped:  # a chunk is a group
         config = config._replace(half=False)
-    staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None)
+    staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None, grouped)
     normed, by = norm is not None, None
     if gate is not None:
         assert norm is None
