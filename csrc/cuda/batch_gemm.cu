@@ -571,6 +571,9 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   // The warp's columns.
   const int n = (tile.w_row() + unit * 64 + threadIdx.x % 128 / 32 * 16) / (GATED ? 2 : 1);
   const Columns columns(p, n);
+  if constexpr (GROUPED)  // 8 scales are 32 bytes; the four lanes that multiply a row share them
+    for (int i = threadIdx.x % 4 * 8; i < work.count; i += 32)
+      prefetch_to_l2(columns.groups[0] + work.first + i), prefetch_to_l2(columns.groups[1] + work.first + i);
   pdl_wait();
   u32 kept[SHARE / 2];
   if constexpr (ADD) load_residual<SHARE>(p, kept, n, row);
