@@ -88,14 +88,16 @@ constexpr int W_PANEL = (NARROW ? BM : GROUPS * 64) * ROW_BYTES;
 constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * ROW_BYTES;
 // 160 registers a consumer, for which the loading group gives up its own.
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
-constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + FACTORS * 32);
+// Those that load give registers to those that multiply.
+constexpr bool LENDS = TIGHT || (GROUPED && BN > 128);
+constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
-static_assert(!(E4M3 && (SCALED || ADD || DRAW)) && !(GROUPED && (!E4M3 || TIGHT)));
+static_assert(!(E4M3 && (SCALED || ADD || DRAW)) && !(GROUPED && (!E4M3 || TIGHT || GROUPS > 2)));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
 // Sums that a block gets from its cluster.
@@ -530,27 +532,34 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
   if (threadIdx.x % 128 == 0) barrier_arrive(used);
 }
 
-// GROUPED: the same, with the scales of these steps.
+// GROUPED: the same, with the scales of these steps. Many rows of x are multiplied one half after the other, so
+// that sums of a group take half the registers.
 template <int SIZE>
 __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Shared& shared,
                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,
                                                  const float* first, const float* second) {
-  float part[SIZE], next[2] = {__ldg(first), __ldg(second)};
+  constexpr int HALVES = SIZE > 64 ? 2 : 1, PART = SIZE / HALVES;
+  float next[2] = {__ldg(first), __ldg(second)};
   for (int i = 0; i < count; ++i, slot.next()) {
     const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
     const float scale[2] = {next[0], next[1]};
     barrier_wait(shared.full + slot.stage * 8, slot.parity);
-    const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at);
-    wgmma_fence();
-    wgmma_e4m3_first(part, w, x);
-#pragma unroll
-    for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(part, w + k * 2, x + k * 2);
-    wgmma_commit();
     if (i + 1 < count) next[0] = __ldg(first + i + 1), next[1] = __ldg(second + i + 1);
-    wgmma_wait<0>(part);
-    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
 #pragma unroll
-    for (int j = 0; j < SIZE; ++j) acc[j] = fmaf(part[j], scale[j / 2 % 2], acc[j]);
+    for (int half = 0; half < HALVES; ++half) {
+      float part[PART];
+      const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at + half * (PART * 2 * ROW_BYTES));
+      wgmma_fence();
+      wgmma_e4m3_first(part, w, x);
+#pragma unroll
+      for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(part, w + k * 2, x + k * 2);
+      wgmma_commit();
+      wgmma_wait<0>(part);
+      if (half == HALVES - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
+#pragma unroll
+      for (int j = 0; j < PART; ++j)
+        acc[half * PART + j] = fmaf(part[j], scale[j / 2 % 2], acc[half * PART + j]);
+    }
   }
 }
 
@@ -658,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   __syncthreads();
   if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   if (threadIdx.x >= CONSUMERS) {
-    if (TIGHT) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (LENDS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TIGHT ? 32 : 40));
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
     if (FACTORS && (threadIdx.x - CONSUMERS) / 32 == 1) {
       find_scales(p, scales, Tile(p, work.begin).row);
@@ -668,7 +677,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   }
   const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), p.x_rows * ROW_BYTES,
                       scales, warp_squares, &draws};
-  if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  if (LENDS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TIGHT ? 160 : 232));
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);
   else

@@ -151,7 +151,7 @@ def default_config(m: int, n: int, k: int, gated: bool = False, e4m3: bool = Fal
     return _choose(processors(), m, n, k // 2, gated) or Config(64, split, 1)
 
 
-GROUPED_ROWS = 128  # of x in a tile: the sums of a group stand beside those of all
+GROUPED_ROWS = 128  # of x in a tile, where rows are not many: sums of a group stand beside those of all
 
 
 def grouped_config(m: int, n: int, k: int, gated: bool = False) -> Config:
@@ -160,9 +160,15 @@ def grouped_config(m: int, n: int, k: int, gated: bool = False) -> Config:
         found = default_config(m, n, k, gated, e4m3=True)
         assert found is not None
         return found
-    blocks, most = -(-n // 128) * -(-m // GROUPED_ROWS), processors()
+    tiles, most = -(-n // 128), processors()
+
+    def time(rows: int) -> int:
+        return -(-tiles * -(-m // rows) // most) * (rows + 64)  # of all rounds
+
+    rows = GROUPED_ROWS if m <= MAX_ROWS else min((GROUPED_ROWS, MAX_ROWS), key=time)
+    blocks = tiles * -(-m // rows)
     split = next(split for split in (4, 2, 1) if split == 1 or (split * blocks <= most and k >= 1024 * split))
-    return Config(128, split, 1, rows=GROUPED_ROWS)
+    return Config(128, split, 1, rows=rows)
 
 
 @lru_cache(1 << 14)
@@ -353,7 +359,8 @@ def _launch(
         params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
     ranks = send.ranks if send is not None else 0
     kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)
-    helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * kept
+    lends = rows > (GROUPED_ROWS if grouped else 192 if config.groups == 3 else MAX_ROWS)
+    helpers = 128 if lends else 32 + 32 * kept
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 
 
