@@ -532,8 +532,8 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
   if (threadIdx.x % 128 == 0) barrier_arrive(used);
 }
 
-// GROUPED: the same, with the scales of these steps. Many rows of x are multiplied one half after the other, so
-// that sums of a group take half the registers.
+// GROUPED: the same, with the scales of these steps. Many rows of x are multiplied one half after the other,
+// so that sums of a group take half the registers.
 template <int SIZE>
 __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Shared& shared,
                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,

@@ -78,7 +78,8 @@ constexpr int COLS = GATED ? W_ROWS / 2 : W_ROWS;        // output columns of a 
 constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie together, of a row
 constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
-constexpr int WANTED = (WARPS * RESIDENT > 24 ? 2 : 4) / (MT * NT), CHAINS_ = WANTED < 1 ? 1 : WANTED, CHAINS = CHAINS_ < STEPS ? CHAINS_ : STEPS;  // of sums
+constexpr int MANY = (WARPS * RESIDENT > 24 ? 2 : 4) / (MT * NT);  // as registers allow
+constexpr int CHAINS = MANY < 1 ? 1 : MANY < STEPS ? MANY : STEPS;  // of sums
 constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4;
 constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants

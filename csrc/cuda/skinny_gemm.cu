@@ -365,7 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
       for (int i = 0; i < (GROUPED ? MT : 0); ++i)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) by_chunk[i][h] = lds_float(from + WEIGHT_BYTES + (i * 16 + h * 8 + g) * 4);
+        for (int h = 0; h < 2; ++h)
+          by_chunk[i][h] = lds_float(from + WEIGHT_BYTES + (i * 16 + h * 8 + g) * 4);
 #pragma unroll
       for (int h = 0; h < PARTS; ++h) {
         if (NORM && !STAGED) {
