@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Weights of 4 bits on one H200. Run in the repository's root with OUT set. At most 170 s; results in w4.jsonl, w4.log.
-#   cuts    each product of Qwen3-8B by kernel and cut: us ("serving": what serves today), share of 4.34 TB/s; a layer's
-#           four in turn; what a kernel needs that only reads. Those that are wrong are named
+# Weights of 4 bits on one H200. Run in the repository's root with OUT set. At most 200 s; results in w4.jsonl, w4.log.
+#   timeline cycles between eight places of the kernels, in a layer's four products in turn
+#   cuts    each product of Qwen3-8B by kernel and cut: us ("serving": what serves one to four rows); a layer's four in
+#           turn; what a kernel needs that only reads. Those that are wrong are named
 #   w4a16   W2 and steps of 8 and 16 rows
-#   tests   products whose activations stay in registers (stationary_gemm.cu) against torch in float32
-LIMIT=${LIMIT:-170}
+#   teams   W2 with blocks of 16 warps beside which the next kernel's have room
+#   tests   products of up to 16 rows against torch in float32, with such blocks
+LIMIT=${LIMIT:-200}
 . "$(dirname "$0")/parts.sh"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 T=$(mktemp -d)
@@ -19,6 +21,10 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}}, "ignore": ["lm_head"]}
 json.dump(model, open(path, "w"))
 PY
-part cuts 50 bench/gpu_stationary.py --seconds 38
-part w4a16 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 8,16
-part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k stationary
+part timeline 30 bench/gpu_timeline.py
+part cuts 60 bench/gpu_stationary.py --seconds 45
+part w4a16 35 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 8,16
+sed -i 's/^TEAM_ROWS = 0/TEAM_ROWS = 1/' sgla/kernels/cuda/integer_gemm.py # in this copy alone
+part teams 30 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2
+part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k "stationary or few"
+sed -i 's/^TEAM_ROWS = 1/TEAM_ROWS = 0/' sgla/kernels/cuda/integer_gemm.py
