@@ -11,7 +11,8 @@ the copy; and the bytes a second of a plain copy from pinned memory. ``update``:
 all weights take as tensors of this GPU, while eight requests are paused, and whether these come to their end.
 Weights are random. ``regions``: where the seconds of a wake go, without a server: so many bytes of weights
 and of KV are mapped as at a start, given back, and come back three times, with the driver's calls told apart,
-with the KV in pieces of several sizes.
+with the KV in pieces of several sizes, and ``-alone``: the driver is asked for the next piece when one has
+been mapped, not meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--disk", help="a folder: measure prefixes that lie there, not in the host's memory")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--weights-gib", type=float, default=15.3, help="of regions")
-    parser.add_argument("--pieces", default="256M,4G,whole", help="of the KV, of regions")
+    parser.add_argument("--pieces", default="4G,4G-alone,1G,whole", help="of the KV, of regions")
     parser.add_argument("--extra", default="{}", help="more settings, as JSON")
     args = parser.parse_args()
     for part in args.parts.split(","):
@@ -225,10 +226,15 @@ def regions(args: argparse.Namespace) -> None:
     host = Pinned(size)
     for name in args.pieces.split(","):
         left = (torch.cuda.mem_get_info()[0] - size - 6 * GIB) >> 21 << 21
-        piece = {"256M": 256 << 20, "1G": GIB, "4G": 4 * GIB, "whole": left}[name]
+        bytes_, _, alone = name.partition("-")
+        piece = {"256M": 256 << 20, "1G": GIB, "4G": 4 * GIB, "whole": left}[bytes_]
+        ahead = region.created
+        if alone:
+            region.created = lambda memory, sizes: (memory.create(each) for each in sizes)
         wake_often(
             told, host.bytes, region.Region(memory, size), region.Region(memory, 2 * left, piece), name
         )
+        region.created = ahead
         region.let_go()
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from ctypes import byref, c_int, c_size_t, c_uint64
 from functools import cache
 from math import prod
@@ -39,9 +41,14 @@ class VirtualMemory(Protocol):
 
     def reserve(self, size: int) -> int: ...
 
-    def map(self, at: int, size: int) -> int:
-        """A handle on new memory, whose bytes are not set."""
+    def create(self, size: int) -> int:
+        """A handle on new memory, whose bytes are not set. Any thread may call it."""
         ...
+
+    def release(self, handle: int) -> None:
+        """Give memory back that is mapped nowhere."""
+
+    def map(self, at: int, size: int, handle: int) -> None: ...
 
     def unmap(self, at: int, size: int, handle: int) -> None: ...
 
@@ -125,11 +132,39 @@ class Region:
     def _grow(self, by: int) -> Iterator[tuple[int, int]]:
         """Where each piece begins and ends that has been mapped behind what there is."""
         end = self.size + by
-        while (start := self.size) < end:
-            at, size = self._base + start, min(self._piece, end - start)
-            self._pieces.append(Piece(at, size, self._memory.map(at, size)))
-            self.size = start + size
-            yield start, self.size
+        bounds = [(start, min(start + self._piece, end)) for start in range(self.size, end, self._piece)]
+        with closing(created(self._memory, [stop - start for start, stop in bounds])) as handles:
+            for (start, stop), handle in zip(bounds, handles):
+                at, size = self._base + start, stop - start
+                try:
+                    self._memory.map(at, size, handle)
+                except RuntimeError:
+                    self._memory.release(handle)
+                    raise
+                self._pieces.append(Piece(at, size, handle))
+                self.size = stop
+                yield start, stop
+
+
+def created(memory: VirtualMemory, sizes: Sequence[int]) -> Generator[int]:
+    """Handles on memory of these sizes. A thread has the next one while the caller maps one and fills it: the
+    driver needs as long for the first as for the second. Raises RuntimeError."""
+    if len(sizes) < 2:
+        yield from map(memory.create, sizes)
+        return
+    with ThreadPoolExecutor(1, "gpu-memory") as thread:
+        coming: Future[int] | None = thread.submit(memory.create, sizes[0])
+        try:
+            for size in (*sizes[1:], 0):
+                assert coming is not None
+                handle, coming = coming.result(), None
+                if size:
+                    coming = thread.submit(memory.create, size)
+                yield handle
+        finally:
+            if coming is not None:
+                with suppress(RuntimeError):
+                    memory.release(coming.result())
 
 
 def _rounded(size: int, to: int) -> int:
@@ -169,7 +204,7 @@ class CudaMemory:
     """Of the GPU ``number``."""
 
     def __init__(self, number: int) -> None:
-        here = _Location(1, number)
+        self._number, here = number, _Location(1, number)
         self._properties, self._access = _Properties(1, 0, here, None, 0), _Access(here, _READ_WRITE)
         granule = c_size_t()
         code = driver().cuMemGetAllocationGranularity(byref(granule), byref(self._properties), 0)
@@ -182,22 +217,26 @@ class CudaMemory:
         check(code, f"{size} bytes of addresses")
         return at.value
 
-    def map(self, at: int, size: int) -> int:
-        handle, place, count = c_uint64(), c_uint64(at), c_size_t(size)
-        code = driver().cuMemCreate(byref(handle), count, byref(self._properties), c_uint64(0))
+    def create(self, size: int) -> int:
+        torch.cuda.set_device(self._number)  # of this thread
+        handle = c_uint64()
+        code = driver().cuMemCreate(byref(handle), c_size_t(size), byref(self._properties), c_uint64(0))
         check(code, f"{size} bytes of GPU memory")
-        try:
-            check(driver().cuMemMap(place, count, c_size_t(0), handle, c_uint64(0)), "mapping GPU memory")
-            code = driver().cuMemSetAccess(place, count, byref(self._access), c_size_t(1))
-            check(code, "access to GPU memory")
-        except RuntimeError:
-            driver().cuMemRelease(handle)
-            raise
         return handle.value
+
+    def release(self, handle: int) -> None:
+        check(driver().cuMemRelease(c_uint64(handle)), "giving GPU memory back")
+
+    def map(self, at: int, size: int, handle: int) -> None:
+        place, count = c_uint64(at), c_size_t(size)
+        code = driver().cuMemMap(place, count, c_size_t(0), c_uint64(handle), c_uint64(0))
+        check(code, "mapping GPU memory")
+        code = driver().cuMemSetAccess(place, count, byref(self._access), c_size_t(1))
+        check(code, "access to GPU memory")
 
     def unmap(self, at: int, size: int, handle: int) -> None:
         check(driver().cuMemUnmap(c_uint64(at), c_size_t(size)), "unmapping GPU memory")
-        check(driver().cuMemRelease(c_uint64(handle)), "giving GPU memory back")
+        self.release(handle)
 
     def free(self, at: int, size: int) -> None:
         check(driver().cuMemAddressFree(c_uint64(at), c_size_t(size)), "giving addresses back")

@@ -109,13 +109,18 @@ class HostMemory:
         self._reserved += size
         return self._reserved - size
 
-    def map(self, at: int, size: int) -> int:
+    def create(self, size: int) -> int:
         HostMemory.taken += size
-        return 0
+        return size
+
+    def release(self, handle: int) -> None:
+        HostMemory.taken -= handle
+
+    def map(self, at: int, size: int, handle: int) -> None: ...
 
     def unmap(self, at: int, size: int, handle: int) -> None:
         """Who reads it now finds no numbers."""
-        HostMemory.taken -= size
+        self.release(handle)
         self._mapped[at : at + size] = b"\xff" * size
 
     def free(self, at: int, size: int) -> None: ...

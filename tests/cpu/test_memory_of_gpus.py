@@ -270,22 +270,36 @@ def test_a_part_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch)
 
 
 class Pieces:
-    """Virtual memory that says in which pieces it was mapped."""
+    """Virtual memory that says in which pieces it was mapped, with room for so many bytes. ``there``: sizes
+    by their handles."""
 
     granule = 2
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 1 << 10) -> None:
         self.mapped: list[tuple[int, int]] = []
+        self.there: dict[int, int] = {}
+        self.room, self._count = room, 0
 
     def reserve(self, size: int) -> int:
         return 1000
 
-    def map(self, at: int, size: int) -> int:
+    def create(self, size: int) -> int:
+        if sum(self.there.values()) + size > self.room:
+            raise RuntimeError("no memory")
+        self._count += 1
+        self.there[self._count] = size
+        return self._count
+
+    def release(self, handle: int) -> None:
+        del self.there[handle]
+
+    def map(self, at: int, size: int, handle: int) -> None:
+        assert self.there[handle] == size
         self.mapped.append((at, size))
-        return len(self.mapped)
 
     def unmap(self, at: int, size: int, handle: int) -> None:
         self.mapped.remove((at, size))
+        self.release(handle)
 
     def free(self, at: int, size: int) -> None: ...
 
@@ -307,3 +321,21 @@ def test_a_region_comes_back_in_the_pieces_of_the_start() -> None:
     assert not region.mapped
     assert list(region.map()) == [(at - 1000, at - 1000 + size) for at, size in first]
     assert memory.mapped == first
+
+
+@pytest.mark.parametrize("room", [60, 150, 220])
+def test_a_region_that_does_not_come_back_takes_nothing(room: int) -> None:
+    memory = Pieces()
+    region = Region(memory, 1 << 10, piece=100)
+    region.empty((250,), torch.uint8)
+    region.unmap()
+    memory.room = room
+    with pytest.raises(RuntimeError, match="no memory"):
+        list(region.map())
+    assert (memory.mapped, memory.there) == ([], {})
+    memory.room = 1 << 10
+    coming = region.map()
+    next(coming)
+    coming.close()  # whoever fills it has failed
+    assert (memory.mapped, memory.there) == ([], {})
+    assert list(region.map())[-1][1] == region.size
