@@ -49,10 +49,9 @@ class Bench:
     def prompt(self, tokens: int) -> list[int]:
         return [self.draw.randrange(self.args.vocab) for _ in range(tokens)]
 
-    async def first_token(self) -> tuple[float, float]:
+    async def first_token(self, prompt: list[int]) -> tuple[float, float]:
         """When the prompt was sent, and when its token was there."""
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        prompt = self.prompt(self.args.tokens)
         begun = now()
         async for _ in self.engine.astream(prompt, params):
             pass
@@ -73,12 +72,14 @@ class Bench:
             await asyncio.sleep(0.01)
 
     async def run(self) -> dict[str, Any]:
-        alone = [end - begun for begun, end in [await self.first_token() for _ in range(self.args.alone)]]
+        # Made here: streams would wait for it.
+        *before_it, last = (self.prompt(self.args.tokens) for _ in range(self.args.alone + 1))
+        alone = [end - begun for begun, end in [await self.first_token(one) for one in before_it]]
         streams = Streams()
         await self.start(streams)
         quiet = now()
         await asyncio.sleep(BEFORE)
-        begun, end = await self.first_token()
+        begun, end = await self.first_token(last)
         for task in streams.tasks:
             task.cancel()
         await asyncio.gather(*streams.tasks, return_exceptions=True)

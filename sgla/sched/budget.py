@@ -3,7 +3,9 @@
 The time of a step is modelled as ``a + b * tokens + c * work`` where ``work`` counts the (query, key) pairs
 of attention. The coefficients are fitted to measured steps by least squares on relative errors, nonnegative.
 Samples fade, but only as new ones of similar size come in: a long decode phase must not make the model forget
-what prefill costs.
+what prefill costs. No such model is exact: a few tokens behind a long history cost more each than many. So
+beside decode rows prompts get what is left of the target when the model is off by as much as in the latest
+such steps, and a little more.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ WORK_UNIT = 65536.0
 PRIOR_WEIGHT = 0.05
 YIELDING_SHARE = 0.25  # by this part of its time a step may get longer for rows that yield
 DECODE_SHARE = 0.1  # prefill may always take this part of the decode time, or it would never end
+# Of steps with prompts beside decode rows: how fast errors of the model are learned; by how many mean errors
+# more a step may take longer than it should, about one of a hundred; and the largest error that counts.
+LEARNED, MARGIN, LARGEST = 0.1, 3.0, 0.15
 
 Coefficients = tuple[float, float, float]
 
@@ -42,12 +47,19 @@ class CostModel:
         self.target, self._observes = target, asked or target is not None
         self._bins: dict[int, list[float]] = {}  # log2(tokens) -> moments of (1, tokens, work) / seconds
         self._fit: Coefficients | None = None
+        self._ratio, self._error = 1.0, 0.0  # of times to what was predicted; the mean error around that
         if target is not None:
             self._add(step_tokens, pairs(0, step_tokens), 4 * target, PRIOR_WEIGHT)
 
-    def observe(self, tokens: int, work: int, seconds: float) -> None:
-        """A step of ``tokens`` tokens and ``work`` pairs took ``seconds``."""
+    def observe(self, tokens: int, work: int, seconds: float, mixed: bool = False) -> None:
+        """A step of ``tokens`` tokens and ``work`` pairs took ``seconds``. ``mixed``: it had prompts beside
+        decode rows."""
         if self._observes and seconds > 0 and tokens > 0:
+            if mixed:
+                ratio = seconds / self.predict(tokens, work)
+                self._ratio += LEARNED * (min(max(ratio, 0.5), 2.0) - self._ratio)
+                error = min(abs(ratio / self._ratio - 1), LARGEST)
+                self._error += LEARNED * (error - self._error)
             self._add(tokens, work, seconds, 1.0)
 
     def _add(self, tokens: int, work: int, seconds: float, weight: float) -> None:
@@ -76,7 +88,8 @@ class CostModel:
         if self.target is None or not decodes:
             return math.inf
         base = self.predict(decodes, work)
-        return max(self.target - base, DECODE_SHARE * base)
+        target = self.target / (max(self._ratio, 1.0) * (1 + MARGIN * self._error))
+        return max(target - base, DECODE_SHARE * base)
 
     def yielding_seconds(self, decodes: int, work: int, beside: bool, depth: int) -> float:
         """Time for prompts of requests that yield: ``beside`` others they make the step little longer, else
@@ -244,9 +257,10 @@ class Budget:
         self.seconds -= self._b * self._kept
 
     def give_back(self) -> None:
-        """The others may have theirs now."""
+        """The others may have theirs now, however long that takes."""
         self.tokens += self._kept
         self.seconds += self._b * self._kept
+        self._floor = max(self._floor, self._kept)
         self._kept = 0
 
     def close(self) -> None:

@@ -153,7 +153,7 @@ class Core:
             self._prefill.plan(step, prefills, budget)
             if queues.waiting and budget.tokens > 0:
                 self._admission.admit(step, budget, now)
-            self._hurry.reads(step.rows[step.decodes :])
+            self._hurry.reads([*prefills, *step.rows[step.decodes :]])
             self._prefetch.begin()
         step.copies, step.dropped = memory.begin_copies()
         if not (step.rows or step.copies or step.dropped):
@@ -294,7 +294,8 @@ class Core:
         self._now = now
         step = self._queues.flights.popleft()
         assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
-        self._costs.observe(step.tokens, step.work, result.seconds)
+        mixed = 0 < step.decodes < len(step.rows)
+        self._costs.observe(step.tokens, step.work, result.seconds, mixed)
         self._pressure.relax()
         outcome = commit(step, result, now)
         counts = self._ledger.counts

@@ -2,9 +2,9 @@
 one soon.
 
 While prompts of few tokens come and one of many is read, a step lasts at most ``LONGER`` times as long as
-that of a short prompt alone, one is in flight at a time, and short prompts go first. So whoever comes waits
-for the rest of one step and for its own: less than three times as long as on an idle server. Long prompts are
-read more slowly meanwhile; without short ones they are not.
+that of a short prompt alone, one is in flight at a time, and short prompts are read whole in the next step.
+So whoever comes waits for the rest of one step and for its own: less than three times as long as on an idle
+server. Long prompts are read more slowly meanwhile; without short ones they are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgla.sched.request import Request
 
 SHORT, LONG = 256, 2048  # tokens of a short prompt at most, and of a long one at least
 TYPICAL = 128  # tokens of the one that a step is measured by
-LONGER = 1.4
+LONGER = 1.7
 NEXT = 64  # of those that wait, so many may be in the next step
 LINGER = 30.0  # seconds after a short prompt in which another is expected
 
@@ -42,7 +42,7 @@ class Hurry:
         self.on = expected and (self._reading or any(one.known > LONG for one in waiting[:NEXT]))
 
     def reads(self, requests: Iterable[Request]) -> None:
-        """These have rows of prompts in the step, of which they may not have read all."""
+        """These have been read in the step, or might have been, and may not have been read to their ends."""
         self._reading = any(request.known - request.planned > SHORT for request in requests)
 
     def seconds(self, decodes: int, work: int) -> float:
@@ -55,6 +55,6 @@ class Hurry:
         """Short ones before the others, in their order."""
         return sorted(waiting, key=lambda request: request.known > SHORT) if self.on else waiting
 
-    def kept(self, waiting: list[Request]) -> int:
-        """Tokens of a step that running requests leave to short ones that wait."""
-        return sum(request.known for request in waiting if request.known <= SHORT) if self.on else 0
+    def shorts(self, requests: Iterable[Request]) -> list[Request]:
+        """Those of the requests that others leave room to."""
+        return [request for request in requests if request.known <= SHORT] if self.on else []

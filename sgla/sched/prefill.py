@@ -69,10 +69,12 @@ class Prefill:
 
     def plan(self, step: Step, requests: list[Request], budget: Budget) -> None:
         """Rows for running ``requests``."""
-        waiting = self._queues.waiting
-        budget.keep(self._hurry.kept(waiting))
-        self._plan(step, requests, budget)
+        short = self._hurry.shorts(requests)
+        hurried = short + self._hurry.shorts(self._queues.waiting)
+        budget.keep(sum(request.known - request.planned for request in hurried))
+        self._plan(step, [request for request in requests if request not in short], budget)
         budget.give_back()
+        self._plan(step, short, budget)
 
     def _plan(self, step: Step, requests: list[Request], budget: Budget) -> None:
         waiting = self._queues.waiting

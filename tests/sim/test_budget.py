@@ -62,6 +62,32 @@ def test_prefill_goes_on_even_when_decode_alone_misses_the_target() -> None:
     assert budget.grant(0, 1000) <= 32
 
 
+def test_steps_with_prompts_beside_decode_rows_last_no_longer_than_the_target() -> None:
+    """Where a few tokens behind a long history cost more each than whole steps of them, and times differ."""
+    random, model, times = Random(3), CostModel(0.03, 8192), []
+
+    def took(tokens: int, work: int) -> float:
+        dear = 1 + 75 / max(tokens - 32, 75)
+        return (0.0048 + 2e-5 * (tokens - 32) + 8e-10 * work * dear) * random.gauss(1, 0.03)
+
+    for start in range(0, 98_000, 8192):
+        work = pairs(start, 8192)
+        model.observe(8192, work, took(8192, work))
+    for _ in range(300):
+        model.observe(32, 32 * 600, took(32, 32 * 600))
+    start = 0
+    while start < 100_000:
+        budget = Budget(8192, model.prefill_seconds(32, 32 * 600), model.coefficients, 16)
+        count = budget.grant(start, 100_000)
+        work = pairs(start, count) + 32 * 600
+        times.append(took(32 + count, work))
+        model.observe(32 + count, work, times[-1], mixed=True)
+        start += count
+    times.sort()
+    assert times[-len(times) // 100] < 1.03 * 0.03
+    assert times[len(times) // 2] > 0.85 * 0.03
+
+
 def test_without_target_or_decode_rows_only_tokens_count() -> None:
     assert CostModel(None, 512).prefill_seconds(10, 100) == math.inf
     assert CostModel(0.01, 512).prefill_seconds(0, 0) == math.inf

@@ -15,7 +15,7 @@ LONG = 16_000
 
 def cost(tokens: int, pairs: int) -> float:
     """Weights are read, or products made; 1 ms of all else."""
-    return 1e-3 + max(3.7e-3, 2.05e-5 * tokens) + 8.5e-13 * pairs
+    return 1e-3 + max(3.7e-3, 2.05e-5 * tokens) + 8.5e-10 * pairs
 
 
 class Flood:

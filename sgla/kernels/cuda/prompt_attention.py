@@ -111,8 +111,8 @@ def parts_of(tiles: Int32s, kv_heads: int, processors: int) -> Int32s | None:
         return None
     counts = np.ones_like(blocks)
     best, found = 0.95 * _last_end(blocks, counts, kv_heads, processors), None
-    for share in (1, 2, 3, 4, 6, 8):  # of what a processor has to do
-        most = max(8, math.ceil(ideal / share))
+    for pieces in range(1, MOST + 1):  # of the longest
+        most = max(8, math.ceil(blocks.max() / pieces))
         counts = np.minimum(-(-blocks // most), MOST)
         end = _last_end(blocks, counts, kv_heads, processors)
         if end < best:
