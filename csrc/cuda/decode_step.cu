@@ -152,8 +152,7 @@ __device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
   u32 parity = 0;
 #pragma unroll 1
   for (int n = 0; n < total;) {
-    int done;
-    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(done) : "r"(taken) : "memory");
+    const int done = lds_volatile(taken);
     if (n - done >= DEPTH ||
         (layer < p.count && n >= FLYING && !piece_there(self.full + landing * 8, parity))) {
       __nanosleep(100);
@@ -199,9 +198,7 @@ __device__ __forceinline__ void take(Shared& s, Self& self, u32 (&a)[COUNT][4][4
     });
   __syncwarp();
   self.taken += COUNT;
-  if (self.lane == 0)
-    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(smem_addr(&s.taken[self.warp])), "r"(self.taken)
-                 : "memory");
+  if (self.lane == 0) sts_volatile(smem_addr(&s.taken[self.warp]), self.taken);
   self.place += COUNT;
   if (self.place >= DEPTH) {
     self.place -= DEPTH;
@@ -275,9 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   extern __shared__ __align__(128) unsigned char smem[];
   Shared& s = *reinterpret_cast<Shared*>(smem + WARPS * DEPTH * PIECE_BYTES);
   Self self;
-  int block;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(self.tid));  // volatile: or it is asked for again and again
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  self.tid = thread_number();
+  const int block = block_number();
   self.warp = self.tid / 32;
   self.lane = self.tid % 32;
   self.set_out(p, s);
@@ -325,8 +321,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     const u32 before = tag;
     tag = (tag + 1) & 0xff;
     if (at.split < at.blocks) {  // they are read while others use the memory
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.k + spots.first + self.lane * 64));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.v + spots.first + self.lane * 64));
+      fetch_line(layer.k + spots.first + self.lane * 64);
+      fetch_line(layer.v + spots.first + self.lane * 64);
     }
     auto get_first = [&](u32 x) {
       receive<HIDDEN, true>(p.words + END, before, x, layer.input_norm, s.square, self.tid);
@@ -339,9 +335,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
                tag);
     });
     if (block == BLOCKS - 1 && self.tid < HIDDEN / 32) {  // norms soon wanted, which nobody has read yet
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.mlp_norm + self.tid * 32));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) +
-                                                    self.tid * 32));
+      fetch_line(layer.mlp_norm + self.tid * 32);
+      fetch_line((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32);
     }
     if (at.split < at.blocks) {
       attend(p, layer, at, spots, s, tag, self.warp, self.lane);

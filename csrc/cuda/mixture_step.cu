@@ -103,10 +103,7 @@ __device__ __forceinline__ void expect(const Self& self, int place, u32 bytes) {
   barrier_expect(self.full + place * 8, bytes);
 }
 __device__ __forceinline__ void copy(const Self& self, u32 to, const bf16* from, u32 bytes, int place) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-               "[%1], %2, [%3], %4;" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(self.full + place * 8), "l"(self.policy)
-               : "memory");
+  copy_bytes(to, from, bytes, self.full + place * 8, self.policy);
 }
 
 // The calling lane fills a place.
@@ -361,7 +358,7 @@ __device__ __forceinline__ void fetch_tile(const Params& p, const Layer& layer, 
   const int tile = first_tile(at, self.warp);
   if (self.lane >= 2 || at.split >= at.blocks || tile >= at.tiles) return;
   const bf16* from = (self.lane ? layer.v : layer.k) + tile_at(p, at, tile);
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(TILE * HD * 2) : "memory");
+  fetch_bytes(from, TILE * HD * 2);
 }
 
 __device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, int l, u32 tag) {
@@ -584,9 +581,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   extern __shared__ __align__(128) unsigned char smem[];
   Shared& s = *reinterpret_cast<Shared*>(smem + WARPS * DEPTH * PLACE_BYTES);
   Self self;
-  int block;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(self.tid));  // volatile: or it is asked for again and again
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  self.tid = thread_number();
+  const int block = block_number();
   self.warp = self.tid / 32;
   self.lane = self.tid % 32;
   self.me = block * WARPS + self.warp;
@@ -628,9 +624,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
     project(p, s, self, l, tag);
     if (block == BLOCKS - 1) {  // norms soon wanted, which nobody has read yet
       if (self.tid < HIDDEN / 32) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.mlp_norm + self.tid * 32));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) +
-                                                      self.tid * 32));
+        fetch_line(layer.mlp_norm + self.tid * 32);
+        fetch_line((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32);
       }
     }
     forget(self, at);

@@ -97,13 +97,19 @@ __device__ __forceinline__ uint2 look2(const u32* from) {
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ void tell(u32* to, float x, u32 tag) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(rounded(x) | tag) : "memory");
+__device__ __forceinline__ void put(u32* to, u32 word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
-__device__ __forceinline__ void tell4(u32* to, const float4& x, u32 tag) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(rounded(x.x) | tag),
-               "r"(rounded(x.y) | tag), "r"(rounded(x.z) | tag), "r"(rounded(x.w) | tag)
+__device__ __forceinline__ void put4(u32* to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
+}
+__device__ __forceinline__ void put_far(u32* to, u32 word) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ void tell(u32* to, float x, u32 tag) { put(to, rounded(x) | tag); }
+__device__ __forceinline__ void tell4(u32* to, const float4& x, u32 tag) {
+  put4(to, rounded(x.x) | tag, rounded(x.y) | tag, rounded(x.z) | tag, rounded(x.w) | tag);
 }
 
 #if RANKS > 1
@@ -113,8 +119,7 @@ __device__ __forceinline__ void tell_ranks(const Params& p, int at, float x, u32
   const u32 word = rounded(x) | tag;
 #pragma unroll
   for (int r = 0; r < RANKS; ++r)
-    if (ALL || r != p.rank)
-      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.inbox[r] + at), "r"(word) : "memory");
+    if (ALL || r != p.rank) put_far(p.inbox[r] + at, word);
 }
 #endif
 // A word, or four, that may come from another rank.
@@ -139,8 +144,35 @@ __device__ __forceinline__ float rsqrt_fast(float x) {
   return y;
 }
 
+// Which thread and block this is. Volatile: or it is asked for again and again.
+__device__ __forceinline__ int thread_number() {
+  int i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ int block_number() {
+  int i;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i));
+  return i;
+}
+// Have a line, or more bytes, brought to the L2 cache.
+__device__ __forceinline__ void fetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+__device__ __forceinline__ void fetch_bytes(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // --- shared memory
 
+__device__ __forceinline__ int lds_volatile(u32 addr) {
+  int x;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
+  return x;
+}
+__device__ __forceinline__ void sts_volatile(u32 addr, int x) {
+  asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(addr), "r"(x) : "memory");
+}
 __device__ __forceinline__ void sts64(u32 addr, u32 a, u32 b) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(addr), "r"(a), "r"(b) : "memory");
 }

@@ -1,8 +1,8 @@
 // What a CUDA kernel of ours asks of the hardware, on a CPU: each thread is a context of its own, which gives way
 // wherever it waits. A block has MEMORY bytes of shared memory, whose addresses carry the block's number; copies
-// by cp.async happen when they are waited for and not before. Functions that have PTX in the sources are here
-// instead (see emulated_cuda.py).
-#include <ucontext.h>
+// by cp.async happen when they are waited for and not before, those of the copy engine at once. Functions that
+// have PTX in the sources are here instead (see emulated_cuda.py).
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,20 +18,42 @@
 #define __forceinline__ inline
 #define __global__
 #define __launch_bounds__(...)
+#define __align__(bytes)
+using std::max;
 using std::min;
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { unsigned x; };
 Index threadIdx, blockIdx, gridDim;
+// Goes on where `to` stopped, and keeps where this one does: what a function must keep is on the stack.
+extern "C" void switch_stack(void** from, void* to);
+asm(R"(
+switch_stack:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
 namespace emulated {
 typedef unsigned u32;
 constexpr u32 MEMORY = 256 << 10, STACK = 64 << 10;
 
 struct Copy { u32 to; const void* from; u32 bytes, size; };
 struct Thread {
-  ucontext_t context;
-  std::vector<char> stack;
+  void* stack;
   int block, number, cluster_arrivals = 0;
   bool done = false;
   std::vector<Copy> copies;             // since the last commit
@@ -44,18 +66,18 @@ struct Warp {
 struct Block {
   std::vector<unsigned char> memory = std::vector<unsigned char>(MEMORY, 0xff);
   Warp warps[32];
-  int count = 0, turns = 0;
+  int count[16] = {}, turns[16] = {};  // at the barriers of the hardware; 0 is that of __syncthreads
 };
 struct Barrier { int8_t wanted, missing; uint16_t phase; int32_t bytes; };  // the word in shared memory
 
 std::vector<Thread> threads;
 std::vector<Block> blocks;
 Thread* me;
-ucontext_t scheduler;
+void* scheduler;
 int threads_of_block, blocks_of_cluster, cluster_count, cluster_turns;
 
 inline void fail(const char* why) { std::puts(why), std::abort(); }
-inline void give_way() { swapcontext(&me->context, &scheduler); }
+inline void give_way() { switch_stack(&me->stack, scheduler); }
 inline Block& block() { return blocks[me->block]; }
 inline Warp& warp() { return block().warps[me->number / 32]; }
 inline unsigned char* memory(u32 address, u32 size) {
@@ -74,7 +96,8 @@ template <class To, class From> To bits(From value) {
   return found;
 }
 // All lanes of a warp meet: what each gives, and what `work` makes for each.
-template <int GIVEN, int MADE> void meet(const u32 (&given)[GIVEN], u32 (&made)[MADE], void (*work)(Warp&, int), int what) {
+template <int GIVEN, int MADE>
+void meet(const u32 (&given)[GIVEN], u32 (&made)[MADE], void (*work)(Warp&, int), int what) {
   const int lane = me->number % 32, turn = warp().turns;
   std::copy(given, given + GIVEN, warp().given[lane]);
   if (++warp().count == 32) {
@@ -101,37 +124,66 @@ inline void counted(u32 address, int arrivals, int bytes) {
   write(address, bar);
 }
 
-// Run a kernel, cluster by cluster: `entry` is what each thread does.
-inline void launch(int grid, int threads_each, int cluster, void (*entry)()) {
-  gridDim.x = grid, threads_of_block = threads_each, blocks_of_cluster = cluster;
+// Until so many threads of the block are here.
+inline void meet_block(int count, int barrier) {
+  const int turn = block().turns[barrier];
+  if (++block().count[barrier] == count) block().count[barrier] = 0, ++block().turns[barrier];
+  while (block().turns[barrier] == turn) give_way();
+}
+
+// Run a kernel of so many `ranks`, cluster by cluster: `entry` is what each thread does. A warp goes on while its
+// lanes meet.
+inline void launch(int grid, int ranks, int threads_each, int cluster, void (*entry)()) {
+  gridDim.x = grid, threads_of_block = threads_each, blocks_of_cluster = cluster, grid *= ranks;
   blocks = std::vector<Block>(grid);
+  const size_t count = size_t(cluster) * threads_each;
+  char* stacks = static_cast<char*>(mmap(nullptr, count * STACK, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   for (int first = 0; first < grid; first += cluster) {
-    threads = std::vector<Thread>(cluster * threads_each);
+    threads = std::vector<Thread>(count);
     cluster_count = cluster_turns = 0;
-    for (size_t i = 0; i < threads.size(); ++i) {
+    for (size_t i = 0; i < count; ++i) {
       Thread& t = threads[i];
-      t.block = first + i / threads_each, t.number = i % threads_each, t.stack.resize(STACK);
-      getcontext(&t.context);
-      t.context.uc_stack.ss_sp = t.stack.data(), t.context.uc_stack.ss_size = STACK;
-      makecontext(&t.context, entry, 0);
+      t.block = first + i / threads_each, t.number = i % threads_each;
+      void** top = reinterpret_cast<void**>(stacks + (i + 1) * STACK);
+      *(top -= 2) = reinterpret_cast<void*>(entry);
+      t.stack = top - 6;
     }
-    size_t left = threads.size();
+    size_t left = count;
     for (long turns = 0; left; ++turns) {
       if (turns > 10000000) fail("threads wait for ever");
-      for (Thread& t : threads) {
-        if (t.done) continue;
-        me = &t, threadIdx.x = t.number, blockIdx.x = t.block;
-        swapcontext(&scheduler, &t.context);
-        left -= t.done;
+      for (size_t begin = 0; begin < count; begin += 32) {
+        Warp& w = blocks[threads[begin].block].warps[threads[begin].number / 32];
+        int met;
+        do {
+          met = w.turns;
+          for (size_t i = begin; i < begin + 32; ++i) {
+            Thread& t = threads[i];
+            if (t.done) continue;
+            me = &t, threadIdx.x = t.number, blockIdx.x = t.block % gridDim.x;
+            switch_stack(&scheduler, t.stack);
+            left -= t.done;
+          }
+        } while (w.turns != met);
       }
     }
   }
+  munmap(stacks, count * STACK);
 }
 }  // namespace emulated
 
 inline float __uint_as_float(unsigned x) { return emulated::bits<float>(x); }
+inline int __float_as_int(float x) { return emulated::bits<int>(x); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+  const uint64_t from = uint64_t(b) << 32 | a;
+  unsigned r = 0;
+  for (int i = 0; i < 4; ++i) r |= unsigned(from >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return r;
+}
+template <class T> T __ldg(const T* from) { return *from; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float rsqrt_fast(float x) { return rsqrtf(x); }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline unsigned pack2(float lo, float hi) { return emulated::rounded(lo) | emulated::rounded(hi) << 16; }
 inline float half2f(unsigned x) { return emulated::bits<_Float16>(uint16_t(x)); }
@@ -176,13 +228,46 @@ inline void __syncwarp() {
   unsigned nothing[1];
   emulated::meet(none, nothing, [](emulated::Warp&, int) {}, 0);
 }
-inline float __shfl_xor_sync(unsigned, float v, int distance) {
-  const unsigned given[1] = {emulated::bits<unsigned>(v)};
+// Each lane gets what lane `from` gives.
+template <class T> T from_lane(T v, int from) {
+  const unsigned given[2] = {emulated::bits<unsigned>(v), unsigned(from)};
   unsigned made[1];
-  emulated::meet(given, made, [](emulated::Warp& w, int d) {
-    for (int l = 0; l < 32; ++l) w.made[l][0] = w.given[l ^ d][0];
-  }, distance);
-  return emulated::bits<float>(made[0]);
+  emulated::meet(given, made, [](emulated::Warp& w, int) {
+    for (int l = 0; l < 32; ++l) w.made[l][0] = w.given[w.given[l][1] % 32][0];
+  }, 0);
+  return emulated::bits<T>(made[0]);
+}
+template <class T> T __shfl_sync(unsigned, T v, int from) { return from_lane(v, from); }
+template <class T> T __shfl_xor_sync(unsigned, T v, int distance) {
+  return from_lane(v, emulated::me->number % 32 ^ distance);
+}
+template <class T> T __shfl_down_sync(unsigned, T v, int distance) {
+  const int lane = emulated::me->number % 32;
+  return from_lane(v, lane + distance < 32 ? lane + distance : lane);
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+  const unsigned given[1] = {v};
+  unsigned made[1];
+  emulated::meet(given, made, [](emulated::Warp& w, int) {
+    unsigned most = 0;
+    for (int l = 0; l < 32; ++l) most = max(most, w.given[l][0]);
+    for (int l = 0; l < 32; ++l) w.made[l][0] = most;
+  }, 0);
+  return made[0];
+}
+inline unsigned movmatrix(unsigned x) {
+  const unsigned given[1] = {x};
+  unsigned made[1];
+  emulated::meet(given, made, [](emulated::Warp& w, int) {
+    for (int l = 0; l < 32; ++l) {
+      w.made[l][0] = 0;
+      for (int e = 0; e < 2; ++e) {
+        const int row = l / 4, column = l % 4 * 2 + e;
+        w.made[l][0] |= (w.given[column * 4 + row / 2][0] >> row % 2 * 16 & 0xffff) << 16 * e;
+      }
+    }
+  }, 0);
+  return made[0];
 }
 inline void ldmatrix(unsigned (&r)[4], unsigned address) {
   const unsigned given[1] = {address};
@@ -223,11 +308,8 @@ inline void mma_first(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsi
 }
 
 // Blocks, clusters, kernels.
-inline void __syncthreads() {
-  const int turn = emulated::block().turns;
-  if (++emulated::block().count == emulated::threads_of_block) emulated::block().count = 0, ++emulated::block().turns;
-  while (emulated::block().turns == turn) emulated::give_way();
-}
+inline void __syncthreads() { emulated::meet_block(emulated::threads_of_block, 0); }
+template <int COUNT> void meet_at(int barrier) { emulated::meet_block(COUNT, barrier); }
 inline void cluster_arrive() {
   emulated::me->cluster_arrivals = emulated::cluster_turns;
   if (++emulated::cluster_count == int(emulated::threads.size())) emulated::cluster_count = 0, ++emulated::cluster_turns;
@@ -250,3 +332,50 @@ inline void tell(unsigned address, unsigned bar, int rank, float v) {
   emulated::write(emulated::there(address, rank), v);
   emulated::counted(emulated::there(bar, rank), 0, -4);
 }
+
+// What kernels of a whole step have besides: words in global memory, and the copy engine.
+inline void fence_copies() {}
+inline void __nanosleep(int) { emulated::give_way(); }
+inline void __trap() { emulated::fail("a trap"); }
+inline uint64_t policy_once() { return 0; }
+inline void sts64(unsigned address, unsigned a, unsigned b) { emulated::write(address, uint2{a, b}); }
+inline uint4 ldg128(const unsigned short* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) emulated::fail("a load");
+  uint4 v;
+  std::memcpy(&v, from, 16);
+  return v;
+}
+inline void piece_init(unsigned bar) { barrier_init(bar, 1); }
+inline bool piece_there(unsigned bar, unsigned parity) {
+  return emulated::read<emulated::Barrier>(bar).phase % 2 != parity;
+}
+inline void piece_wait(unsigned bar, unsigned parity) { barrier_wait(bar, parity); }
+inline void copy_bytes(unsigned to, const void* from, int bytes, unsigned bar, uint64_t policy = 0) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) emulated::fail("a source of a copy");
+  for (int i = 0; i < bytes; i += 16) std::memcpy(emulated::memory(to + i, 16), static_cast<const char*>(from) + i, 16);
+  emulated::counted(bar, 0, -bytes);
+}
+template <class T> T look_at(const unsigned* from) {
+  emulated::give_way();
+  T v;
+  std::memcpy(&v, from, sizeof(T));
+  return v;
+}
+inline int thread_number() { return threadIdx.x; }
+inline int block_number() { return blockIdx.x; }
+inline void fetch_line(const void*) {}
+inline void fetch_bytes(const void*, int) {}
+inline int lds_volatile(unsigned address) {
+  emulated::give_way();
+  return emulated::read<int>(address);
+}
+inline void sts_volatile(unsigned address, int x) { emulated::write(address, x); }
+inline void put(unsigned* to, unsigned word) { *to = word; }
+inline void put_far(unsigned* to, unsigned word) { *to = word; }
+inline void put4(unsigned* to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+}
+inline uint4 look(const unsigned* from) { return look_at<uint4>(from); }
+inline uint4 look4_far(const unsigned* from) { return look_at<uint4>(from); }
+inline uint2 look2(const unsigned* from) { return look_at<uint2>(from); }
+inline unsigned look_far(const unsigned* from) { return look_at<unsigned>(from); }

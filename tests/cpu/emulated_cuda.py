@@ -1,16 +1,19 @@
-"""Run a CUDA kernel of ours on the CPU, thread by thread: its source as C++, with what the hardware does from
-``emulated_cuda.h``. Slow, so for shapes of a few hundred; what threads must wait for is checked, too."""
+"""Run a CUDA kernel of ours on an x86-64 CPU, thread by thread: its source as C++, with what the hardware does
+from ``emulated_cuda.h``. Slow, so for small shapes; what threads must wait for is checked, too."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from sgla.kernels.cuda import build
 
+HERE = shutil.which("g++") is not None and platform.machine() == "x86_64"  # whether it can
 FOLDER = Path(__file__).parent
 # A function with its template line, if it has one; those with PTX are the header's.
 FUNCTION = re.compile(
@@ -21,14 +24,16 @@ APART = 200 << 10  # where arrays lie that are not of the dynamic shared memory,
 # Functions of one source, whose PTX needs numbers of that source.
 OWN = {
     "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes) "
-    "{ copy(to, from, bytes, WIDTH); }\n"
+    "{ copy(to, from, bytes, WIDTH); }\n",
+    "forget": "void forget(Self&, Place&) {}\n",
 }
 
 
 def compile_kernel(
     file: str, name: str, defines: Mapping[str, int], threads: int, cluster: int, folder: Path
 ) -> ctypes.CDLL:
-    """A library whose ``run(params, grid)`` is the kernel ``name`` of ``csrc/cuda/file``."""
+    """A library whose ``run(params, ranks, grid)`` is the kernel ``name`` of ``csrc/cuda/file``; each of the
+    ranks has its own of ``params``."""
     source, key = build.source_of(file, tuple(sorted(defines.items())), "cpu")
     macros = "".join(f"#define {macro} {value}\n" for macro, value in defines.items())
     source = source.removeprefix(
@@ -49,10 +54,11 @@ def compile_kernel(
     path = folder / f"{key}.cpp"
     path.write_text(
         f'{macros}#include "{FOLDER / "emulated_cuda.h"}"\n{source}\n'
-        f"static Params given;\n"
-        f"static void entry() {{ {name}(given); emulated::me->done = true; emulated::give_way(); }}\n"
-        f'extern "C" void run(Params p, int grid) '
-        f"{{ given = p; emulated::launch(grid, {threads}, {cluster}, entry); }}\n"
+        f"static const Params* given;\n"
+        f"static void entry() {{ {name}(given[emulated::me->block / gridDim.x]); "
+        f"emulated::me->done = true; emulated::give_way(); }}\n"
+        f'extern "C" void run(const Params* p, int ranks, int grid) '
+        f"{{ given = p; emulated::launch(grid, ranks, {threads}, {cluster}, entry); }}\n"
     )
     library = path.with_suffix(".so")
     subprocess.run(["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, path], check=True)

@@ -1,0 +1,161 @@
+"""A decode step of one row as one kernel of two ranks: the CUDA kernels, emulated, against torch."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulated_cuda import HERE, compile_kernel
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.cuda import decode_step, mixture_step
+from sgla.kernels.cuda.decode_step import BLOCKS, DecodeStep, DenseShape, StepInbox, told
+from sgla.kernels.cuda.mixture_step import MixtureShape
+from sgla.kernels.ops import KVLayer
+
+LAYERS, VOCAB, EPS, SLOT, HD, RANKS = 2, 1200, 1e-6, 2, 128, 2
+BF16 = torch.bfloat16
+
+
+def weight(*shape: int) -> Tensor:
+    return (torch.randn(*shape) * 0.02).to(BF16)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    (a, b), (c, s) = x.chunk(2, -1), angles.chunk(2)
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+class Layer:
+    """Weights of all ranks. A mixture's have a dimension of experts before the others."""
+
+    def __init__(self, shape: Any) -> None:
+        hidden, inner = shape.hidden, RANKS * shape.inner
+        heads, kv = RANKS * shape.heads, RANKS * shape.kv_heads
+        many = (shape.experts,) if isinstance(shape, MixtureShape) else ()
+        self.q, self.k, self.v = weight(heads * HD, hidden), weight(kv * HD, hidden), weight(kv * HD, hidden)
+        self.out, self.router = weight(hidden, heads * HD), weight(*many, hidden) if many else None
+        self.gate, self.up = weight(*many, inner, hidden), weight(*many, inner, hidden)
+        self.down = weight(*many, hidden, inner)
+        self.norms = [1 + 0.1 * torch.randn(n) for n in (hidden, hidden, HD, HD)]
+
+    def of(self, rank: int) -> tuple[Tensor, ...]:
+        """As the kernels take them."""
+
+        def part(x: Tensor, dim: int) -> Tensor:
+            return x.chunk(RANKS, dim)[rank]
+
+        qkv = torch.cat([part(x, 0) for x in (self.q, self.k, self.v)])
+        gate_up = torch.cat([part(self.gate, -2), part(self.up, -2)], -2)
+        routers = () if self.router is None else (self.router,)
+        found = qkv, part(self.out, 1), *routers, gate_up, part(self.down, -1), *self.norms
+        return tuple(x.contiguous() for x in found)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate, up, down, shares = self.gate, self.up, self.down, torch.ones(())
+        if self.router is not None:
+            best = (self.router.float() @ x).topk(8)
+            gate, up, down = (w[best.indices] for w in (gate, up, down))
+            shares = best.values.softmax(0)[:, None]
+        inner = F.silu(gate.float() @ x) * (up.float() @ x) * shares
+        return torch.einsum("...df,...f->d", down.float(), inner)
+
+
+class Model:
+    """Random weights and a random history; ranks are threads of this machine."""
+
+    def __init__(self, shape: Any, tokens: int) -> None:
+        pages, heads = -(-tokens // 16), RANKS * shape.kv_heads
+        self.layers = [Layer(shape) for _ in range(LAYERS)]
+        self.embedding, self.head = weight(VOCAB, shape.hidden), weight(VOCAB, shape.hidden)
+        self.norm, self.group = 1 + 0.1 * torch.randn(shape.hidden), shape.heads // shape.kv_heads
+        self.table = torch.zeros(4, pages + 3, dtype=torch.int32)
+        self.table[SLOT, :pages] = 1 + torch.randperm(pages).int()
+        angles = torch.arange(tokens)[:, None] / 1e4 ** (torch.arange(0, HD, 2) / HD)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).contiguous()
+        pool = torch.randn(LAYERS, 2, pages + 1, heads, 16, HD).to(BF16)
+        self.pools = [part.contiguous() for part in pool.chunk(RANKS, 3)]
+        inboxes = [told(shape.inbox, torch.device("cpu"))[0] for _ in range(RANKS)]
+        addresses = (ctypes.c_void_p * 8)(*(inbox.data_ptr() for inbox in inboxes))
+        self.kept = inboxes
+        self.steps = [
+            DecodeStep(
+                shape,
+                [layer.of(rank) for layer in self.layers],
+                [KVLayer(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self.pools[rank]],
+                self.embedding,
+                self.head.chunk(RANKS)[rank],
+                self.norm,
+                self.cos_sin,
+                EPS,
+                HD**-0.5,
+                StepInbox(addresses, rank, *told(shape.words, torch.device("cpu"))),
+            )
+            for rank in range(RANKS)
+        ]
+
+    def step(self, token: int, length: int) -> list[Tensor]:
+        """The part of the logits of each rank, when the kernel has run."""
+        ids, slots, kv_len, positions = (
+            torch.tensor([x], dtype=torch.int32) for x in (token, SLOT, length, length - 1)
+        )
+        parts = [torch.full((1, VOCAB // RANKS), float("nan")) for _ in self.steps]
+        for step, logits in zip(self.steps, parts, strict=True):
+            step(ids, positions, slots, kv_len, self.table, logits)
+        self.given = ids, slots, kv_len, positions
+        return parts
+
+    def oracle(self, token: int, length: int) -> Tensor:
+        h, angles = self.embedding[token].float(), self.cos_sin[length - 1]
+        pool = torch.cat(self.pools, 3)
+        for layer, pages in zip(self.layers, pool, strict=True):
+            first, second, q_norm, k_norm = layer.norms
+            x = ops.rms_norm(h, first, EPS)
+            q, k, v = ((w.float() @ x).view(-1, HD) for w in (layer.q, layer.k, layer.v))
+            q, k = rotate(ops.rms_norm(q, q_norm, EPS), angles), rotate(ops.rms_norm(k, k_norm, EPS), angles)
+            mine = self.table[SLOT, : -(-length // 16)].long()
+            past = pages[:, mine].transpose(2, 3).flatten(1, 2)[:, : length - 1].float()
+            keys, values = torch.cat([past[0], k[None]]), torch.cat([past[1], v[None]])
+            scores = torch.einsum("hgd,nhd->hgn", q.view(-1, self.group, HD), keys) * HD**-0.5
+            h = h + layer.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
+            h = h + layer.mlp(ops.rms_norm(h, second, EPS))
+        return self.head.float() @ ops.rms_norm(h, self.norm, EPS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DenseShape(1024, 8, 4, 2048, True, 16, RANKS),
+        MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, RANKS),
+    ],
+    ids=["dense", "mixture"],
+)
+def test_two_ranks_equal_the_model(shape: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens before, and more than blocks have tiles for; steps that follow each other."""
+    torch.manual_seed(0)
+    libraries, params = [], list[Any]()
+
+    class Emulated:
+        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int) -> None:
+            threads = 32 * shape.warps
+            libraries.append(compile_kernel(file, name, defines, threads, RANKS * BLOCKS, tmp_path))
+
+        def launch(self, grid: int, threads: int, given: Any) -> None:
+            params.append(given)
+
+    monkeypatch.setattr(decode_step, "Kernel", Emulated)
+    monkeypatch.setattr(mixture_step, "Kernel", Emulated)
+    model = Model(shape, 1120)
+    for token, length in ((7, 17), (8, 1100)):
+        expected, parts = model.oracle(token, length), model.step(token, length)
+        given = (decode_step._Params * RANKS)(*params)
+        params.clear()
+        libraries[0].run(ctypes.byref(given), RANKS, BLOCKS)
+        assert (torch.cat(parts, 1)[0] - expected).norm() < 0.015 * expected.norm()
