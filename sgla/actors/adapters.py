@@ -15,6 +15,7 @@ from sgla.config import Config
 from sgla.errors import (
     ConfigError,
     Forbidden,
+    InvalidAdapter,
     InvalidField,
     ModelNotFound,
     SglaError,
@@ -122,11 +123,13 @@ class AdapterTable:
                 raise ConfigError(f"--lora-modules {name}: {error.message}", param="lora_modules") from error
 
     async def load(self, name: str, folder: str, pinned: bool = False, trusted: bool = False) -> Adapter:
-        """``trusted``: who asks may read any folder. Raises InvalidAdapter and other BadRequest kinds,
-        Forbidden for a folder that is not allowed."""
+        """``trusted``: who asks may read any folder. Raises InvalidAdapter and other BadRequest kinds."""
         self._require()
         own = self._config.lora_folders
-        path = Path(folder) if trusted else inside(folder, own, "lora_path", "--lora-folders")
+        try:
+            path = Path(folder) if trusted else inside(folder, own, "lora_path", "--lora-folders")
+        except Forbidden as error:
+            raise InvalidAdapter(error.message, param="lora_path") from None
         return await self._works.whole(self._load(name, path, pinned))
 
     async def unload(self, name: str) -> None:

@@ -161,10 +161,10 @@ async def test_what_cannot_be_loaded_is_refused(tiny_model: Path, folders: Path,
     ) as local:
         for outside in ("/etc", str(tmp_path), str(folders / ".."), f"{folders}-more", "one", ""):
             body = {"lora_name": "x", "lora_path": outside}
-            assert (await failed(local, path, body))[:2] == (403, "forbidden"), outside
+            assert (await failed(local, path, body))[:2] == (400, "invalid_adapter"), outside
         (folders / "link").symlink_to("/etc")
-        assert (await failed(local, path, {"lora_name": "x", "lora_path": f"{folders}/link"}))[0] == 403
-        assert (await failed(local, path, {"lora_name": "x", "lora_path": "a\0b"}))[0] in (400, 403)
+        assert (await failed(local, path, {"lora_name": "x", "lora_path": f"{folders}/link"}))[0] == 400
+        assert (await failed(local, path, {"lora_name": "x", "lora_path": "a\0b"}))[0] == 400
         body = {"lora_name": "x", "lora_path": str(folders)}
         assert (await failed(local, path, body))[:2] == (400, "invalid_adapter")
         for name in ("tiny", "", "a\nb", "x" * 300):
