@@ -5,6 +5,7 @@ frames the window has)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,17 @@ from sgla.worker.features import threads
 from sgla.worker.state import Int32s
 
 
+class Said(NamedTuple):
+    """How much heads attend to the places of a window, ``weights`` float32[heads, tokens, places]."""
+
+    weights: Tensor
+    width: int
+
+    def numpy(self) -> NDArray[np.float32]:
+        """float32[tokens]: the place where each begins; of weights on the host."""
+        return places_of(self.weights, self.width).astype(np.float32)
+
+
 class Aligner:
     """``heads``: pairs of a layer and a head; ``width``: of the median; ``asked``: by slot, of requests that
     want times."""
@@ -26,17 +38,19 @@ class Aligner:
         for layer, head in heads:
             self.heads.setdefault(layer, []).append(head)
         self._width, self._asked = width, asked
+        self._rows: list[tuple[int, int, int]] = []  # of the step: slot, first and last token
         self._weights: dict[tuple[int, int], list[Tensor]] = {}  # by slot and layer, of the tokens so far
 
-    def reads(self, batch: ForwardBatch) -> bool:
-        return bool(self._asked) and any(slot in self._asked for slot in batch.slots.tolist())
+    def begin(self, slots: Int32s, q_lens: Int32s) -> bool:
+        """Whether a step with these rows reads texts whose times are wanted."""
+        ends = np.cumsum(q_lens)
+        rows = zip(slots.tolist(), (ends - q_lens).tolist(), ends.tolist())
+        self._rows = [row for row in rows if row[0] in self._asked]
+        return bool(self._rows)
 
     def take(self, layer: int, q: Tensor, keys: Tensor, batch: ForwardBatch, scale: float) -> None:
         """``q`` [T, H * hd] of all tokens of a step; ``keys`` [slots, H, N, hd]."""
-        starts = batch.q_start.tolist()
-        for slot, first, end in zip(batch.slots.tolist(), starts, starts[1:]):
-            if slot not in self._asked or layer not in self.heads:
-                continue
+        for slot, first, end in self._rows if layer in self.heads else []:
             own = self.heads[layer]
             queries = q[first:end].unflatten(1, (keys.shape[1], -1)).transpose(0, 1)[own].float()
             scores = queries @ keys[slot, own].float().transpose(1, 2) * scale
@@ -46,11 +60,11 @@ class Aligner:
         for layer in self.heads:
             self._weights.pop((slot, layer), None)
 
-    def places(self, slot: int) -> NDArray[np.float32]:
-        """float32[n]: where each token of the text begins."""
+    def said(self, slot: int) -> Said:
+        """When the text of a slot was said, which has been read."""
         skipped, frames = self._asked[slot].tolist()
         parts = [torch.cat(self._weights.pop((slot, layer)), 1) for layer in self.heads]
-        return places_of(torch.cat(parts)[:, skipped:, : frames // 2], self._width).astype(np.float32)
+        return Said(torch.cat(parts)[:, skipped:, : frames // 2], self._width)
 
 
 class AlignedForward:
@@ -68,7 +82,7 @@ class AlignedForward:
         self._watch, self._count = watch, count
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        if not self._aligner.reads(batch):
+        if not self._aligner.begin(batch.slots.numpy(), batch.q_start.diff().numpy()):
             return self._plain(batch)
         self._watch(self._aligner)
         try:

@@ -190,7 +190,7 @@ class CpuRunner(CpuWeights):
             for row in wanted.pooled:
                 if self._aligner is not None:
                     if (tokens == row.token).any():
-                        add_vectors(extras, [(row.row, self._aligner.places(row.slot))])
+                        add_vectors(extras, [(row.row, self._aligner.said(row.slot).numpy())])
                     continue
                 labels = torch.from_numpy(self.tables.labels[row.slot])
                 for index in np.flatnonzero(tokens == row.token):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,11 +23,17 @@ from sgla.worker.verify import Verify
 LATE = 4  # steps behind which all that were launched before are over: more than may be in flight
 
 
+class Vector(Protocol):
+    """On the host, complete when the step is."""
+
+    def numpy(self) -> Any: ...
+
+
 class Extras(NamedTuple):
     """What some steps bring beside tokens, pinned: ``vectors``, with their rows, of prompts that are
     complete, and ``hidden`` states, float32 [q_len, width] of each row that wants them."""
 
-    vectors: list[tuple[int, Tensor]]
+    vectors: list[tuple[int, Vector]]
     hidden: list[Tensor]
 
 

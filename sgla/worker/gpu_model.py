@@ -20,7 +20,9 @@ from sgla.model.drafting import Guessing, draft_state, read_guessing
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import vision_of
 from sgla.quant.weight import Make, anywhere
+from sgla.sampling.warp import WIDTH
 from sgla.worker.adapters import AdapterStore, places_of
+from sgla.worker.aligning import Aligner
 from sgla.worker.chain_setup import load_chains, target_hidden
 from sgla.worker.chains import Chains
 from sgla.worker.facts import drafts_of
@@ -183,6 +185,10 @@ class GpuModel(Runner):
             with within_memory("allocating the tables of sounds", lambda: FEWER_ROWS):
                 model.seat(sizes.slots + 1, self.listening.dtype)  # one is nobody's
             self.steps.listening = self.listening
+            if self.seeing.speech is not None and self.seeing.speech.aligned:
+                width = self.source.config.get("median_filter_width", WIDTH)
+                labels = self.steps.tables.host.labels
+                self.steps.aligner = Aligner(self.seeing.speech.aligned, width, labels)
         self.budget.ledger = {
             "weights": made - before - adapters + self._mapped,
             "adapters": adapters,

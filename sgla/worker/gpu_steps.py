@@ -24,12 +24,14 @@ from sgla.layers.adapters import Adapters
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
 from sgla.model.state import LayerState, kv_groups, scaled, with_draft
+from sgla.model.whisper import Whisper
 from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
+from sgla.worker.aligning import Aligner
 from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, eager_order, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.facts import number_of
-from sgla.worker.flights import Extras
+from sgla.worker.flights import Extras, Vector
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.gpu_context import Divides
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
@@ -37,6 +39,7 @@ from sgla.worker.listening import Listening
 from sgla.worker.pictures import Pictures
 from sgla.worker.pooler import Pooler, label_logprobs
 from sgla.worker.rewind import Units
+from sgla.worker.state import Int32s
 from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts, Verify
 
@@ -98,6 +101,7 @@ class GpuSteps:
 
     pooler: Pooler | None = None  # of a model that answers with vectors
     listening: Listening | None = None  # of one whose layers attend to sounds
+    aligner: Aligner | None = None  # of one that tells when its words were said
 
     def __init__(
         self,
@@ -165,6 +169,8 @@ class GpuSteps:
         if self.listening is not None:
             for new in plan.new:
                 self.listening.admit(new, self.model)
+                if self.aligner is not None:
+                    self.aligner.admit(new.slot)
         if self.pictures is not None and plan.new:
             for new in plan.new:
                 self.pictures.admit(new)
@@ -263,7 +269,8 @@ class GpuSteps:
         if routed:
             keep_chosen(self.model.counts)
         if divides is None:
-            hidden = self.forward.hidden(batch, None if whole else at)
+            with self._watched(slots, q_lens):
+                hidden = self.forward.hidden(batch, None if whole else at)
         else:
             hidden = divides.hidden(self.forward, batch, None if whole else host[0])
         experts = self._chosen(len(hidden)) if routed else None
@@ -288,6 +295,21 @@ class GpuSteps:
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
         return Launched(out, count, scored, pending, extras)
 
+    @contextmanager
+    def _watched(self, slots: Int32s, q_lens: Int32s) -> Iterator[None]:
+        """Times of what some of the rows read are wanted."""
+        if self.aligner is None or not self.aligner.begin(slots, q_lens):
+            yield
+            return
+        assert isinstance(self.model, Whisper)
+        self.forward.watched = True
+        self.model.watch(self.aligner.take)
+        try:
+            yield
+        finally:
+            self.model.watch(None)
+            self.forward.watched = False
+
     def take_part(self) -> None:
         """Compute a token of nobody, with which this rank goes through its layers beside others."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
@@ -302,9 +324,12 @@ class GpuSteps:
 
     def _vectors(
         self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, shift: Any
-    ) -> list[tuple[int, Tensor]]:
+    ) -> list[tuple[int, Vector]]:
         """Of the rows whose prompts are complete, whose last hidden states are ``tails``: row and values."""
         rows = [row.row for row in wanted.pooled]
+        if self.aligner is not None:
+            found = [(row.row, self.aligner.said(row.slot)) for row in wanted.pooled]
+            return [(row, said._replace(weights=to_host(said.weights))) for row, said in found]
         if self.pooler is not None:
             first = columns.q_lens.cumsum() - columns.q_lens + shift
             lengths = self.tables.host.prompt_len[columns.slots[rows]]

@@ -55,8 +55,8 @@ def open_listening(
     activations, count = plain, torch.get_num_threads()
     if isinstance(place, Cpu):
         activations, count = torch.float32, place.threads
-    if ranks > 1 or not isinstance(place, Cpu):
-        speech.aligned = []  # each rank has some of the heads, and a GPU's are not watched
+    if ranks > 1:
+        speech.aligned = []  # each has some of the heads
     cache = FeatureCache(tower, spec.hidden, CACHED)
     listening = Listening(cache, spec.heard, plain, activations, count)
     return listening, Seeing(CACHED + tables, ledger, {"audio": vision.media}, "", speech)

@@ -73,5 +73,6 @@ class SlotTables:
         self.limit[new.slot] = new.limit
         self.place[new.slot] = new.place
         self.brings[new.slot] = HIDDEN * new.sampling.hidden + EXPERTS * new.sampling.experts
+        self.labels.pop(new.slot, None)
         if new.sampling.pool is not None:
             self.labels[new.slot] = np.array(new.sampling.pool, np.int32)

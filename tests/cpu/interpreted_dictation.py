@@ -11,7 +11,7 @@ from typing import Any
 
 import interpreted_gpu  # first: it turns Triton's interpreter on
 from hearing_models import whisper
-from test_transcribing import Served, requests
+from test_transcribing import Served, requests, reread, times
 from tiny import make_core, run, tiny_config
 
 from sgla.hub.source import ModelSource
@@ -29,6 +29,10 @@ def written(make: Callable[..., Any], source: ModelSource, **settings: Any) -> d
     for request in asked[1:4]:
         limits = {"step_tokens": 3, "prefix_cache": False}
         found["alone"] |= run(runner, [request], make_core(runner.facts, **limits)).tokens()
+    again = [reread(request, found["together"][request.rid]) for request in asked[1:4]]
+    found["times"] = times(run(runner, [*again, asked[0]], make_core(runner.facts)))
+    limits = {"step_tokens": 3, "prefix_cache": False}
+    found["times alone"] = times(run(runner, again[1:2], make_core(runner.facts, **limits)))
     return found
 
 

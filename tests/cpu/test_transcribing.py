@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hearing_models import END, sound, special, whisper
 from msgspec.structs import replace
-from tiny import make_core, over_two_ranks, run, submit, tiny_config
+from tiny import Transcript, make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.actors.pictures import windowed
 from sgla.errors import ConfigError
@@ -19,7 +19,7 @@ from sgla.media import prepare
 from sgla.media.by_name import processor_of
 from sgla.media.prepare import prepare_log_mel
 from sgla.media.sound import Sound
-from sgla.messages import Array, Placed, Prepared, Speech, Submit, Window
+from sgla.messages import Array, Placed, Prepared, RowSampling, Speech, Submit, Window
 from sgla.model.read import read_decoder
 from sgla.model.vision.served import settings_of, vision_of
 from sgla.model.whisper_spec import read_speech
@@ -86,6 +86,38 @@ def requests(served: Served, **sampling: Any) -> list[Submit]:
         served.request(long, Window(188, 388), PROMPT, True, **sampling),
         served.request(long, Window(400, 530), [*range(40), *PROMPT], False, **sampling),
     ]
+
+
+def reread(request: Submit, tokens: list[int]) -> Submit:
+    """For the times of what a request was answered with."""
+    sampling = RowSampling(pool=[len(request.tokens), 120])
+    return replace(
+        request, tokens=[*request.tokens, *tokens], max_new=0, stop_ids=frozenset(), sampling=sampling
+    )
+
+
+def times(found: Transcript) -> dict[str, list[float]]:
+    vectors = ((rid, delta.vector) for rid, deltas in found.items() for delta in deltas)
+    return {rid: np.frombuffer(vector, np.float32).tolist() for rid, vector in vectors if vector is not None}
+
+
+def test_times_together_alone_and_in_chunks(served: Served) -> None:
+    """And beside requests that want none, one of which has the slot next."""
+    asked = requests(served)
+    answers = run(served.runner, asked).tokens()
+    again = [reread(request, answers[request.rid]) for request in asked[:3]]
+    together = times(run(served.runner, [*again, *asked[3:]]))
+    assert {rid: len(found) for rid, found in together.items()} == {
+        request.rid: len(answers[request.rid]) for request in asked[:3]
+    }
+    for request in again:
+        for step in (64, 3):
+            alone = run(served.runner, [request], step_tokens=step, prefix_cache=False)
+            assert times(alone) == {request.rid: together[request.rid]}
+    aligner = served.runner._aligner
+    assert aligner is not None
+    assert run(served.runner, asked).tokens() == answers
+    assert not aligner.begin(np.arange(len(asked), dtype=np.int32), np.ones(len(asked), np.int32))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

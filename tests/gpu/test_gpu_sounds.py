@@ -14,7 +14,7 @@ from hearing_models import whisper
 from test_hearing import MAKERS, SOUNDS, TEXTS
 from test_omni import MAKERS as OMNI
 from test_omni import SHOWN
-from test_transcribing import Served, requests
+from test_transcribing import Served, requests, reread, times
 from tiny import make_core, run, tiny_config
 
 from sgla.worker.start_cpu import cpu_runner
@@ -70,9 +70,14 @@ def test_whisper_writes_as_on_the_cpu(tmp_path: Path) -> None:
         asked = requests(Served(source, on_cpu))
         expected = run(on_cpu, asked).tokens()
         runner = made(cuda_runner, device="cuda", kv_cache_bytes=64 << 20)
-        assert runner.facts.speech is not None
-        assert runner.facts.speech.aligned == []
         assert run(runner, asked).tokens() == expected
         for request in asked:
             found = run(runner, [request], step_tokens=3, prefix_cache=False)
             assert found.tokens()[request.rid] == expected[request.rid]
+        again = [reread(request, expected[request.rid]) for request in asked[:3]]
+        said = times(run(on_cpu, again))
+        assert len(said) == 3
+        found_times = times(run(runner, [*again, *asked[3:]]))
+        assert found_times.keys() == said.keys()
+        for rid, places in said.items():
+            assert found_times[rid] == pytest.approx(places, abs=1), rid

@@ -227,7 +227,7 @@ def asked_of(server: Server, speech: Speech, fields: TranslationForm, task: str)
     if worded and not speech.aligned:
         raise UnsupportedField(
             "timestamp_granularities: this model's files do not say which heads tell when a word was said "
-            "(alignment_heads), several ranks share them out, or they lie on a GPU; leave word out",
+            "(alignment_heads), or several ranks share them out; leave word out",
             param="timestamp_granularities",
         )
     return Asked(

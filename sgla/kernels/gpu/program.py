@@ -133,6 +133,7 @@ class RecordedForward:
         self._hook, self._lockstep = hook, model.shard.lockstep
         self._counted = ("tokens", "sampled") if self._lockstep is None else ("tokens", "sampled", "gathered")
         self.awaits: Awaits | None = None  # of the step that runs
+        self.watched = False  # somebody looks into the steps that run: op by op
         self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
@@ -205,7 +206,7 @@ class RecordedForward:
     ) -> tuple[Any, bool]:
         """``rows``: int32[S], those of the batch that are wanted (None: all); or hidden states, without a
         batch. Returns also whether it has drawn."""
-        eager = batch is not None and not (batch.media is None and batch.canvas is None)
+        eager = batch is not None and (self.watched or not (batch.media is None and batch.canvas is None))
         record = None if eager else self._record(what, rows is not None)
         if record is None:
             if self.awaits is not None:
