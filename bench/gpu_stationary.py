@@ -33,6 +33,8 @@ from sgla.kernels.rehearsal import compilers
 BF16 = torch.bfloat16
 RATE = 4.34e6  # bytes a microsecond
 MOST = 6  # cuts told
+AT_A_TIME = (16, 1), (16, 2), (8, 2), (4, 2)  # warps that share k, blocks of channels
+ROOMS = (1, False), (2, False), (2, True)  # for blocks; the other one comes late
 LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
@@ -49,10 +51,11 @@ def teams(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
     """Blocks of 16 warps; where there is room for two, the next kernel's is the other one."""
     wide = layer.k > 8192
     if rows == 1:
-        for warps, unit in ((16, 1), (8, 1), (16, 2)):
-            yield ig.Config(1, warps, 1, unit, 1, 1, team=16)
-            for late in (False, True):
-                yield ig.Config(1, warps, 1, unit, 1, 2, team=16, late=late)
+        served = ig.default_config(gi.shape_of(layer, rows, "int4g128"))
+        assert served is not None
+        yield from (served, served._replace(after=True), served._replace(unit=2, after=True))
+        for (warps, unit), (resident, late) in itertools.product(AT_A_TIME, ROOMS):
+            yield ig.Config(1, warps, 1, unit, 1, resident, team=16, late=late, after=unit == 2)
     elif rows <= 8:
         for warps, slices in itertools.product((16, 8), (4, 8) if wide else (1, 2, 4)):
             yield ig.Config(1, warps, slices, 1, 1, 1, team=16)
@@ -140,10 +143,14 @@ def chains(rows: int, weights: dict[str, list[Any]], best: dict[str, dict[type, 
         sets[name] = cut
         if rows > 1:
             sets |= {f"{name} but {left}": {k: v for k, v in cut.items() if k != left} for left in cut}
-    for warps, resident, late in itertools.product((16, 8), (1, 2), (False, True)) if rows == 1 else ():
-        team = ig.Config(1, warps, 1, 1, 1, resident, team=16, late=late)
-        if all(fits(shape, team) for shape in shapes.values()):
-            sets[f"{warps} warps, room for {resident}{', late' * late}"] = dict.fromkeys(LAYERS, team)
+    for (name, unit), (resident, late) in itertools.product((("small", 1), ("large", 2)), ROOMS):
+        team = ig.Config(1, 16, 1, unit, 1, resident, team=16, late=late, after=unit == 2)
+        cut = dict.fromkeys(LAYERS, team) | {"gate+up": team._replace(warps=16 // unit**2)}
+        if rows == 1 and all(fits(shapes[layer], of) for layer, of in cut.items()):
+            sets[f"{name}, room for {resident}{', late' * late}"] = cut
+    if rows == 1:
+        served = {layer: ig.default_config(shape) for layer, shape in shapes.items()}
+        sets["serving, after"] = {layer: of._replace(after=True) for layer, of in served.items() if of}
     fields: dict[str, Any] = {"bench": "stationary", "product": "layer", "rows": rows, "kind": kind}
     fields["us"] = {name: us(cut) for name, cut in [*sets.items(), ("serving again", {})]}
     lines.emit(fields | {"cut": {name: [list(c) for c in cut.values()] for name, cut in sets.items()}})

@@ -125,6 +125,8 @@ class Layer:
     def product(self, layer: gi.Layer, x: Tensor, w: Any, out: Tensor | None) -> Tensor:
         shape = gi.shape_of(layer, len(x), self.kind)
         cut = self.config or self.module.default_config(shape)
+        if self.config and layer.epilogue == ig.SILU:
+            cut = cut._replace(warps=4)
         plan = self.module.plan(shape, cut)
         if layer.name not in self.kernels:  # one for each product, so that none forgets what another noted
             defines = plan.defines | {"NOTED": len(self.kernels)}
@@ -172,7 +174,7 @@ def main() -> None:
             sets: dict[str, tuple[str, Any, Any]] = {"serving": (few, ig, None)}
             if rows == 1:
                 for resident, late in ((1, False), (2, False), (2, True)):
-                    cut = ig.Config(1, 16, 1, 1, 1, resident, team=16, late=late)
+                    cut = ig.Config(1, 16, 1, 2, 1, resident, team=16, late=late, after=True)
                     sets[f"16 warps, room for {resident}{', late' * late}"] = few, ig, cut
             else:
                 sets["stationary"] = stationary, sg, None

@@ -46,8 +46,11 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
+#ifndef AFTER  // 1: a stage is asked for again when it has been multiplied; 0: when the next one has come
+#define AFTER 0
+#endif
 #ifndef EARLY  // stages asked for before the wait for the previous kernel; x does not wait for the others
-#define EARLY (STAGES - 1)
+#define EARLY (STAGES - !AFTER)
 #endif
 #ifndef WARPS  // of a block: 8 or 16
 #define WARPS 8
@@ -80,6 +83,7 @@ constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
 constexpr int MANY = (WARPS * RESIDENT > 24 ? 2 : 4) / (MT * NT);  // as registers allow
 constexpr int CHAINS = MANY < 1 ? 1 : MANY < STEPS ? MANY : STEPS;  // of sums
+constexpr int AHEAD = STAGES - !AFTER;  // stages on their way
 constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4;
 constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
@@ -219,11 +223,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     while (chunk >= chunks) chunk -= chunks, ++row;
   };
   find();
-  bool asked = EARLY == STAGES - 1;
+  bool asked = EARLY == AHEAD;
   auto ask = [&]() {
     if (!asked) {
 #pragma unroll
-      for (int s = EARLY; s < STAGES - 1; ++s) load(s);
+      for (int s = EARLY; s < AHEAD; ++s) load(s);
     }
     asked = true;
   };
@@ -347,10 +351,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     if (SLICES == 1 && !DIRECT) keep(tile);
     float acc[MT][NT][4] = {};
     for (int unit = wk; unit < count; unit += WK) {
-      cp_async_wait<STAGES - 2>();
+      cp_async_wait<AHEAD - 1>();
       __syncwarp();
-      load(stage == 0 ? STAGES - 1 : stage - 1);
+      if (!AFTER) load(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = ring + stage * STAGE_BYTES;
+      const int used = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
 #pragma unroll
       for (int b = 0; b < UNIT; ++b) {
@@ -420,6 +425,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
                 acc[i][j][e] += (total - of_zero) * half2f(own);
               }
         }
+      }
+      if (AFTER) {
+        __syncwarp();  // constants are read by others, too
+        load(used);
       }
     }
 

@@ -38,7 +38,8 @@ class Config(NamedTuple):
     share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 1, 2 or 4. ``per_sm``
     blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
     fetch weights there, if ``late`` when this one has asked for its last; ``early`` loads at most before this
-    one has ended. A block has ``team`` warps."""
+    one has ended. A block has ``team`` warps. ``after``: a stage is asked for again when it has been
+    multiplied, so that all are on their way."""
 
     tiles: int
     warps: int
@@ -49,6 +50,7 @@ class Config(NamedTuple):
     early: int = SMALL_STAGES
     team: int = WARPS
     late: bool = False
+    after: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -150,7 +152,8 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "UNIT": config.unit,
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
-        "EARLY": min(config.early, stages - 1),
+        "AFTER": int(config.after),
+        "EARLY": min(config.early, stages - (not config.after)),
         "WARPS": config.team,
         "RESIDENT": config.resident,
         "LATE": int(config.late),
@@ -175,7 +178,8 @@ def default_config(shape: Shape) -> Config | None:
     wide = shape.k > WIDE
     best: tuple[Config, ...]
     if shape.rows <= TEAM_ROWS:
-        best = (Config(1, 16, 1, 1, 1, 2, team=16), Config(1, 8, 1, 4))
+        many = shape.n * (1 + shape.gated) > 4 * shape.k
+        best = (Config(1, 4 if many else 16, 1, 2, 1, 2, team=16, after=True), Config(1, 8, 1, 4))
     elif shape.rows <= 2:
         best = (Config(1, 8, 1, 4), Config(1, 4)) if wide else (Config(1, 4, 1, 4), Config(1, 8))
     elif shape.rows <= 8:

@@ -1,4 +1,4 @@
-"""Products whose activations stay in registers: the CUDA kernel, emulated, against the dense product."""
+"""Products of few rows by weights of 4 and 8 bits: the CUDA kernels, emulated, against the dense product."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from sgla.kernels.integers import KINDS
 from sgla.quant.weight import pack
 
 
-class Given(ctypes.Structure):
-    """``Params`` under a type that several libraries may share."""
-
-    _fields_ = stationary_gemm._Params._fields_
+Few = integer_gemm.Config
 
 
 @pytest.mark.slow
@@ -33,13 +30,18 @@ class Given(ctypes.Structure):
         ("int8g128", 9, SILU, Config(1, 1, 2, early=1, behind=True)),
         ("int4g128", 1, FLOAT32, Config(1, 4, 1, 1, 2, 2, late=True)),
         ("int4g128", 16, ADD, Config(2, 2, early=1, behind=True)),
+        ("int4g128", 1, STORE, Few(1, 8, 1, 2, 1, 2, team=16, late=True, after=True)),
+        ("int4m32", 3, ADD, Few(1, 16, 1, 1, 1, 2, early=1, team=16)),
+        ("int4g128", 16, SILU, Few(1, 4, 4, 1, 1, 1, team=16)),
+        ("int8g64", 1, SILU, Few(1, 4, 1, 2, after=True)),
     ],
 )
 def test_the_kernel_equals_the_oracle(
-    kind: str, rows: int, epilogue: int, cut: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, rows: int, epilogue: int, cut: Config | Few, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last tile reaches beyond the weight, the last block of channels beyond x."""
-    monkeypatch.setattr(stationary_gemm, "processors", lambda: 3)
+    for module in (integer_gemm, stationary_gemm):
+        monkeypatch.setattr(module, "processors", lambda: 3)
     torch.manual_seed(0)
     n, k = 200, 1000
     w, x = pack(torch.randn(n, k), kind), torch.randn(rows, k).bfloat16()
@@ -50,17 +52,22 @@ def test_the_kernel_equals_the_oracle(
     shape = Shape(
         integer_gemm.padded(rows), columns, k, *KINDS[kind], norm is not None, epilogue, kind[4] == "g"
     )
-    made = stationary_gemm.plan(shape, cut)
-    assert made is not None
-    library = compile_kernel(
-        "stationary_gemm.cu", "stationary_gemm", made.defines, made.threads, cut.slices, tmp_path
-    )
     tensors = x, *w.tensors, norm, None, out
-    given = Given(
-        *(None if t is None else t.data_ptr() for t in tensors),
-        rows, columns, k, x.stride(0), out.stride(0), shape.blocks, 1e-6,
-    )  # fmt: skip
-    library.run(ctypes.byref(given), 1, made.parts * cut.slices)
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    sizes = rows, columns, k, x.stride(0), out.stride(0), shape.blocks
+    if isinstance(cut, Few):
+        few = integer_gemm.plan(shape, cut)
+        assert few is not None
+        of = few.defines, 32 * cut.team, cut.slices, tmp_path
+        given: ctypes.Structure = integer_gemm._Params(*pointers, *sizes, few.x_row, 1e-6)
+        compile_kernel("integer_gemm.cu", "integer_gemm", *of).run(ctypes.byref(given), 1, few.grid)
+    else:
+        made = stationary_gemm.plan(shape, cut)
+        assert made is not None
+        of = made.defines, made.threads, cut.slices, tmp_path
+        library = compile_kernel("stationary_gemm.cu", "stationary_gemm", *of)
+        given = stationary_gemm._Params(*pointers, *sizes, 1e-6)
+        library.run(ctypes.byref(given), 1, made.parts * cut.slices)
     assert (out.float() - y).norm() < 5e-3 * y.norm()
 
 
