@@ -224,6 +224,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "and KV cache: long prompts are read sooner"
         ),
     ] = 1
+    dcp: Annotated[
+        int,
+        Doc(
+            description="--tp, or 1: as many ranks share out the tokens of a KV cache of latents, which --tp "
+            "alone keeps on each of them"
+        ),
+    ] = 1
     dp_attention: Annotated[
         bool,
         Doc(

@@ -13,7 +13,7 @@ from sgla.model.read import read_spec
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.stages import stages_of
-from sgla.model.state import state_of, token_bytes, unit_bytes, with_draft
+from sgla.model.state import shared_out, state_of, token_bytes, unit_bytes, with_draft
 from sgla.model.whole_experts import with_copies
 from sgla.observe.machine import Machine
 from sgla.resolve import GIB, MIB, host_bytes, kv_pool
@@ -45,7 +45,10 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
     weights += draft_bytes(config, guessing, config.dtype, kind, config.tp) * config.tp
     over = config.heads_over
     states = [
-        with_draft(state_of(part, over, rank % over), draft_state(guessing, over, rank % over))
+        with_draft(
+            shared_out(state_of(part, over, rank % over), config.dcp),
+            draft_state(guessing, over, rank % over),
+        )
         for part, rank in _parts(config, spec)
     ]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}
@@ -89,7 +92,8 @@ def mesh(config: Config, model: dict[str, Any]) -> list[Held]:
         return []
     dtype, found = config.kv_dtype(config.dtype), list[Held]()
     for number, (part, rank) in enumerate(_parts(config, spec)):
-        kept = token_bytes(state_of(part, config.heads_over, rank % config.heads_over), dtype)
+        state = state_of(part, config.heads_over, rank % config.heads_over)
+        kept = token_bytes(shared_out(state, config.dcp), dtype)
         layers = part.held.start, part.held.stop - 1
         sizes, whole = (_weights(config, part), kept), None
         if part.moe is not None and config.ep > 1:

@@ -34,11 +34,21 @@ from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
 from sgla.model.read import read_spec
+from sgla.model.shared_cache import check_dcp
 from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.stages import check_settings as check_stages
 from sgla.model.stages import fullest, stages_of
-from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
+from sgla.model.state import (
+    Demand,
+    Pool,
+    kv_groups,
+    shared_out,
+    state_of,
+    token_bytes,
+    unit_bytes,
+    with_draft,
+)
 from sgla.model.whole_experts import check_experts, check_routed
 from sgla.nodes import check_nodes, count_of
 from sgla.observe import kv_events
@@ -178,6 +188,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     check_routed(config, spec)
     check_data(config, device, spec, pooled)
     check_cp(config, device, spec, pooled)
+    check_dcp(config, device, spec)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:
@@ -642,7 +653,8 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: Guessing | No
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache)
-    state = with_draft(state_of(fullest(config, spec), config.heads_over), draft_state(guessing, config.tp))
+    own = shared_out(state_of(fullest(config, spec), config.heads_over), config.dcp)
+    state = with_draft(own, draft_state(guessing, config.tp))
     return Pool(kv_groups(state, context, dtype), config.page_size, demand)
 
 
@@ -665,7 +677,7 @@ def choose_kv_bytes(
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
     free. ``dtype``: of the KV cache."""
     own = state_of(fullest(config, spec), config.heads_over) if isinstance(spec, ModelSpec) else []
-    state = with_draft(own, draft_state(guessing, config.tp))
+    state = with_draft(shared_out(own, config.dcp), draft_state(guessing, config.tp))
     assert config.max_running_requests is not None
     rows = (config.max_running_requests + 1) * unit_bytes(state, dtype)
     wanted = max(512 * MIB, token_bytes(state, dtype) * ROOM_TOKENS + rows)
@@ -755,6 +767,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "tp": (1, MOST_RANKS),
     "pp": (1, MOST_RANKS),
     "cp": (1, 64),
+    "dcp": (1, MOST_RANKS),
     "ep": (1, MOST_RANKS),
     "redundant_experts": (0, 65536),
     "rebalance_interval": (0, math.inf),

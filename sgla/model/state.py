@@ -47,16 +47,19 @@ def scaled(tensors: Sequence[StateTensor], dtype: str) -> list[StateTensor]:
 class LayerState(NamedTuple):
     """What a layer keeps, on one rank, of every token that a later one may read, or its ``unit``: what it
     keeps of all tokens together; some layers have both. ``window``: tokens that a token reads, itself
-    included; 0: all. A layer without tensors keeps nothing, or it reads what the layer ``reads`` keeps."""
+    included; 0: all. A layer without tensors keeps nothing, or it reads what the layer ``reads`` keeps. Each
+    of ``holders`` ranks has one of so many tokens."""
 
     window: int
     tensors: tuple[StateTensor, ...]
     reads: int | None = None
     unit: tuple[StateTensor, ...] = ()
+    holders: int = 1
 
     def token_bytes(self, dtype: str) -> float:
         """``dtype``: of the KV cache."""
-        return sum(Stored.of(tensor, dtype).token_bytes(tensor.shape) for tensor in self.tensors)
+        whole = sum(Stored.of(tensor, dtype).token_bytes(tensor.shape) for tensor in self.tensors)
+        return whole / self.holders
 
     def unit_bytes(self, dtype: str) -> float:
         return sum(prod(tensor.shape) * BYTES[unit_dtype(tensor, dtype)] for tensor in self.unit)
@@ -106,6 +109,11 @@ def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[Layer
         kept = layer.kept(own(layer.kv_heads)) if layer.reads is None else ()
         state.append(LayerState(layer.window, kept, layer.reads, layer.unit(own)))
     return state
+
+
+def shared_out(state: Sequence[LayerState], ranks: int) -> list[LayerState]:
+    """Each of the ranks has its part of the tokens (``--dcp``)."""
+    return [layer._replace(holders=ranks) for layer in state]
 
 
 def with_draft(state: Sequence[LayerState], draft: Sequence[LayerState]) -> list[LayerState]:

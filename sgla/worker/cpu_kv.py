@@ -11,7 +11,7 @@ from sgla.messages import VERIFIED, CacheGroup
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, Pool, kv_groups, state_of, with_draft
+from sgla.model.state import Demand, Pool, kv_groups, shared_out, state_of, with_draft
 from sgla.model.whole_experts import with_copies
 from sgla.worker.facts import drafts_of
 from sgla.worker.kv import allocate_kv
@@ -55,7 +55,7 @@ def take_kv(
     weights = weight_bytes(whole, dtype, config.quantization, ranks, heads_over=shard.size)
     weights += draft_bytes(config, guessing, dtype, ranks=shard.size)
     check_weights(weights, place.free() - taken)
-    own = state_of(spec, shard.size, shard.rank)
+    own = shared_out(state_of(spec, shard.size, shard.rank), config.dcp)
     state = with_draft(own, draft_state(guessing, shard.size, shard.rank))
     kv_dtype = config.kv_dtype(dtype)
     groups = kv_groups(state, config.context_length or spec.context_len, kv_dtype)

@@ -31,6 +31,7 @@ from sgla.worker.pictures import PicturedForward, Pictures
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.runner import COUNTS, Command, Runner
+from sgla.worker.shared_cache import sharing
 from sgla.worker.state import SlotTables
 from sgla.worker.together import Together
 
@@ -123,6 +124,9 @@ class CpuModel(Runner):
             shared = self._own, context, self.tables, self._kept, threads
             self._divided = ContextForward(plain, self.model, *shared)
             return self._divided, note
+        if self.config.dcp > 1:
+            plain = eager_forward(self.model, self._own, self._kept, hook)
+            return sharing(plain, self.shard, threads), ""
         if self._pooler is not None:
             plain, note = compiled(self._hidden, limits, threads, native)
             if self._pictures is not None:

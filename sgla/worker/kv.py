@@ -48,7 +48,8 @@ def allocate_kv(
             assert kept is not None
             layers.append(replace(kept))
         elif not layer.unit:
-            layers.append(_tokens(layer.tensors, group_of[i], pages, page_size, dtype, zeros))
+            own = page_size // layer.holders
+            layers.append(_tokens(layer.tensors, group_of[i], pages, own, dtype, zeros))
         else:
             units = _states(layer.unit, pages[-1], dtype, zeros)
             if layer.tensors:

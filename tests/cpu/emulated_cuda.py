@@ -1,5 +1,5 @@
-"""Run a CUDA kernel of ours on an x86-64 CPU, thread by thread: its source as C++, with what the hardware does
-from ``emulated_cuda.h``. Slow, so for small shapes; what threads must wait for is checked, too."""
+"""Run a CUDA kernel of ours on an x86-64 CPU, thread by thread: its source as C++, with what a GPU does from
+``emulated_cuda.h``. Slow, so for small shapes; what threads must wait for is checked, too."""
 
 from __future__ import annotations
 
