@@ -27,7 +27,7 @@ for each in ${*:-tests layers guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-
         part layers-glm 60 bench/gpu_moe.py layers --model bench/models/glm-4.7-flash
         part layers-deepseek 60 bench/gpu_moe.py layers --model bench/models/deepseek-v2-lite
         ;;
-    guesses) part guesses 50 bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 8,5 ;;
+    guesses) part guesses 50 bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 8,7,5 ;;
     *)
         given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given

@@ -19,6 +19,7 @@ from sgla.sched.admission import Admission
 from sgla.sched.budget import CostModel
 from sgla.sched.cohorts import Cohorts
 from sgla.sched.commit import commit
+from sgla.sched.depth import Depth
 from sgla.sched.hurry import Hurry
 from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory, SlotsOnly
@@ -32,6 +33,9 @@ from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
 MISSES = 4  # rows without a right guess after which a request guesses in every second step, then more rarely
+BRIEF = (
+    0.002  # seconds: the host takes about one from a result to the launch of the step that it is needed for
+)
 RAREST = 4  # doublings at most: in one of 16 steps
 
 
@@ -64,9 +68,8 @@ class Core:
         self._prefetch = Prefetch(self._memory, self._queues)
         self._now = 0.0  # the latest time told
         self._paged = len(limits.groups) - limits.recurrent
-        staged = limits.stages > 1
-        self._cohorts = Cohorts(limits, self._queues, self._pressure) if staged else None
-        self._last = Size()
+        self._cohorts = Cohorts(limits, self._queues, self._pressure) if limits.stages > 1 else None
+        self._last, self._depth = Size(), Depth(limits)
 
     def offer(self, submit: Submit, now: float) -> None:
         """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is
@@ -137,7 +140,7 @@ class Core:
         self._now = now
         queues, memory = self._queues, self._memory
         self._hurry.begin(queues.waiting, now)
-        if len(queues.flights) >= (1 if self._hurry.on else self.limits.depth) or not (
+        if len(queues.flights) >= (1 if self._hurry.on else self._depth.most) or not (
             queues.running or queues.waiting or memory.copies
         ):
             return None
@@ -295,6 +298,7 @@ class Core:
         step = self._queues.flights.popleft()
         assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
         self._costs.observe(step.tokens, step.work, result.seconds, 0 < step.decodes < len(step.rows))
+        self._depth.took(step, result.seconds)
         self._pressure.relax()
         outcome = commit(step, result, now)
         counts = self._ledger.counts
