@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +25,7 @@ from sgla.version import __version__
 from sgla.worker.memory import tier_units
 from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
 
-FORMAT = 2  # of the files
+FORMAT = 3  # of the files
 ENTRY = KEY + SUM
 BLOCK = 512  # bytes of st_blocks
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class UnitFile:
     ) -> None:
         """``lock``: a file that is closed with it. Raises OSError."""
         self._nbytes, self._units, self._place, self._lock = nbytes, units, place, lock
+        self._own = threading.local()
         self._index = self._open(folder / f"{group}.index", units * ENTRY)
         os.posix_fallocate(
             self._index, 0, units * ENTRY
@@ -67,11 +69,14 @@ class UnitFile:
         while done < len(data):
             done += os.pwrite(fd, data[done:] if done else data, at + done)
 
-    def read(self, unit: int, key: bytes) -> bytes:
+    def read(self, unit: int, key: bytes) -> memoryview:
         """Raises OSError if that is not what the unit holds."""
         entry = os.pread(self._index, ENTRY, (unit - 1) * ENTRY)
-        data = os.pread(self._data, self._nbytes, (unit - 1) * self._nbytes)
-        if len(data) != self._nbytes or entry != key + checksum(key, data, self._place):
+        if not hasattr(self._own, "room"):  # of this thread: to find new memory takes longer than to read
+            self._own.room = memoryview(bytearray(self._nbytes))
+        data: memoryview = self._own.room
+        found = os.preadv(self._data, [data], (unit - 1) * self._nbytes)
+        if found != self._nbytes or entry != key + checksum(key, data, self._place):
             raise OSError("a file has been changed, or was cut off")
         return data
 

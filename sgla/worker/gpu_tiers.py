@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.config import Config
@@ -351,26 +352,27 @@ class GpuMemory:
 
     @torch.inference_mode()
     def read(self, unit: int) -> bytes:
-        with self._row() as (row, parts):
+        with self._room() as (row, parts):
             for tensor, part in zip(self._tensors, parts):
                 part.copy_(tensor[unit], non_blocking=True)
-        return row.numpy().tobytes()
+        return row.tobytes()
 
     @torch.inference_mode()
     def write(self, unit: int, data: bytes | memoryview) -> None:
-        with self._row() as (row, parts):
-            row.numpy()[:] = np.frombuffer(data, np.uint8)
+        with self._room() as (row, parts):
+            row[:] = np.frombuffer(data, np.uint8)
             for tensor, part in zip(self._tensors, parts):
                 tensor[unit].copy_(part, non_blocking=True)
 
     @contextmanager
-    def _row(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def _room(self) -> Iterator[tuple[NDArray[np.uint8], list[Tensor]]]:
         """This thread's room for a unit, on the host, and its parts; what is done with it is done then."""
         own = self._own
         if not hasattr(own, "stream"):
             self._begin()
             own.stream = torch.cuda.Stream()
-            own.row = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+            row = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+            own.row, own.parts = row.numpy(), [part[0] for part in parts_of(row[None], self._tensors)]
         with torch.cuda.stream(own.stream):
-            yield own.row, [part[0] for part in parts_of(own.row[None], self._tensors)]
+            yield own.row, own.parts
         own.stream.synchronize()
