@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--server-args", default="--context-length 4096")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "pictures.log")
     parser.add_argument("--plain", action="store_true", help="the tower with transformers' kernels")
-    parser.add_argument("--cudnn", action="store_true", help="attention over whole pictures by cuDNN")
+    parser.add_argument("--long-by", choices=("torch", "own", "cudnn"), help="attention over whole pictures")
     parser.add_argument("--abreast", type=int, help="bytes of pictures that the tower sees at a time")
     parser.add_argument("--profile", action="store_true", help="also print the tower's kernels")
     return parser.parse_args()
@@ -126,14 +126,13 @@ def tower(args: argparse.Namespace) -> None:
     import torch
 
     from sgla.hub.source import ModelSource
-    from sgla.loading import tower_attention
     from sgla.loading.tower import load_tower
     from sgla.media.picture import Picture
     from sgla.media.prepare import arrays_of
     from sgla.model.vision.table import VISIONS
-    from sgla.worker import seeing
+    from sgla.worker import seeing, tower_kernels
 
-    tower_attention.CUDNN |= args.cudnn
+    tower_kernels.LONG_BY = args.long_by or tower_kernels.LONG_BY
     config = json.loads((args.model / "config.json").read_text())
     settings = (args.model / "preprocessor_config.json").read_text()
     vision, device = VISIONS[config["architectures"][0]], torch.device(args.device)

@@ -14,9 +14,12 @@
 // block goes through the chunks of its tile one after another, the last ones first, and joins their sums as
 // it goes. DECODE: tiles of one token, whose parts, chunks too, go to several blocks; merged in that order
 // they give the same bits.
+//
+// WHOLE: of texts that lie behind each other with their keys and values every token sees all of its own, as in
+// towers of pictures.
 #include "wgmma.cuh"
 
-#ifndef HD  // 64 or 128
+#ifndef HD  // 64 or 128; WHOLE: a multiple of 8 up to 128
 #define HD 128
 #endif
 #ifndef GROUP  // query heads of a KV head
@@ -31,11 +34,15 @@
 #ifndef DECODE
 #define DECODE 0
 #endif
+#ifndef WHOLE
+#define WHOLE 0
+#endif
 
 constexpr int GROUPS = DECODE ? 1 : 2;  // of warps that multiply
 // Of a tile; its tokens; keys of a stage.
 constexpr int ROWS = GROUPS * 64, QUERIES = DECODE ? 1 : ROWS / GROUP, BN = 128;
-constexpr int HALVES = HD / 64;                             // a row of shared memory has 64 columns
+constexpr int HALVES = (HD + 63) / 64;     // a row of shared memory has 64 columns, zeros behind the last one
+constexpr int WIDTH = (HD + 15) / 16 * 16;  // columns of products
 constexpr int Q_HALF = ROWS * 128, Q_BYTES = HALVES * Q_HALF, KV_HALF = BN * 128, KV_BYTES = HALVES * KV_HALF;
 constexpr float NEVER = -1e30f;  // the score of a key that is not seen
 constexpr int PIECE = 16, PIECES = BN / PIECE;  // tokens of a copy out of a page
@@ -49,10 +56,11 @@ constexpr int MERGERS = 256, SHARES = DECODE ? 1 : 4;  // threads of a block, bl
 struct Params {
   TensorMap q;                   // dims: column, head, token
   TensorMap k, v;                // dims: column, token of a head of a page
-  TensorMap k_beside, v_beside;  // dims: column of all KV heads, token
+  TensorMap k_beside, v_beside;  // dims: column of all KV heads, token; WHOLE: as of q
   bf16* out;                     // [T, Hq * HD]
   const int* page_table;
-  // Slot (-1: keys and values lie beside q), first token in q, its position, tokens; the longest first.
+  // Slot (-1: keys and values lie beside q; WHOLE: how many keys), first token in q, its position, tokens; the
+  // longest first.
   const int4* tiles;   // merge_parts: first token in q, tokens, first part, parts
   const int4* parts;   // null, or of each tile: its first and last block of keys, its part (-1: all keys)
   float* sums;         // of parts: [part][KV heads][PART]; CHUNKED: [blocks][KEPT][CONSUMERS]
@@ -105,7 +113,7 @@ struct Work {
     }
     if (CHUNKED) first = last / p.chunk * p.chunk;
   }
-  __device__ __forceinline__ int end() const { return start + count; }
+  __device__ __forceinline__ int end() const { return WHOLE ? slot : start + count; }  // of keys
   // CHUNKED: whether the tile has chunks that came before this one, and whether some are to come.
   __device__ __forceinline__ bool goes_on() const { return CHUNKED && last < (end() - 1) / BN; }
   __device__ __forceinline__ bool ends() const { return !CHUNKED || first == 0; }
@@ -147,21 +155,27 @@ struct Loader {
         for (int h = 0; h < HALVES; ++h)
           copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
       }
-      if (work.slot < 0) beside(work);
+      if (WHOLE || work.slot < 0) beside(work);
       else pages(work);
     }
   }
 
   __device__ __forceinline__ void beside(const Work& work) {
-    const int lane = threadIdx.x % 32, column = work.head * HD + lane * 64;
+    const int lane = threadIdx.x % 32, column = (WHOLE ? 0 : work.head * HD) + lane * 64;
     for (int block = work.last; block >= work.first; --block, slot.next()) {
       const int token = work.token - work.start + block * BN;
       const u32 to = slot.stage * KV_BYTES + lane * KV_HALF;
       expect(shared.k_full, shared.k_empty, KV_BYTES);
-      if (lane < HALVES) copy_2d(shared.k + to, p.k_beside, shared.k_full + slot.stage * 8, column, token);
+      if (lane < HALVES) copy(shared.k + to, p.k_beside, shared.k_full, column, work.head, token);
       expect(shared.v_full, shared.v_empty, KV_BYTES);
-      if (lane < HALVES) copy_2d(shared.v + to, p.v_beside, shared.v_full + slot.stage * 8, column, token);
+      if (lane < HALVES) copy(shared.v + to, p.v_beside, shared.v_full, column, work.head, token);
     }
+  }
+
+  __device__ __forceinline__ void copy(u32 to, const TensorMap& map, u32 full, int column, int head,
+                                       int token) {
+    if (WHOLE) copy_q(to, map, full + slot.stage * 8, column, head, token);
+    else copy_2d(to, map, full + slot.stage * 8, column, token);
   }
 
   __device__ __forceinline__ void pages(const Work& work) {
@@ -231,8 +245,8 @@ struct Rows {
   const Shared& shared;
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   Slot<STAGES> k, v;
-  u32 q[HD / 16][4], weights[BN / 16][4];
-  float s[BN / 2], o[HD / 2];
+  u32 q[WIDTH / 16][4], weights[BN / 16][4];
+  float s[BN / 2], o[WIDTH / 2];
   Softmax softmax;
 
   __device__ __forceinline__ void run() {
@@ -255,7 +269,8 @@ struct Rows {
       const Work next = work.next(p);
       int block = work.last;
       // Tokens may lie in two blocks of keys.
-      while (block > work.first && block * BN > work.start) --block, step<true, false>(work, work, block);
+      while (!WHOLE && block > work.first && block * BN > work.start)
+        --block, step<true, false>(work, work, block);
       while (block > work.first) --block, step<false, false>(work, work, block);
       if (!next.count) break;
       fetch_q(++item);
@@ -296,7 +311,7 @@ struct Rows {
     if (fades) {  // two waits, or the compiler puts one before the exponentials
       wgmma_wait<0>(o);
 #pragma unroll
-      for (int j = 0; j < HD / 2; ++j) o[j] *= softmax.fade[j / 2 & 1];
+      for (int j = 0; j < WIDTH / 2; ++j) o[j] *= softmax.fade[j / 2 & 1];
     } else {
       wgmma_wait<0>(o);
     }
@@ -312,7 +327,7 @@ struct Rows {
     barrier_wait(shared.q_full, item % 2);
     const u32 row = shared.q + (threadIdx.x / 32 * 16 + lane % 16) * 128;
 #pragma unroll
-    for (int i = 0; i < HD / 16; ++i)
+    for (int i = 0; i < WIDTH / 16; ++i)
       ldmatrix(q[i], row + i / 4 * Q_HALF + ((i % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
   }
   // Once the first product is done: an arrival may overtake the loads, which queue behind the stores of the
@@ -324,7 +339,7 @@ struct Rows {
   __device__ __forceinline__ void multiply() {  // s = q k^T
     const u32 keys = shared.k + k.stage * KV_BYTES;
 #pragma unroll
-    for (int i = 0; i < HD / 16; ++i) {
+    for (int i = 0; i < WIDTH / 16; ++i) {
       const u64 b = tile_at(keys + i / 4 * KV_HALF + i % 4 * 32);
       if (i) wgmma_held(s, q[i], b);
       else wgmma_held_first(s, q[i], b);
@@ -348,8 +363,8 @@ struct Rows {
   __device__ __forceinline__ int row() const { return threadIdx.x / 32 * 16 + lane / 4; }
 
   __device__ __forceinline__ void mask(const Work& work, int block) {
-    const int from = work.start - block * BN - lane % 4 * 2;
-    const int most[2] = {from + row() / GROUP, from + (row() + 8) / GROUP};
+    const int from = (WHOLE ? work.end() - 1 : work.start) - block * BN - lane % 4 * 2;
+    const int most[2] = {WHOLE ? from : from + row() / GROUP, WHOLE ? from : from + (row() + 8) / GROUP};
 #pragma unroll
     for (int j = 0; j < BN / 2; ++j)
       if (j / 4 * 8 + (j & 1) > most[j / 2 & 1]) s[j] = NEVER;
@@ -364,7 +379,7 @@ struct Rows {
   // them for itself.
   __device__ __forceinline__ void begin(const Work& work) {
 #pragma unroll
-    for (int j = 0; j < HD / 2; ++j) o[j] = 0.f;
+    for (int j = 0; j < WIDTH / 2; ++j) o[j] = 0.f;
     pack();
     const int from = work.end() % BN;
     if (from == 0 || work.last * BN + BN < work.end()) return;

@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where texts of so many tokens are seen, and few of them, cuDNN's kernel is faster, which it makes anew for
-# each size: sizes are rounded up.
-LONG, FEW = 1024, 4
-CUDNN = False  # not measured with rounded sizes
 NAME = "sgla_flash"  # transformers' modules hand lengths over where the name has "flash" in it
 
 
@@ -29,12 +25,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: Any, scale: f
     return out
 
 
-def takes_cudnn(x: Tensor, ends: Tensor, longest: Any) -> bool:
-    """Whether ``attend_long`` is for it, by x ``[T, ...]`` that q, k and v are made of."""
-    long = longest is not None and longest >= LONG and len(ends) <= FEW + 1
-    return CUDNN and long and x.is_cuda and x.dtype == torch.bfloat16
-
-
 def rounded(size: int) -> int:
     """Up to the next of four sizes between powers of two."""
     step = max(1, 1 << (size - 1).bit_length() >> 3)
@@ -42,7 +32,8 @@ def rounded(size: int) -> int:
 
 
 def attend_long(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: Any, scale: float) -> Tensor:
-    """As ``attend``; q, k and v ``[R, H, d]`` have ``rounded`` rows, of which the last ones are no tokens."""
+    """As ``attend``, by cuDNN, which makes a kernel anew for each size: q, k and v ``[R, H, d]`` have
+    ``rounded`` rows, of which the last ones are no tokens."""
     ends, most = ends.to(torch.int32), rounded(int(longest))
     run = torch.ops.aten._cudnn_attention_forward
     out: Tensor = run(q, k, v, None, ends, ends, most, most, False, 0.0, False, False, scale=scale)[0]

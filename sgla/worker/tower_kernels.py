@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sgla.kernels.cuda import prompt_gemm
+from sgla.kernels.cuda import prompt_attention, prompt_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.triton import elementwise
 from sgla.kernels.triton.tower import shifted_norm, turn
-from sgla.loading.tower_attention import attend, attend_long, rounded, takes_cudnn
+from sgla.loading.tower_attention import attend, attend_long, rounded
 
 EVEN = 64  # columns of a product, or fast kernels would not take it
+LONG_BY = "torch"  # what attends over texts of LONG tokens; "own" and (FEW texts) "cudnn" were not measured
+LONG, FEW = 1024, 4
 LARGE = 16.0  # silu(LARGE) / LARGE is 1
 
 
@@ -98,12 +100,24 @@ def is_attention(part: Any) -> bool:
     return own and hasattr(part, "num_heads") and part.qkv.out_features == 3 * part.qkv.in_features
 
 
+def kind_of(x: Tensor, dim: int, ends: Tensor, longest: Any) -> str:
+    """Whose kernel attends: torch's, ours or cuDNN's."""
+    if LONG_BY == "torch" or longest is None or longest < LONG or x.dtype != torch.bfloat16 or not x.is_cuda:
+        return "torch"
+    if LONG_BY == "own":
+        return "own" if prompt_attention.takes_whole(this_device(), x.dtype, dim) else "torch"
+    return "cudnn" if len(ends) <= FEW + 1 else "torch"
+
+
 class Angles:
-    """Cosines and sines beside each other, made once for all layers that get the same ones."""
+    """What all layers have in common that get the same places: cosines and sines beside each other, and tiles
+    of texts."""
 
     def __init__(self) -> None:
         self._given: tuple[Tensor, Tensor] | None = None
         self._made = torch.empty(0)
+        self._ends: Tensor | None = None
+        self._tiles = torch.empty(0)
 
     def of(self, given: tuple[Tensor, Tensor]) -> Tensor:
         """``given``: cosines and sines ``[T, d]``, the second halves like the first -> float32 ``[T, d]``."""
@@ -112,6 +126,12 @@ class Angles:
             pairs = torch.stack([values[:, :half].float() for values in given], 2)
             self._given, self._made = given, pairs.flatten(1)
         return self._made
+
+    def tiles(self, ends: Tensor, tokens: int) -> Tensor:
+        """See ``prompt_attention.tiles_of``."""
+        if ends is not self._ends:
+            self._ends, self._tiles = ends, prompt_attention.tiles_of(ends, tokens)
+        return self._tiles
 
 
 def attention(part: Any, angles: Angles) -> Any:
@@ -139,7 +159,8 @@ def turned(part: Any, angles: Angles) -> Callable[..., Tensor]:
         max_seqlen: Any = None,
         **_: Any,
     ) -> Tensor:
-        by, tokens, long = angles.of(position_embeddings), len(x), takes_cudnn(x, cu_seqlens, max_seqlen)
+        by, tokens, how = angles.of(position_embeddings), len(x), kind_of(x, dim, cu_seqlens, max_seqlen)
+        long = how == "cudnn"
         rows = rounded(tokens) if long else tokens
         if one_kernel(x, weight, gated=False) and dim % 8 == 0:
             qkv = x.new_empty(rows, 3 * width)
@@ -149,6 +170,9 @@ def turned(part: Any, angles: Angles) -> Callable[..., Tensor]:
             turn(qkv, by, heads)
             qkv = F.pad(qkv, (0, 0, 0, rows - tokens)) if long else qkv
         q, k, v = qkv.view(-1, 3, heads, dim).unbind(1)
+        if how == "own":
+            tiles = angles.tiles(cu_seqlens, tokens)
+            return prompt_attention.attend_whole(q, k, v, tiles, part.scaling).flatten(1)
         made = (attend_long if long else attend)(q, k, v, cu_seqlens, max_seqlen, part.scaling)
         return made[:tokens].flatten(1)
 

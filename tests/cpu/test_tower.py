@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from sgla.kernels.batch import Media
+from sgla.kernels.cuda import prompt_attention
 from sgla.loading import tower_attention
 from sgla.loading.tower import load_tower
 from sgla.loading.tower_grid import Grids
@@ -97,7 +98,8 @@ def test_attention_over_whole_pictures_by_cudnn(tmp_path: Path, monkeypatch: pyt
         found = one_by_one(q[:end], k[:end], v[:end], ends, ends_k, longest, longest, scale)
         return (torch.cat([found, torch.full_like(q[end:], torch.nan)]),)
 
-    monkeypatch.setattr(tower_kernels, "takes_cudnn", lambda x, ends, longest: longest == len(x))
+    kind = lambda x, dim, ends, longest: "cudnn" if longest == len(x) else "torch"  # noqa: E731
+    monkeypatch.setattr(tower_kernels, "kind_of", kind)
     monkeypatch.setattr(tower_attention, "rounded", lambda size: size + 3)
     monkeypatch.setattr(tower_kernels, "rounded", tower_attention.rounded)
     monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", made)
@@ -106,6 +108,19 @@ def test_attention_over_whole_pictures_by_cudnn(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(tower(arrays).values, expected.values, atol=1e-5, rtol=1e-4)
     assert calls
     assert all(rows == end + 3 and end + 3 == most for rows, end, most in calls)
+
+
+@pytest.mark.parametrize("lengths", [[5184], [128, 1, 0, 300], [129, 127]])
+def test_tiles_of_texts(lengths: list[int]) -> None:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    tiles = prompt_attention.tiles_of(ends.int(), sum(lengths)).tolist()
+    expected = [
+        [length, begin + at, at, min(prompt_attention.ROWS, length - at)]
+        for begin, length in zip(ends.tolist(), lengths)
+        for at in range(0, length, prompt_attention.ROWS)
+    ]
+    assert tiles[: len(expected)] == expected
+    assert all(count == 0 for *_, count in tiles[len(expected) :])
 
 
 def test_sizes_are_rounded_to_few() -> None:

@@ -1,5 +1,5 @@
 """Launcher of ``prompt_attention.cu``:
-causal attention of prompts, over pages and over what lies beside q."""
+causal attention of prompts, over pages and over what lies beside q, and of whole texts."""
 
 from __future__ import annotations
 
@@ -152,9 +152,9 @@ def cut(tiles: Int32s, counts: Int32s) -> Cut:
 
 @cache
 def _kernel(head_dim: int, group: int, kind: str = "") -> Kernel:
-    """Of tiles. ``kind``: CHUNKED, DECODE, or neither."""
-    rows = ROWS // 2 if kind == "DECODE" else ROWS
-    shared = rows * head_dim * 2 + STAGES * (4 * KEYS * head_dim + 32) + 16 + 1024
+    """Of tiles. ``kind``: CHUNKED, DECODE, WHOLE, or none of them."""
+    rows, width = ROWS // 2 if kind == "DECODE" else ROWS, -(-head_dim // 64) * 64
+    shared = rows * width * 2 + STAGES * (4 * KEYS * width + 32) + 16 + 1024
     return Kernel("prompt_attention.cu", "prompt_attention", _defines(head_dim, group, kind), shared)
 
 
@@ -225,6 +225,45 @@ def attend_one(
     if units.most > 1:
         params.tiles = units.merges.data_ptr()
         _merging(dim, group, "DECODE").launch(rows * params.kv_heads, MERGERS, params)
+
+
+def takes_whole(device: Device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether ``attend_whole`` may be used."""
+    return device.wgmma and dtype == torch.bfloat16 and head_dim % 8 == 0 and 48 < head_dim <= 128
+
+
+def tiles_of(ends: Tensor, tokens: int) -> Tensor:
+    """For ``attend_whole``, on the device: ``ends`` int[N + 1]: where each of N texts begins, and where the
+    last one ends, of so many ``tokens`` -> int32[n, 4]: keys, first token, its place in its text, tokens."""
+    begins, lengths = ends[:-1], ends.diff()
+    counts = (lengths + ROWS - 1) // ROWS
+    until = counts.cumsum(0)
+    number = torch.arange(-(-tokens // ROWS) + len(lengths), device=ends.device)
+    text = torch.searchsorted(until, number, right=True).clamp(max=len(lengths) - 1)
+    start = (number - until[text] + counts[text]) * ROWS
+    count = (lengths[text] - start).clamp(min=0, max=ROWS)
+    tiles: Tensor = torch.stack([lengths[text], begins[text] + start, start, count], 1).int()
+    return tiles
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float) -> Tensor:
+    """Every token sees all of its text. q, k, v bf16 ``[T, H, hd]``, whose heads are contiguous and whose
+    tokens lie equally far apart -> contiguous; ``tiles``: see ``tiles_of``."""
+    tokens, heads, dim = q.shape
+    assert q.stride() == k.stride() == v.stride()
+    assert q.stride()[1:] == (dim, 1)
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    maps = [
+        tensor_map(x.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), (64, 1, ROWS))
+        for x in (q, k, v)
+    ]
+    params = _Params(
+        *maps, *maps[1:], out.data_ptr(), None, tiles.data_ptr(), None, None,
+        tiles.shape[0], 0, heads, 1, scale * LOG2E,
+    )  # fmt: skip
+    grid = min(processors(), tiles.shape[0] * heads)
+    _kernel(dim, 1, "WHOLE").launch(grid, THREADS, params)
+    return out
 
 
 def _heads(q: Tensor, pages: Pages | None, beside: Beside | None) -> tuple[int, int]:
