@@ -274,11 +274,11 @@ def wake_often(told: Callable[..., None], host: Any, weights: Any, kv: Any, name
 
 
 def wait(engine: Any) -> None:
-    """Until nothing is copied any more."""
-    saved = -1
-    while saved != (now := engine.stats().tiers[0].saved):
-        saved = now
-        time.sleep(1)
+    """Until nothing is copied any more, nor has been for a while."""
+    quiet = 0
+    while quiet < 10:
+        time.sleep(0.05)
+        quiet = quiet + 1 if engine._system._core.idle else 0
 
 
 def plain_copy(nbytes: int) -> float:
