@@ -51,6 +51,7 @@ MOST = 20.0  # milliseconds
 QUIET = 6.0  # seconds
 LENGTH = 30_000  # tokens of a stream
 TICK = 0.002  # seconds
+LARGE = 8 << 20  # bytes of a file, of which none may have so many
 PROMPT = "w5 <|vision_start|> <|image_pad|> <|vision_end|> w6"
 
 
@@ -154,6 +155,7 @@ def hostile(address: str) -> list[bytes]:
     """Requests, each with one thing that is no picture."""
     texts = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for _, data in media_attacks.files()]
     texts += [text for _, text in media_attacks.texts(address)]
+    texts.append(base64.b64encode(bytes(LARGE)).decode())
     texts += [f"{address}/{path}" for path in ("slow", "drip") for _ in range(4)]
     asked = [request("/generate", {"text": PROMPT, "image_data": [text]}) for text in texts]
     small = {"url": f"data:image/png;base64,{base64.b64encode(media_attacks.RED).decode()}"}
