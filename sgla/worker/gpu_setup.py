@@ -168,7 +168,7 @@ class GpuSetup(GpuModel):
         if not self._captures:
             return 0
         largest = max(self.steps.slots, self.prompts.limit)  # tokens of a graph
-        count = self.graphs.count + (len(self.prompts.pairs) if self.steps.reads_in_graphs else 0)
+        count = self.graphs.count + len(self.prompts.pairs)
         layers = self.steps.model.spec.layers
         if self.chains is not None:
             prompts += self.chains.graph_bytes

@@ -37,17 +37,18 @@ SHORT, PAIRS = 16, 1 << 16
 
 
 class PromptGraphs:
-    """One graph for each pair of sizes.
+    """One graph for each pair of sizes; none where prompts are not read in graphs.
     The batch is decode rows, prompt rows, padding; results are in the plan's order."""
 
     def __init__(self, steps: GpuSteps) -> None:
         self._steps = steps
-        self.tokens = [n for n in TOKENS if n <= min(steps.step_tokens, steps.context_len)]
+        most = min(steps.step_tokens, steps.context_len) if steps.reads_in_graphs else 0
+        self.tokens = [n for n in TOKENS if n <= most]
         self.decodes = [n for n in DECODES if n < steps.rows] + [steps.rows]
         self.pairs = sorted({(min(n, size), size) for n in self.decodes for size in self.tokens})
         self.limit = self.tokens[-1] if self.tokens else 0
-        assert steps.attention.prompts is not None
-        self._tile = steps.attention.prompts.tile
+        prompts = steps.attention.prompts
+        self._tile = prompts.tile if prompts is not None else 1
         self._tiles = self.limit // self._tile + REAL
         self._states = steps.tables.states
         size = sum(self._lengths(steps.rows))
