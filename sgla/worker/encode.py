@@ -23,7 +23,7 @@ from sgla.messages import CacheGroup, Facts, StepPlan, StepResult
 from sgla.model.read import read_decoder
 from sgla.model.vision.served import vision_of
 from sgla.peers import Beside, Channel, Encode, Encoded, Frame, Leave, Link, Listener, Message
-from sgla.worker.pictures import CACHED, ON_GPUS
+from sgla.worker.pictures import kept_on
 from sgla.worker.runner import Runner
 from sgla.worker.seeing import encode_identity, open_tower
 
@@ -43,7 +43,7 @@ class EncodeRunner(Runner):
         where = self.place.torch
         dtype = config.dtype if config.dtype != "auto" else "bfloat16"
         tower, note = open_tower(config, source, vision, where, dtype)
-        kept = CACHED if where.type == "cpu" else ON_GPUS
+        kept = kept_on(where)
         identity = encode_identity(config, source, tower.dtype)
         self._encoding = Encoding(config, identity, tower, kept, self.place.begin_thread)
         self.facts = Facts(

@@ -21,11 +21,17 @@ from sgla.worker.batch import Columns
 from sgla.worker.features import FeatureCache, threads
 from sgla.worker.state import Int32s, column
 
-CACHED, ON_GPUS = 128 << 20, 512 << 20  # bytes of features that are kept for requests to come
+CACHED = 128 << 20  # bytes of features that are kept for requests to come
+SHARE = 128  # of a GPU's memory one part in so many, if that is more
 
 log = logging.getLogger(__name__)
 
 Places = NDArray[np.int64]
+
+
+def kept_on(device: torch.device) -> int:
+    """Bytes of features that are kept there."""
+    return CACHED if device.type == "cpu" else max(CACHED, torch.cuda.mem_get_info()[1] // SHARE)
 
 
 @dataclass

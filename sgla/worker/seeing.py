@@ -24,7 +24,7 @@ from sgla.model.vision.served import settings_of, vision_of
 from sgla.model.vision.spec import Vision
 from sgla.version import __version__
 from sgla.worker.peering import model_digest
-from sgla.worker.pictures import CACHED, ON_GPUS, Pictures
+from sgla.worker.pictures import Pictures, kept_on
 
 # Sides in pixels of pictures that a start on a GPU looks at: to compare, with enough patches for all kernels,
 # and to see what memory it takes.
@@ -63,7 +63,7 @@ def open_pictures(
     merged = vision.merged(source.config) if vision.merged is not None else 0
     axes = axes_of(*vision.sections(source.config)) if merged else None
     tokens = vision.tokens_of(source.config)
-    kept = CACHED if device.type == "cpu" else ON_GPUS
+    kept = kept_on(device)
     alone = device.type == "cpu" or not merged or config.deterministic or config.encode_url is not None
     abreast = 0 if alone else ABREAST
     pictures = Pictures(
