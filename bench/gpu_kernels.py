@@ -511,6 +511,34 @@ def bench_prompts() -> None:
                 )
 
 
+def bench_behind() -> None:
+    """Prompts behind histories in the pages, of bf16 and of 8 bits; Triton reads the latter, too."""
+    import numpy as np
+
+    from sgla.attention import ExtendRows
+
+    for tokens, history in ((256, 24_576), (300, 50_000), (200, 95_000), (1024, 8192), (8192, 24_576)):
+        flops = 4 * 32 * 128 * tokens * (history + tokens / 2)
+        for kind, dtype, names in (("", BF16, ["auto"]), ("fp8", torch.float8_e4m3fn, ["auto", "triton"])):
+            _, layers, batch = decode_batch(1, history + tokens, 32, 8, 128, dtype)
+            q = torch.randn(tokens, 32 * 128, dtype=BF16, device="cuda")
+            lens, zero = np.full(1, tokens, np.int32), np.zeros(1, np.int32)
+            batch.extend = ExtendRows(zero, lens, lens + history, batch.page_table.cpu().numpy())
+            batch.q_start = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+            batch.decode_rows, batch.tokens = 0, tokens
+            for name in names:
+                attend = attention.choose_backend(name, [shape_of(32, 8, 1)._replace(kv_dtype=kind)])[0]
+                attend.plan(batch)
+
+                def body(attend: Any = attend, kv: KVLayer = layers[0]) -> None:
+                    for _ in range(2):
+                        attend(q, kv, batch, SCORING)
+
+                us, found = time_us(body, 2), {"kernel": attend.extend.name, "kv": kind or "bf16"}
+                rate = {"us": round(us, 1), "tflop_s": round(flops / us / 1e6)}
+                emit(bench="behind", **found, tokens=tokens, history=history, **rate)
+
+
 def bench_sampling() -> None:
     from sgla.kernels.cuda.thresholds import find_thresholds
     from sgla.kernels.triton import sampling

@@ -17,6 +17,9 @@
 //
 // WHOLE: of texts that lie behind each other with their keys and values every token sees all of its own, as in
 // towers of pictures.
+//
+// FP8: pages of e4m3. They come into rings of their own, from which three warps make fp16 of them, which is
+// exact, for the rings that are multiplied; q and the weights are fp16 then, too.
 #include "wgmma.cuh"
 
 #ifndef HD  // 64 or 128; WHOLE: a multiple of 8 up to 128
@@ -27,6 +30,9 @@
 #endif
 #ifndef STAGES
 #define STAGES 3
+#endif
+#ifndef FP8
+#define FP8 0
 #endif
 #ifndef CHUNKED
 #define CHUNKED 0
@@ -50,6 +56,8 @@ constexpr int PIECE = 16, PIECES = BN / PIECE;  // tokens of a copy out of a pag
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 // A part: sums of values, [USED][HD]; maxima of scores, [USED]; sums of weights, [USED].
 constexpr int USED = DECODE ? GROUP : ROWS, PART = USED * (HD + 2);
+constexpr int RAW = 2, RAW_BYTES = FP8 ? BN * HD : 0;  // FP8: stages of pages as they are, of k or v
+constexpr int MAKERS = FP8 ? 3 : 1;  // arrivals that fill a stage
 constexpr int KEPT = HD / 2 + 4;  // floats that a thread keeps of the chunks so far
 constexpr int MERGERS = 256, SHARES = DECODE ? 1 : 4;  // threads of a block, blocks that share a tile's rows
 
@@ -67,6 +75,7 @@ struct Params {
   int tile_count, table_stride, kv_heads, page_size;
   float scale;  // with log2(e)
   int chunk;    // CHUNKED: blocks of keys
+  float v_scale;  // of the pages' values
 };
 
 __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head,
@@ -77,8 +86,13 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, in
 }
 
 // s += q k^T, s = q k^T of 64 rows of q, in registers, and 128 keys.
+#if FP8
+#define FACTORS "f16.f16"
+#else
+#define FACTORS "bf16.bf16"
+#endif
 #define HELD(OUT, MORE)                                                                                      \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" S8                                  \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." FACTORS " {" S8                                \
                "}, {%64,%65,%66,%67}, %68, " MORE ", 1, 1, 0;"                                               \
                : D_8(OUT)                                                                                    \
                : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k))
@@ -87,14 +101,48 @@ __device__ __forceinline__ void wgmma_held_first(float (&d)[BN / 2], const u32 (
   HELD("=f", "0");
 }
 
+// d += weights v.
+__device__ __forceinline__ void wgmma_values(float (&d)[WIDTH / 2], const u32 (&w)[4], u64 v) {
+#if !FP8
+  wgmma_registers(d, w, v);
+#elif HD == 128
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" S8
+               "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+               : D_8("+f") : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(v));
+#else
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" S4
+               "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+               : D_4("+f") : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(v));
+#endif
+}
+
+// What is multiplied, of two floats and of two of bf16.
+__device__ __forceinline__ u32 pack_half(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+__device__ __forceinline__ u32 packed(float lo, float hi) { return FP8 ? pack_half(lo, hi) : pack2(lo, hi); }
+// Four of e4m3 as fp16.
+__device__ __forceinline__ uint2 halves_of(u32 x) {
+  uint2 r;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(r.x), "=r"(r.y) : "r"(x));
+  return r;
+}
+
 // Shared memory: q, rings of keys and values, barriers.
 struct Shared {
-  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty;
+  u32 q, k, v, k_raw, v_raw, q_full, q_empty, k_full, k_empty, v_full, v_empty;
+  u32 k_raw_full, k_raw_empty, v_raw_full, v_raw_empty;
   __device__ __forceinline__ Shared(u32 base) {
     q = (base + 1023) & ~1023u, k = q + Q_BYTES, v = k + STAGES * KV_BYTES;
-    q_full = v + STAGES * KV_BYTES, q_empty = q_full + 8;
+    k_raw = v + STAGES * KV_BYTES, v_raw = k_raw + RAW * RAW_BYTES;
+    q_full = v_raw + RAW * RAW_BYTES, q_empty = q_full + 8;
     k_full = q_empty + 8, k_empty = k_full + STAGES * 8, v_full = k_empty + STAGES * 8,
     v_empty = v_full + STAGES * 8;
+    k_raw_full = v_empty + STAGES * 8, k_raw_empty = k_raw_full + RAW * 8,
+    v_raw_full = k_raw_empty + RAW * 8, v_raw_empty = v_raw_full + RAW * 8;
   }
 };
 
@@ -143,6 +191,7 @@ struct Loader {
   const Params& p;
   const Shared& shared;
   Slot<STAGES> slot;
+  Slot<RAW> there;
 
   __device__ __forceinline__ void run() {
     pdl_wait();  // the tiles and the table are older than the kernel before
@@ -155,8 +204,35 @@ struct Loader {
         for (int h = 0; h < HALVES; ++h)
           copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
       }
-      if (WHOLE || work.slot < 0) beside(work);
+      if (FP8) raw(work);
+      else if (WHOLE || work.slot < 0) beside(work);
       else pages(work);
+    }
+  }
+
+  // FP8: 16 tokens of a page are a copy, of k by the first lanes and of v by the next.
+  __device__ __forceinline__ void raw(const Work& work) {
+    const int lane = threadIdx.x % 32, piece = lane % PIECES * PIECE,
+              end = lane < 2 * PIECES ? work.end() : 0;
+    const bool values = lane >= PIECES;
+    const int* pages = p.page_table + (long long)work.slot * p.table_stride;
+    const auto page_of = [&](int token) {
+      return token >= 0 && token < end ? pages[token / p.page_size] : 0;
+    };
+    const u32 full = values ? shared.v_raw_full : shared.k_raw_full;
+    int page = page_of(work.last * BN + piece);
+    for (int block = work.last; block >= work.first; --block) {
+      const int token = block * BN + piece, next = page_of(token - BN);
+      const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (PIECE * HD);
+      const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
+      const u32 to = (values ? shared.v_raw : shared.k_raw) + there.stage * RAW_BYTES + piece * HD;
+      barrier_wait(shared.k_raw_empty + there.stage * 8, there.parity ^ 1);
+      barrier_wait(shared.v_raw_empty + there.stage * 8, there.parity ^ 1);
+      if (lane == 0) barrier_expect(shared.k_raw_full + there.stage * 8, bytes);
+      if (lane == 0) barrier_expect(shared.v_raw_full + there.stage * 8, bytes);
+      __syncwarp();
+      if (token < end) copy_2d(to, values ? p.v : p.k, full + there.stage * 8, 0, row);
+      page = next, there.next();
     }
   }
 
@@ -204,6 +280,48 @@ struct Loader {
     barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
     if (threadIdx.x % 32 == 0) barrier_expect(full + slot.stage * 8, bytes);
     __syncwarp();
+  }
+};
+
+// FP8: a warp makes fp16 of a third of each stage, a lane of one token 16 values at a time.
+struct Maker {
+  const Params& p;
+  const Shared& shared;
+  const int warp, lane = threadIdx.x % 32;
+  Slot<STAGES> slot;
+  Slot<RAW> there;
+
+  __device__ __forceinline__ void run() {
+    Work work(p, 0);
+    for (; work.count; work = work.next(p))
+      for (int block = work.last; block >= work.first; --block, slot.next(), there.next()) {
+        make(shared.k_raw, shared.k_raw_full, shared.k_raw_empty, shared.k, shared.k_full, shared.k_empty);
+        make(shared.v_raw, shared.v_raw_full, shared.v_raw_empty, shared.v, shared.v_full, shared.v_empty);
+      }
+  }
+
+  __device__ __forceinline__ void make(u32 raw, u32 raw_full, u32 raw_empty, u32 made, u32 full, u32 empty) {
+    constexpr int CHUNKS = HD / 16;  // of a token
+    barrier_wait(raw_full + there.stage * 8, there.parity);
+    barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
+    const u32 from = raw + there.stage * RAW_BYTES, to = made + slot.stage * KV_BYTES;
+#pragma unroll 2
+    for (int i = warp; i < BN / 32 * CHUNKS; i += MAKERS) {
+      const int token = i / CHUNKS * 32 + lane, chunk = i % CHUNKS;
+      // As the copy engine swizzles rows of 128 bytes, and of 64.
+      const uint4 x = lds128(from + token * HD + (chunk ^ (HD == 128 ? token % 8 : token / 2 % 4)) * 16);
+      const uint2 a = halves_of(x.x), b = halves_of(x.y), c = halves_of(x.z), d = halves_of(x.w);
+      const u32 row = to + chunk / 4 * KV_HALF + token * 128;
+      const int first = chunk % 4 * 2;
+      sts128(row + (first ^ (token % 8)) * 16, make_uint4(a.x, a.y, b.x, b.y));
+      sts128(row + ((first + 1) ^ (token % 8)) * 16, make_uint4(c.x, c.y, d.x, d.y));
+    }
+    fence_shared();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(raw_empty + there.stage * 8);
+      barrier_arrive(full + slot.stage * 8);
+    }
   }
 };
 
@@ -329,6 +447,10 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < WIDTH / 16; ++i)
       ldmatrix(q[i], row + i / 4 * Q_HALF + ((i % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
+    if (FP8)
+#pragma unroll
+      for (int i = 0; i < HD / 16 * 4; ++i)
+        q[i / 4][i % 4] = pack_half(lo2f(q[i / 4][i % 4]), hi2f(q[i / 4][i % 4]));
   }
   // Once the first product is done: an arrival may overtake the loads, which queue behind the stores of the
   // tile before.
@@ -351,7 +473,7 @@ struct Rows {
     const u32 values = shared.v + v.stage * KV_BYTES;
 #pragma unroll
     for (int j = 0; j < BN / 16; ++j)
-      wgmma_registers(o, weights[j], tile_at(values + j * (16 * 128), KV_HALF));
+      wgmma_values(o, weights[j], tile_at(values + j * (16 * 128), KV_HALF));
     wgmma_commit();
   }
 
@@ -372,7 +494,7 @@ struct Rows {
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
-    for (int j = 0; j < BN / 4; ++j) weights[j / 4][j % 4] = pack2(s[j * 2], s[j * 2 + 1]);
+    for (int j = 0; j < BN / 4; ++j) weights[j / 4][j % 4] = packed(s[j * 2], s[j * 2 + 1]);
   }
 
   // A tile's first scores are weights now. Values behind the last token may be anything: each group clears
@@ -435,7 +557,7 @@ struct Rows {
       const long long to =
           (long long)(work.token + query) * p.kv_heads * GROUP + work.head * GROUP + (row() + 8 * r) % GROUP;
       u32* words = reinterpret_cast<u32*>(p.out + to * HD) + lane % 4;
-      const float part = __fdividef(1.f, sum);
+      const float part = p.v_scale * __fdividef(1.f, sum);
 #pragma unroll
       for (int j = 0; j < HD / 8; ++j)
         words[j * 4] = pack2(o[j * 4 + 2 * r] * part, o[j * 4 + 2 * r + 1] * part);
@@ -450,10 +572,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
     barrier_init(shared.q_full, 1);
     barrier_init(shared.q_empty, CONSUMERS / 32);
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared.k_full + i * 8, 1);
-      barrier_init(shared.v_full + i * 8, 1);
+      barrier_init(shared.k_full + i * 8, MAKERS);
+      barrier_init(shared.v_full + i * 8, MAKERS);
       barrier_init(shared.k_empty + i * 8, CONSUMERS / 128);
       barrier_init(shared.v_empty + i * 8, CONSUMERS / 128);
+    }
+    for (int i = 0; FP8 && i < RAW; ++i) {
+      barrier_init(shared.k_raw_full + i * 8, 1);
+      barrier_init(shared.v_raw_full + i * 8, 1);
+      barrier_init(shared.k_raw_empty + i * 8, MAKERS);
+      barrier_init(shared.v_raw_empty + i * 8, MAKERS);
     }
     barriers_visible();
   }
@@ -461,6 +589,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
   if (threadIdx.x >= CONSUMERS) {
     if (!DECODE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < CONSUMERS + 32) Loader{p, shared}.run();
+    else if (FP8) Maker{p, shared, int(threadIdx.x - CONSUMERS) / 32 - 1}.run();
   } else {
     if (!DECODE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Rows{p, shared}.run();
@@ -488,7 +617,7 @@ extern "C" __global__ void __launch_bounds__(MERGERS) merge_parts(const __grid_c
     }
     const long long to = (long long)(work.x + row / GROUP) * p.kv_heads * GROUP + head * GROUP + row % GROUP;
     u32* words = reinterpret_cast<u32*>(p.out + to * HD) + lane * (COLUMNS / 2);
-    const float part = __fdividef(1.f, total);
+    const float part = p.v_scale * __fdividef(1.f, total);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j += 2) words[j / 2] = pack2(o[j] * part, o[j + 1] * part);
   }

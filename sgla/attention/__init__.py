@@ -206,7 +206,7 @@ def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[E
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.flex_ops import FlexExtend
     from sgla.attention.hybrid import WholeOrPaged
-    from sgla.attention.native import NativeExtend
+    from sgla.attention.native import NativeExtend, PagedExtend
     from sgla.attention.torch_ops import TorchExtend
 
     kinds: dict[str, BackendType[Extend]] = {
@@ -220,7 +220,8 @@ def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[E
     if shape.kv_dtype and not extend.narrow:
         if asked.name != "auto":
             raise asked.refused(NARROW)
-        extend = WholeOrPaged(extend, asked.make(_triton(shape).extend, shape, device))
+        paged = _triton(shape).extend if PagedExtend.refuses(shape, device) else PagedExtend
+        extend = WholeOrPaged(extend, asked.make(paged, shape, device))
     return extend, why
 
 

@@ -83,20 +83,27 @@ class NativePrompts:
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
-        if shape.kv_dtype:
-            return "the KV cache has 8 bits"
-        return NativeExtend.refuses(shape, device)
+        return no_pages(shape) or NativeExtend.refuses(shape, device)
 
     def forward(
         self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
     ) -> None:
-        prompt_attention.attend(q, Pages(kv.k, kv.v, page_table), None, tiles, scoring.scale, out)
+        pages = Pages(kv.k, kv.v, page_table, kv.v_scale)
+        prompt_attention.attend(q, pages, None, tiles, scoring.scale * kv.k_scale, out)
+
+
+def no_pages(shape: AttentionShape) -> str | None:
+    """Why the kernel of prompts cannot read pages of this kind, or None."""
+    if not shape.kv_dtype or (shape.kv_dtype == "fp8" and prompt_attention.READS_FP8):
+        return None
+    return "the KV cache has 8 bits"
 
 
 class NativeExtend:
     """Reads whole prompts as the projection left them, and others from the pages."""
 
     name, captured, grows, narrow = "native", True, False, False
+    beside = True  # whether it reads whole prompts there
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._shape, self._tile = shape, prompt_attention.tile_tokens(shape.group)
@@ -126,7 +133,7 @@ class NativeExtend:
         rows = batch.extend
         assert rows is not None
         starts = rows.kv_lens - rows.q_lens
-        whole = starts == 0
+        whole = (starts == 0) & self.beside
         self.in_place, self._paged = bool(whole.any()), not whole.all()
         tiles = cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile)
         counts = prompt_attention.parts_of(tiles, self._shape.kv_heads, self._processors)
@@ -139,9 +146,20 @@ class NativeExtend:
         self._cuts = prompt_attention.Cuts(parts, merges, int(counts.sum()))
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        pages = Pages(kv.k, kv.v, batch.pages(kv.group)) if self._paged else None
+        pages = Pages(kv.k, kv.v, batch.pages(kv.group), kv.v_scale) if self._paged else None
         rows = Beside(*kv_beside(q, self._shape)) if self.in_place else None
-        prompt_attention.attend(q, pages, rows, self._tiles, scoring.scale, out, self._cuts)
+        scale = scoring.scale * (kv.k_scale if self._paged else 1.0)
+        prompt_attention.attend(q, pages, rows, self._tiles, scale, out, self._cuts)
+
+
+class PagedExtend(NativeExtend):
+    """Reads all prompts from the pages, which may have 8 bits."""
+
+    name, narrow, beside = "native paged", True, False
+
+    @staticmethod
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
+        return no_pages(shape) or NativeExtend.refuses(shape, device)
 
 
 def to_gpu(numbers: Any) -> Tensor:

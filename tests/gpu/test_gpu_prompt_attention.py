@@ -28,6 +28,43 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> t
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (2, 7, 128), (3, 3, 64)])
+@pytest.mark.parametrize(("start", "count"), [(9000, 100), (16383, 257), (127, 2), (0, 300), (511, 2000)])
+def test_pages_of_8_bits(kv_heads: int, group: int, dim: int, start: int, count: int) -> None:
+    """Against torch with what the pages hold; what no token has stored is no number."""
+    torch.manual_seed(start)
+    page, length = 16, start + count
+    pages, k_scale, v_scale = -(-length // page), 0.5, 0.25
+    q = torch.randn(count, kv_heads * group, dim, device="cuda", dtype=BF16)
+    rows = [torch.randn(length, kv_heads, dim, device="cuda").to(torch.float8_e4m3fn) for _ in "kv"]
+    table = torch.zeros(2, pages, dtype=torch.int32, device="cuda")
+    table[SLOT] = torch.randperm(pages, device="cuda") + 1
+    at = torch.arange(length, device="cuda")
+    pools = []
+    for values in rows:
+        pool = torch.full((pages + 1, kv_heads, page, dim), 0x7F, device="cuda", dtype=torch.uint8)
+        pool[table[SLOT, at // page].long(), :, at % page] = values.view(torch.uint8)
+        pools.append(pool.view(torch.float8_e4m3fn).transpose(1, 2))
+    there = Pages(pools[0], pools[1], table, v_scale)
+    tiles = cut(
+        np.array([SLOT]), np.array([start]), np.array([count]), 0, prompt_attention.tile_tokens(group)
+    )
+    chosen = prompt_attention.parts_of(tiles, kv_heads, processors())
+    keys, values = rows[0].float() * k_scale, rows[1].float() * v_scale
+    wanted, flat = expected(q, keys, values, start), q.flatten(1)
+    for counts in (np.ones(len(tiles), int), chosen):
+        if counts is None:
+            continue
+        tiles_, parts, merges = (to_gpu(x) for x in prompt_attention.cut(tiles, counts))
+        cuts = Cuts(parts, merges, int(counts.sum())) if len(merges) else None
+        outs = [torch.full_like(flat, torch.nan) for _ in range(3)]
+        for out in outs:
+            prompt_attention.attend(flat, there, None, tiles_, k_scale * dim**-0.5, out, cuts)
+        torch.testing.assert_close(outs[0].float(), wanted.flatten(1), atol=3e-3, rtol=2e-2)
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (2, 7, 128), (3, 3, 64)])
 @pytest.mark.parametrize(("start", "count"), [(9000, 100), (5000, 33), (16383, 257), (127, 2), (0, 300)])
 def test_parts_of_tiles_equal_the_whole(kv_heads: int, group: int, dim: int, start: int, count: int) -> None:
     torch.manual_seed(start)

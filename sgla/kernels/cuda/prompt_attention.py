@@ -19,6 +19,8 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
+FP8_STAGES, RAW = 2, 2  # the same with pages of 8 bits, and stages of these as they are
+READS_FP8 = False  # until its tests have run on a GPU
 THREADS = 384
 MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
 PART = 2  # blocks of keys that take as long as what a part costs besides
@@ -35,16 +37,24 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tile_count", "table_stride", "kv_heads", "page_size")),
         ("scale", ctypes.c_float),
         ("chunk", ctypes.c_int),
+        ("v_scale", ctypes.c_float),
+        ("pad", ctypes.c_int * 15),  # tensor maps are aligned to 64 bytes
     )
 
 
 class Pages(NamedTuple):
-    """``k``, ``v`` bf16 ``[pages, page_size, Hkv, hd]``, whose tokens of one page and head are contiguous;
-    ``table`` int32 ``[slots, pages of a row]``."""
+    """``k``, ``v`` bf16 or e4m3 ``[pages, page_size, Hkv, hd]``, whose tokens of one page and head are
+    contiguous; ``table`` int32 ``[slots, pages of a row]``. ``v_scale``: of v; that of k belongs to
+    ``scale``."""
 
     k: Tensor
     v: Tensor
     table: Tensor
+    v_scale: float = 1.0
+
+    @property
+    def fp8(self) -> bool:
+        return self.k.dtype == torch.float8_e4m3fn
 
 
 class Cuts(NamedTuple):
@@ -152,9 +162,11 @@ def cut(tiles: Int32s, counts: Int32s) -> Cut:
 
 @cache
 def _kernel(head_dim: int, group: int, kind: str = "") -> Kernel:
-    """Of tiles. ``kind``: CHUNKED, DECODE, WHOLE, or none of them."""
+    """Of tiles. ``kind``: CHUNKED, DECODE, WHOLE, FP8, or none of them."""
     rows, width = ROWS // 2 if kind == "DECODE" else ROWS, -(-head_dim // 64) * 64
-    shared = rows * width * 2 + STAGES * (4 * KEYS * width + 32) + 16 + 1024
+    stages, raw = (FP8_STAGES, RAW) if kind == "FP8" else (STAGES, 0)
+    rings = stages * (4 * KEYS * width + 32) + raw * (2 * KEYS * head_dim + 32)
+    shared = rows * width * 2 + rings + 16 + 1024
     return Kernel("prompt_attention.cu", "prompt_attention", _defines(head_dim, group, kind), shared)
 
 
@@ -165,7 +177,8 @@ def _merging(head_dim: int, group: int, kind: str = "") -> Kernel:
 
 
 def _defines(head_dim: int, group: int, kind: str) -> dict[str, int]:
-    return {"HD": head_dim, "GROUP": group, "STAGES": STAGES} | ({kind: 1} if kind else {})
+    stages = FP8_STAGES if kind == "FP8" else STAGES
+    return {"HD": head_dim, "GROUP": group, "STAGES": stages} | ({kind: 1} if kind else {})
 
 
 def kept_by_blocks(head_dim: int) -> int:
@@ -193,7 +206,7 @@ def attend(
     and values are in ``beside``, else in ``pages``), first token in q, its position, how many tokens (at most
     ``tile_tokens``; 0: this tile and those behind it are not there); long histories should come first. Tokens
     that are in no tile are left as they are. With ``chunks`` a token's result depends on nothing but it and
-    what is before it; ``cuts`` must be None then."""
+    what is before it; ``cuts`` must be None then. With pages of e4m3 all tiles are of ``pages``."""
     dim, group = _heads(q, pages, beside)
     sums = None
     if cuts is not None:
@@ -201,11 +214,14 @@ def attend(
         sums = q.new_empty(floats, dtype=torch.float32)
     if chunks is not None:
         assert cuts is None
+        assert pages is None or not pages.fp8
         sums = chunks.kept
     params = _params(q, pages, beside, tiles, scale, out, sums, ROWS)
     params.parts = None if cuts is None else cuts.parts.data_ptr()
     params.chunk = 0 if chunks is None else chunks.blocks
-    kernel = _kernel(dim, group, "" if chunks is None else "CHUNKED")
+    kind = "FP8" if pages is not None and pages.fp8 else "" if chunks is None else "CHUNKED"
+    assert kind != "FP8" or beside is None
+    kernel = _kernel(dim, group, kind)
     kernel.launch(min(processors(), tiles.shape[0] * params.kv_heads), THREADS, params)
     if cuts is not None:
         params.tiles = cuts.merges.data_ptr()
@@ -259,7 +275,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float) -
     ]
     params = _Params(
         *maps, *maps[1:], out.data_ptr(), None, tiles.data_ptr(), None, None,
-        tiles.shape[0], 0, heads, 1, scale * LOG2E,
+        tiles.shape[0], 0, heads, 1, scale * LOG2E, 0, 1.0,
     )  # fmt: skip
     grid = min(processors(), tiles.shape[0] * heads)
     _kernel(dim, 1, "WHOLE").launch(grid, THREADS, params)
@@ -294,8 +310,10 @@ def _params(
     if pages is not None:
         count, page_size = pages.k.shape[:2]
         assert pages.k.stride() == (kv_heads * page_size * dim, dim, page_size * dim, 1) == pages.v.stride()
+        wide, size = (dim, 1) if pages.fp8 else (64, 2)
         in_pages = [
-            _map(x.data_ptr(), (dim, count * kv_heads * page_size), (2 * dim,), (64, 16)) for x in pages[:2]
+            _map(x.data_ptr(), (dim, count * kv_heads * page_size), (size * dim,), (wide, 16), pages.fp8)
+            for x in (pages.k, pages.v)
         ]
         table, stride = pages.table.data_ptr(), pages.table.stride(0)
     if beside is not None:
@@ -309,7 +327,8 @@ def _params(
         *(in_rows if pages is None else in_pages),
         *(in_pages if beside is None else in_rows),
         out.data_ptr(), table, tiles.data_ptr(), None, None if sums is None else sums.data_ptr(),
-        tiles.shape[0], stride, kv_heads, page_size, scale * LOG2E,
+        tiles.shape[0], stride, kv_heads, page_size, scale * LOG2E, 0,
+        1.0 if pages is None else pages.v_scale,
     )  # fmt: skip
 
 
