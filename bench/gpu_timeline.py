@@ -131,7 +131,8 @@ class Layer:
         if layer.name not in self.kernels:  # one for each product, so that none forgets what another noted
             defines = plan.defines | {"NOTED": len(self.kernels)}
             name = Path(self.file).stem
-            self.kernels[layer.name] = Kernel(self.file, name, defines, plan.shared, cut.slices)
+            beside = cut.resident > cut.per_sm
+            self.kernels[layer.name] = Kernel(self.file, name, defines, plan.shared, cut.slices, beside)
         if out is None:
             out = torch.empty(len(x), shape.n, dtype=x.dtype, device="cuda")
         tensors = x, *w.tensors, self.norm if layer.norm else None, None, out

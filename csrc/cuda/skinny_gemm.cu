@@ -29,6 +29,12 @@
 #ifndef STAGES
 #define STAGES 6
 #endif
+#ifndef WARPS  // of a block, which is one of two that a multiprocessor has room for
+#define WARPS 8
+#endif
+#ifndef AFTER  // 1: a stage is asked for again when it has been multiplied; 0: when the next one has come
+#define AFTER 0
+#endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
 #endif
@@ -51,7 +57,7 @@
 #define EPILOGUE 0
 #endif
 
-constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int TILE_ROWS = HALF || GATED ? 8 : 16;  // output columns of a tile
 constexpr int COLS = MT * TILE_ROWS;               // and of a block at a time
@@ -60,6 +66,7 @@ constexpr int ROW_BYTES = HALF ? 256 : 128, CHUNK_K = ROW_BYTES / SIZE;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;  // pieces of a row
 constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a piece of the weights
 constexpr int WEIGHT_BYTES = 2048 * MT, CHUNK_BYTES = WEIGHT_BYTES + (GROUPED ? 64 * MT : 0);
+constexpr int AHEAD = STAGES - !AFTER;  // stages on their way
 constexpr bool HALVES = E4M3 && STAGED;
 constexpr int CHAINS = HALVES ? 2 : 1;  // of sums
 constexpr int KEPT = HALVES ? STAGED : NT * 8;  // rows of x whose sums are worth keeping
@@ -265,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     cp_async_commit();
   };
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) load(s);
+  for (int s = 0; s < AHEAD; ++s) load(s);
   pdl_wait();
   pdl_launch();
 
@@ -356,9 +363,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
               b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
         }
-      cp_async_wait<STAGES - 2>();
+      cp_async_wait<AHEAD - 1>();
       __syncwarp();
-      load(stage == 0 ? STAGES - 1 : stage - 1);
+      if (!AFTER) load(stage == 0 ? STAGES - 1 : stage - 1);
+      const int used = stage;
       const u32 from = ring + stage * CHUNK_BYTES;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       float by_chunk[MT][2];
@@ -413,6 +421,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         }
       }
       __syncwarp();
+      if (AFTER) load(used);
       if (GROUPED) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)

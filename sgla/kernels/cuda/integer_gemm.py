@@ -239,9 +239,10 @@ def linear(
 def _kernel(shape: Shape, config: Config) -> tuple[Kernel, Plan]:
     made = plan(shape, config)
     assert made is not None, f"{config} does not fit {shape}"
-    return _compiled(tuple(made.defines.items()), made.shared, config.slices), made
+    beside = config.resident > config.per_sm
+    return _compiled(tuple(made.defines.items()), made.shared, config.slices, beside), made
 
 
 @cache
-def _compiled(defines: tuple[tuple[str, int], ...], shared: int, slices: int) -> Kernel:
-    return Kernel("integer_gemm.cu", "integer_gemm", dict(defines), shared, slices)
+def _compiled(defines: tuple[tuple[str, int], ...], shared: int, slices: int, beside: bool) -> Kernel:
+    return Kernel("integer_gemm.cu", "integer_gemm", dict(defines), shared, slices, beside)
