@@ -15,7 +15,6 @@ from sgla.kernels.cuda.stationary_gemm import ADD, FLOAT32, SILU, STORE, Config,
 from sgla.kernels.integers import KINDS
 from sgla.quant.weight import pack
 
-
 Few = integer_gemm.Config
 
 
