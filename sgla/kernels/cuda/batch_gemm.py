@@ -90,7 +90,7 @@ class Config(NamedTuple):
     @property
     def box(self) -> int:
         """Weight rows of a copy."""
-        return min(self.tile, 64 * self.groups)
+        return self.tile if self.tile < 64 else 64 * self.groups
 
     @property
     def sends(self) -> bool:
