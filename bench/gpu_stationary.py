@@ -39,12 +39,10 @@ LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
 def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
-    blocks = (2, 4) if rows <= 8 else (2, 1)
-    slices = (2, 4) if layer.k > 8192 else (1, 2)
-    tile = 2 if layer.n > 8192 else 1
-    for block, slice_, resident in itertools.product(blocks, slices, (1, 2)):
-        for behind in (False, True):
-            yield sg.Config(tile, block, slice_, 1, 1, resident, behind=behind)
+    slices = (2, 3, 4) if layer.k > 8192 else (1, 2)
+    tiles = (2, 1) if layer.n > 8192 else (1,)
+    for tile, block, slice_, behind in itertools.product(tiles, (2, 4), slices, (False, True)):
+        yield sg.Config(tile, block, slice_, behind=behind)
 
 
 def teams(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
