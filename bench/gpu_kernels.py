@@ -2,6 +2,7 @@
 """Time the GPU kernels against the limits of the chip: one JSON line a measurement.
 
     python bench/gpu_kernels.py [decode] [cascade] [skinny] [batch] [integers] [small] [prefill] [sampling]
+        [tower]
 
 Times are medians of graph replays (CUDA events), each over a set of buffers larger than the L2 cache.
 """
@@ -562,6 +563,55 @@ def bench_sampling() -> None:
                 us=round(time_us(call, 1), 1),
                 floor_us=round(logits.nbytes / 4.3e6, 1),
             )
+
+
+def bench_tower() -> None:
+    """Parts of a layer of Qwen2.5-VL's tower, for one picture of 1008 x 1008 pixels and for two."""
+    import torch.nn.functional as F
+
+    from sgla.kernels.cuda import prompt_attention, prompt_gemm
+    from sgla.kernels.triton import elementwise
+    from sgla.kernels.triton.tower import shifted_norm, turn
+    from sgla.loading.tower_attention import attend
+
+    d, heads, inner, side, window, copies = 1280, 16, 3456, 5184, 64, 4
+    dim, scale = d // heads, (d // heads) ** -0.5
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=BF16, device="cuda")
+
+    qkv, both = (random(copies, n, d) * d**-0.5 for n in (3 * d, 2 * inner))
+    o, down = (random(copies, d, k) * k**-0.5 for k in (d, inner))
+    bias, one = torch.zeros(2 * inner, device="cuda"), torch.ones(d, device="cuda")
+    plain = bias[: 3 * d].to(BF16)
+    for m in (side, 2 * side):
+        x, wide, stream, angles = random(m, d), random(m, inner), random(m, d), torch.rand(m, dim).cuda()
+        q, k, v = random(m, 3, heads, dim).unbind(1)
+
+        def measure(name: str, flops: float, weights: torch.Tensor, body: Callable[[Any], Any]) -> None:
+            us = time_us(lambda: [body(w) for w in weights], copies)
+            emit(bench="tower", name=name, rows=m, us=round(us, 1), tflops=round(flops / us / 1e6, 1))
+
+        flops = 6.0 * m * d * d
+        measure("q, k, v", flops, qkv, lambda w: F.linear(x, w, plain))
+        measure("q, k, v, then turned", flops, qkv, lambda w: turn(F.linear(x, w, plain), angles, heads))
+        in_it = lambda w: prompt_gemm.linear_turned(x, w, bias[: 3 * d], angles, 2 * d)  # noqa: E731
+        measure("q, k, v, turned in it", flops, qkv, in_it)
+        flops = 4.0 * m * d * inner
+        measure("gate and up", flops, both, lambda w: F.linear(x, w))
+        then = lambda w: elementwise.act_mul(F.linear(x, w), "silu")  # noqa: E731
+        measure("gate and up, then activated", flops, both, then)
+        in_it = lambda w: prompt_gemm.linear(x, w, bias=bias, epilogue=prompt_gemm.SILU)  # noqa: E731
+        measure("gate and up, activated in it", flops, both, in_it)
+        measure("o", 2.0 * m * d * d, o, lambda w: stream.addmm_(x, w.t()))
+        measure("down", 2.0 * m * d * inner, down, lambda w: stream.addmm_(wide, w.t()))
+        measure("norm", 0.0, o, lambda w: shifted_norm(x, one, one, 1e-6))
+        for name, step in (("whole", side), ("windows", window)):
+            ends, flops = torch.arange(0, m + 1, step, device="cuda").int(), 4.0 * m * step * d
+            tiles = prompt_attention.tiles_of(ends, m)
+            measure(f"{name}, torch's", flops, o, lambda w: attend(q, k, v, ends, step, scale))
+            ours = lambda w: prompt_attention.attend_whole(q, k, v, tiles, scale)  # noqa: E731
+            measure(f"{name}, ours", flops, o, ours)
 
 
 def main() -> None:

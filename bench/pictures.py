@@ -52,8 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--server-args", default="--context-length 4096")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "pictures.log")
     parser.add_argument("--plain", action="store_true", help="the tower with transformers' kernels")
-    parser.add_argument("--long-by", choices=("torch", "own", "cudnn"), help="attention over whole pictures")
-    parser.add_argument("--abreast", type=int, help="bytes of pictures that the tower sees at a time")
+    parser.add_argument("--ours-from", nargs="+", type=int, help="tokens of what our kernel attends over")
+    parser.add_argument("--abreast", nargs="+", type=int, help="bytes of pictures at a time")
     parser.add_argument("--profile", action="store_true", help="also print the tower's kernels")
     return parser.parse_args()
 
@@ -132,7 +132,6 @@ def tower(args: argparse.Namespace) -> None:
     from sgla.model.vision.table import VISIONS
     from sgla.worker import seeing, tower_kernels
 
-    tower_kernels.LONG_BY = args.long_by or tower_kernels.LONG_BY
     config = json.loads((args.model / "config.json").read_text())
     settings = (args.model / "preprocessor_config.json").read_text()
     vision, device = VISIONS[config["architectures"][0]], torch.device(args.device)
@@ -152,27 +151,31 @@ def tower(args: argparse.Namespace) -> None:
             given = {name: values.pin_memory() for name, values in given.items()}
         patches = len(arrays["pixel_values"])
         tokens = int(patches // config["vision_config"]["spatial_merge_size"] ** 2)
-        most = args.abreast or seeing.ABREAST
-        group = max(1, most // sum(x.nbytes for x in given.values())) if pinned else 1
         parts = flops(config, patches)
         total = sum(parts.values())
+        size = sum(x.nbytes for x in given.values())
 
         def alone() -> None:
             made(given)
 
-        def abreast() -> None:
+        def abreast(group: int) -> None:
             for _ in range(4):
                 made.several([given] * group, [tokens] * group)
 
-        for kind, once, count in (("tower", alone, 1), ("towers", abreast, 4 * group)):
-            took = seconds_of(once, device) / count
-            emit(
-                args, kind, note=note, seconds=took, abreast=1 if count == 1 else group, patches=patches,
-                flops=total, flops_by_part=parts, flops_per_second=total / took, limit_s=total / args.peak,
-                share_of_limit=total / args.peak / took, processor_s=prepared,
-                arithmetic=f"{total / 1e12:.2f} TFLOP / {took * 1e3:.2f} ms = {total / took / 1e12:.0f} "
-                f"TFLOP/s of {args.peak / 1e12:.0f}",
-            )  # fmt: skip
+        for ours in args.ours_from or [tower_kernels.OURS_FROM]:
+            tower_kernels.OURS_FROM = ours
+            groups = [max(1, most // size) if pinned else 1 for most in args.abreast or [seeing.ABREAST]]
+            kinds = [("tower", 1, alone, 1), *(("towers", n, partial(abreast, n), 4 * n) for n in groups)]
+            for kind, group, once, count in kinds:
+                took = seconds_of(once, device) / count
+                emit(
+                    args, kind, note=note, seconds=took, abreast=group, ours_from=ours, patches=patches,
+                    flops=total, flops_by_part=parts, flops_per_second=total / took,
+                    limit_s=total / args.peak, share_of_limit=total / args.peak / took,
+                    processor_s=prepared,
+                    arithmetic=f"{total / 1e12:.2f} TFLOP / {took * 1e3:.2f} ms = {total / took / 1e12:.0f} "
+                    f"TFLOP/s of {args.peak / 1e12:.0f}",
+                )  # fmt: skip
             if args.profile:
                 with torch.profiler.profile() as found:
                     once()

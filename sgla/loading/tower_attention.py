@@ -25,21 +25,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: Any, scale: f
     return out
 
 
-def rounded(size: int) -> int:
-    """Up to the next of four sizes between powers of two."""
-    step = max(1, 1 << (size - 1).bit_length() >> 3)
-    return -(-size // step) * step
-
-
-def attend_long(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: Any, scale: float) -> Tensor:
-    """As ``attend``, by cuDNN, which makes a kernel anew for each size: q, k and v ``[R, H, d]`` have
-    ``rounded`` rows, of which the last ones are no tokens."""
-    ends, most = ends.to(torch.int32), rounded(int(longest))
-    run = torch.ops.aten._cudnn_attention_forward
-    out: Tensor = run(q, k, v, None, ends, ends, most, most, False, 0.0, False, False, scale=scale)[0]
-    return out
-
-
 def packed(
     module: Any,
     query: Tensor,

@@ -3,6 +3,7 @@ module of another shape stays as it is."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,11 @@ from sgla.kernels.cuda import prompt_attention, prompt_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.triton import elementwise
 from sgla.kernels.triton.tower import shifted_norm, turn
-from sgla.loading.tower_attention import attend, attend_long, rounded
+from sgla.loading.tower_attention import attend
+from sgla.loading.tower_grid import KEPT
 
 EVEN = 64  # columns of a product, or fast kernels would not take it
-LONG_BY = "torch"  # what attends over texts of LONG tokens; "own" and (FEW texts) "cudnn" were not measured
-LONG, FEW = 1024, 4
+OURS_FROM: int | None = None  # our kernel attends over texts from so many tokens on; it was not measured
 LARGE = 16.0  # silu(LARGE) / LARGE is 1
 
 
@@ -100,13 +101,10 @@ def is_attention(part: Any) -> bool:
     return own and hasattr(part, "num_heads") and part.qkv.out_features == 3 * part.qkv.in_features
 
 
-def kind_of(x: Tensor, dim: int, ends: Tensor, longest: Any) -> str:
-    """Whose kernel attends: torch's, ours or cuDNN's."""
-    if LONG_BY == "torch" or longest is None or longest < LONG or x.dtype != torch.bfloat16 or not x.is_cuda:
-        return "torch"
-    if LONG_BY == "own":
-        return "own" if prompt_attention.takes_whole(this_device(), x.dtype, dim) else "torch"
-    return "cudnn" if len(ends) <= FEW + 1 else "torch"
+def ours(x: Tensor, dim: int, longest: Any) -> bool:
+    """Whether our kernel attends."""
+    long = OURS_FROM is not None and longest is not None and longest >= OURS_FROM
+    return long and x.is_cuda and prompt_attention.takes_whole(this_device(), x.dtype, dim)
 
 
 class Angles:
@@ -116,8 +114,7 @@ class Angles:
     def __init__(self) -> None:
         self._given: tuple[Tensor, Tensor] | None = None
         self._made = torch.empty(0)
-        self._ends: Tensor | None = None
-        self._tiles = torch.empty(0)
+        self._tiles: OrderedDict[int, tuple[Tensor, Tensor]] = OrderedDict()  # by id: ends, and their tiles
 
     def of(self, given: tuple[Tensor, Tensor]) -> Tensor:
         """``given``: cosines and sines ``[T, d]``, the second halves like the first -> float32 ``[T, d]``."""
@@ -129,9 +126,11 @@ class Angles:
 
     def tiles(self, ends: Tensor, tokens: int) -> Tensor:
         """See ``prompt_attention.tiles_of``."""
-        if ends is not self._ends:
-            self._ends, self._tiles = ends, prompt_attention.tiles_of(ends, tokens)
-        return self._tiles
+        known = self._tiles.pop(id(ends), None) or (ends, prompt_attention.tiles_of(ends, tokens))
+        self._tiles[id(ends)] = known
+        if len(self._tiles) > 2 * KEPT:  # of a shape its pictures and their windows
+            self._tiles.popitem(last=False)
+        return known[1]
 
 
 def attention(part: Any, angles: Angles) -> Any:
@@ -159,22 +158,17 @@ def turned(part: Any, angles: Angles) -> Callable[..., Tensor]:
         max_seqlen: Any = None,
         **_: Any,
     ) -> Tensor:
-        by, tokens, how = angles.of(position_embeddings), len(x), kind_of(x, dim, cu_seqlens, max_seqlen)
-        long = how == "cudnn"
-        rows = rounded(tokens) if long else tokens
+        by = angles.of(position_embeddings)
         if one_kernel(x, weight, gated=False) and dim % 8 == 0:
-            qkv = x.new_empty(rows, 3 * width)
-            prompt_gemm.linear_turned(x.contiguous(), weight, plain, by, 2 * width, qkv[:tokens])
+            qkv = prompt_gemm.linear_turned(x.contiguous(), weight, plain, by, 2 * width)
         else:
             qkv = F.linear(x, weight, bias)
             turn(qkv, by, heads)
-            qkv = F.pad(qkv, (0, 0, 0, rows - tokens)) if long else qkv
         q, k, v = qkv.view(-1, 3, heads, dim).unbind(1)
-        if how == "own":
-            tiles = angles.tiles(cu_seqlens, tokens)
+        if ours(x, dim, max_seqlen):
+            tiles = angles.tiles(cu_seqlens, len(x))
             return prompt_attention.attend_whole(q, k, v, tiles, part.scaling).flatten(1)
-        made = (attend_long if long else attend)(q, k, v, cu_seqlens, max_seqlen, part.scaling)
-        return made[:tokens].flatten(1)
+        return attend(q, k, v, cu_seqlens, max_seqlen, part.scaling).flatten(1)
 
     return run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -80,36 +79,6 @@ def test_kernels_of_towers(name: str, parts: int, tmp_path: Path, monkeypatch: p
             torch.testing.assert_close(found.deep, expected.deep, atol=1e-5, rtol=1e-4)
 
 
-@torch.inference_mode()
-def test_attention_over_whole_pictures_by_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rows and lengths that are rounded up."""
-    monkeypatch.setattr(varlen, "varlen_attn", one_by_one)
-    model = MAKERS["qwen2.5-vl"](tmp_path)
-    tower = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cpu"))
-    arrays = arrays_of(model.prepared(SHOWN[0]))
-    expected, calls = tower(arrays), []
-
-    def made(
-        q: Tensor, k: Tensor, v: Tensor, bias: None, ends: Tensor, ends_k: Tensor, most: int, *more: Any,
-        scale: float,
-    ) -> tuple[Tensor]:  # fmt: skip
-        calls.append((len(q), int(ends[-1]), most))
-        end, longest = int(ends[-1]), int(ends.diff().max())
-        found = one_by_one(q[:end], k[:end], v[:end], ends, ends_k, longest, longest, scale)
-        return (torch.cat([found, torch.full_like(q[end:], torch.nan)]),)
-
-    kind = lambda x, dim, ends, longest: "cudnn" if longest == len(x) else "torch"  # noqa: E731
-    monkeypatch.setattr(tower_kernels, "kind_of", kind)
-    monkeypatch.setattr(tower_attention, "rounded", lambda size: size + 3)
-    monkeypatch.setattr(tower_kernels, "rounded", tower_attention.rounded)
-    monkeypatch.setattr(torch.ops.aten, "_cudnn_attention_forward", made)
-    tower_attention.use_packed(tower.module)
-    tower_kernels.hasten(tower.module)
-    torch.testing.assert_close(tower(arrays).values, expected.values, atol=1e-5, rtol=1e-4)
-    assert calls
-    assert all(rows == end + 3 and end + 3 == most for rows, end, most in calls)
-
-
 @pytest.mark.parametrize("lengths", [[5184], [128, 1, 0, 300], [129, 127]])
 def test_tiles_of_texts(lengths: list[int]) -> None:
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -121,12 +90,6 @@ def test_tiles_of_texts(lengths: list[int]) -> None:
     ]
     assert tiles[: len(expected)] == expected
     assert all(count == 0 for *_, count in tiles[len(expected) :])
-
-
-def test_sizes_are_rounded_to_few() -> None:
-    sizes = [tower_attention.rounded(size) for size in range(1, 5000)]
-    assert all(size <= there < size * 1.26 + 1 for size, there in enumerate(sizes, 1))
-    assert len(set(sizes)) < 50
 
 
 def test_kernels_that_give_something_else_are_not_taken(

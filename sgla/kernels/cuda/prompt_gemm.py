@@ -87,15 +87,15 @@ def linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, epilogue: i
     return out
 
 
-def linear_turned(
-    x: Tensor, weight: Tensor, bias: Tensor | None, angles: Tensor, columns: int, out: Tensor
-) -> None:
-    """``linear`` into ``out``, of whose first ``columns`` each pair is turned by an angle of its token:
+def linear_turned(x: Tensor, weight: Tensor, bias: Tensor | None, angles: Tensor, columns: int) -> Tensor:
+    """``linear``, of whose first ``columns`` each pair is turned by an angle of its token:
     ``angles`` float32 ``[m, dim]``, cosine and sine of each pair, for every ``dim`` columns anew."""
     dim = angles.shape[1]
     assert columns % dim == 0 == dim % 8
     assert angles.is_contiguous()
+    out = x.new_empty(x.shape[0], weight.shape[0])
     _launch(x, weight, TURN, out, bias=bias, cos_sin=angles, turned=columns, every=dim)
+    return out
 
 
 def linear_heads(
