@@ -269,34 +269,22 @@ def few(model: str, fp8: bool) -> None:
 
 
 LAYERS = 5  # of a chain, whose experts are all in memory
+EARLY: dict[str, Any] = {"EARLY": 2}
+TWO: dict[str, Any] = {"EARLY": 2, "TWO_TILES": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it was": {},
-    "two tiles": {"TWO_TILES": True},
-    "early": {"EARLY": 2},
-    "both": {"TWO_TILES": True, "EARLY": 2},
-    **{
-        f"both, gate and up in {n} x {k}, {warps} warps": {
-            "TWO_TILES": True,
-            "EARLY": 2,
-            "GATE_UP": Cut(n, k, warps),
-        }
-        for n, k, warps in ((2, 2048, 2), (2, 2048, 4), (4, 2048, 8), (8, 2048, 8), (2, 1024, 2))
-    },
-    **{
-        f"both, down in {n} x {k}, {warps} warps": {
-            "TWO_TILES": True,
-            "EARLY": 2,
-            "DOWN": Cut(n, k, warps),
-        }
-        for n, k, warps in (
-            (1, 2048, 1),
-            (1, 4096, 2),
-            (2, 4096, 2),
-            (2, 4096, 4),
-            (4, 2048, 4),
-            (1, 2048, 2),
-        )
-    },
+    "early": EARLY,
+    "early, down 1 x 2048": EARLY | {"DOWN": Cut(1, 2048, 1)},
+    "early, down 1 x 4096": EARLY | {"DOWN": Cut(1, 4096, 1)},
+    "two tiles, down 1 x 2048": TWO | {"DOWN": Cut(1, 2048, 1)},
+    "two tiles, down 1 x 4096": TWO | {"DOWN": Cut(1, 4096, 1)},
+    "two tiles, down 1 x 2048, gate and up 1 x 2048": TWO
+    | {"DOWN": Cut(1, 2048, 1), "GATE_UP": Cut(1, 2048, 1)},
+    "two tiles, down 1 x 4096, gate and up 2 x 2048": TWO
+    | {"DOWN": Cut(1, 4096, 1), "GATE_UP": Cut(2, 2048, 2)},
+    "two tiles, down 2 x 4096": TWO | {"DOWN": Cut(2, 4096, 2)},
+    "two tiles, down 4 x 2048": TWO | {"DOWN": Cut(4, 2048, 4)},
+    "down 1 x 2048": {"DOWN": Cut(1, 2048, 1)},
 }
 
 

@@ -113,7 +113,13 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
     units = given.reads, given.writes, given.marks
     gates = delta.Gates(x.a, x.b, x.a_log, x.dt_bias)
     size = 8 * rows * shape.heads * shape.dim**2
+
+    def conv_and_delta(s: StateLayer) -> None:
+        y = ops.causal_conv(x.qkv, x.weight, None, s, batch)
+        delta.decode(*x.heads(y), gates, s.memory, *units, out)
+
     kinds: dict[str, tuple[Callable[[StateLayer], Any], int]] = {
+        "conv and delta": (conv_and_delta, size),
         "conv": (
             lambda s: ops.causal_conv(x.qkv, x.weight, None, s, batch),
             rows * shape.channels * 2 * (2 * K),
@@ -121,7 +127,7 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
         "layer": (lambda s: layer(x, s, batch), size),
         "gates and delta": (lambda s: delta.decode(q, k, v, gates, s.memory, *units, out), size),
     }
-    for columns in (16, 32, 64, 128):
+    for columns in (8, 16, 32, 64, 128):
 
         def run(s: StateLayer, columns: int = columns) -> None:
             delta.decode(q, k, v, rates, s.memory, *units, out, columns=columns)

@@ -4,7 +4,7 @@
 # verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests layers guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all)
+#   parts: tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all)
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
@@ -17,17 +17,25 @@ runpy.run_path(sys.argv[0], run_name="__main__")'
 experts='moe.TWO_TILES, moe.EARLY = True, 2'
 all="$experts; latent.EARLY = True"
 
-for each in ${*:-tests layers guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
+for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
     tests) part tests 150 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m "gpu and not slow" --tb=short \
         tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "moe or states or latents" ;;
+    early) part early 80 -m pytest -q -p no:cacheprovider -o addopts= -n 5 -m gpu --tb=short tests/gpu/test_gpu_moe.py -k start_early ;;
+    states) part states 40 bench/gpu_states.py --rows 1,4 --tokens 64 ;;
     layers)
         part layers-qwen 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b
         part layers-qwen-fp8 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b --fp8
         part layers-glm 60 bench/gpu_moe.py layers --model bench/models/glm-4.7-flash
         part layers-deepseek 60 bench/gpu_moe.py layers --model bench/models/deepseek-v2-lite
         ;;
-    guesses) part guesses 50 bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 8,7,5 ;;
+    guesses)
+        part guesses 40 bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 8,7,5
+        for depth in 2 3; do
+            part "guesses, depth $depth" 30 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free \
+                --tokens 512 --repeat 3 --kv 2 --algorithm ngram --accept 0.8 --always --guesses 8,7,5 --extra "{\"depth\": $depth}"
+        done
+        ;;
     *)
         given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given

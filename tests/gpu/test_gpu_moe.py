@@ -250,20 +250,30 @@ def test_batching_does_not_change_the_tokens() -> None:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("name", ["qwen3.6-35b-a3b", "glm-4.7-flash", "deepseek-v2-lite"])
-def test_kernels_that_start_early_change_no_token(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        ("qwen3.6-35b-a3b", "experts"),
+        ("glm-4.7-flash", "none"),
+        ("glm-4.7-flash", "experts"),
+        ("glm-4.7-flash", "latents"),
+        ("deepseek-v2-lite", "latents"),
+    ],
+)
+def test_kernels_that_start_early_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, name: str, which: str
+) -> None:
     model = json.loads((Path(__file__).parents[2] / f"bench/models/{name}/config.json").read_text())
     decoder = model.get("text_config", model)
     decoder["num_hidden_layers"] = 4
     for kinds in ("layer_types", "mlp_layer_types"):
         if kinds in decoder:
             decoder[kinds] = decoder[kinds][:4]
-    monkeypatch.setattr(moe, "TWO_TILES", True)
     texts = []
     for early in (False, True):
-        monkeypatch.setattr(moe, "EARLY", 2 if early else 0)
-        monkeypatch.setattr(latent, "EARLY", early)
-        runner = make(model)
+        monkeypatch.setattr(moe, "EARLY", 2 if early and which == "experts" else 0)
+        monkeypatch.setattr(latent, "EARLY", early and which == "latents")
+        runner = make(model, kv_cache_bytes=8 << 30)
         prompts = {0: prompt(0, 300), 1: prompt(1, 150)}
         texts.append([generate(runner, some, 80, True) for some in ({0: prompts[0]}, prompts)])
         del runner
