@@ -19,8 +19,8 @@ from sgla.kernels.rehearsal import under_way
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE", "Shape"]
 FEWEST, MAX_ROWS = 5, 16  # of x
-WIDE = 1 << 13  # channels of a wide x
-MOST_WARPS = 16  # of a block
+NARROW, WIDE = 1 << 11, 1 << 13  # channels of a narrow x, and of a wide one
+FEWEST_WARPS, MOST_WARPS = 8, 16  # of a block, if it may be
 MOST_SLICES = 8
 STAGES = 6  # at most
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
@@ -133,7 +133,10 @@ def default_config(shape: Shape) -> Config | None:
         best = Config(1, 2)
     wanted = itertools.product(range(1, MOST_SLICES + 1), (2, 1), (2, 1) if many else (1,))
     others = (Config(tiles, blocks, slices) for slices, blocks, tiles in wanted)
-    return next((config for config in (best, *others) if plan(shape, config) is not None), None)
+    plans = ((config, plan(shape, config)) for config in (best, *others))
+    fitting = [(config, made) for config, made in plans if made is not None]
+    enough = (config for config, made in fitting if made.threads >= 32 * FEWEST_WARPS)
+    return next(enough, fitting[0][0] if fitting else None)
 
 
 @lru_cache(1 << 14)
@@ -141,6 +144,8 @@ def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
     """Why it cannot or should not multiply ``rows`` by a weight ``[n, k]``, or None."""
     if not FEWEST <= rows <= MAX_ROWS:
         return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
+    if k < NARROW:
+        return f"warps that have {NARROW} channels between them are too few"
     if (bits, group) != (4, 128):
         return "it was measured with 4 bits in groups of 128"
     many = padded(rows)
