@@ -8,6 +8,7 @@ In order, later ones win: the card of a packaged model, the model's files (gener
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class Range(msgspec.Struct, frozen=True):
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
-        return above and (self.high is None or value <= self.high)
+        return above and (value < math.inf if self.high is None else value <= self.high)
 
     def __str__(self) -> str:
         low = f"greater than {self.low}" if self.open_low else f"at least {self.low}"

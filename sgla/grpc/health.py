@@ -14,7 +14,7 @@ from sgla.grpc.proto import make
 PACKAGE = "grpc.health.v1"
 LOOK = 1.0  # seconds between looks of who watches
 MOST_WATCHERS = 64
-SERVING, NOT_SERVING = 1, 2  # of HealthCheckResponse.ServingStatus
+SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3  # of HealthCheckResponse.ServingStatus
 
 
 class Health:
@@ -27,17 +27,18 @@ class Health:
     async def check(self, call: Call, request: Any) -> Message:
         if request.service not in self._services:
             raise NotFound(f"there is no service {request.service[:200]!r}")
-        return self._state(call)
+        return self._state(call, request.service)
 
     async def watch(self, call: Call, request: Any) -> None:
-        """The state, and each later one, until the client leaves."""
+        """The state, and each later one, until the client leaves. One that is unknown may come later, as the
+        protocol has it."""
         if self._watchers >= MOST_WATCHERS:
             raise Overloaded(f"{MOST_WATCHERS} calls watch the server's health, which is the limit")
         self._watchers += 1
         try:
             told: Message | None = None
             while True:
-                state = self._state(call)
+                state = self._state(call, request.service)
                 if state != told:
                     told = state
                     await call.send(state)
@@ -45,7 +46,8 @@ class Health:
         finally:
             self._watchers -= 1
 
-    def _state(self, call: Call) -> Message:
-        return make(
-            PACKAGE, "HealthCheckResponse", status=SERVING if call.server.ingress.ready else NOT_SERVING
-        )
+    def _state(self, call: Call, service: str) -> Message:
+        status = SERVING if call.server.ingress.ready else NOT_SERVING
+        if service not in self._services:
+            status = SERVICE_UNKNOWN
+        return make(PACKAGE, "HealthCheckResponse", status=status)

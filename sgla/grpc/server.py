@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from sgla import clock
 from sgla.config import Config
-from sgla.errors import ConfigError, Overloaded, SglaError
+from sgla.errors import BadRequest, ConfigError, Overloaded, SglaError
 from sgla.grpc import sglang, telling, vllm
 from sgla.grpc.calls import Call, Places, address_of, deadline_of, decoded, end_with, headers_of
 from sgla.grpc.exchange import Exchange
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MOST_CALLS = 4096  # at a time, half of them of one client
 MOST_STREAMS = 1024  # calls of one connection
+MOST_WAITING = 4 * MOST_CALLS  # that this loop has not seen yet; those beyond MOST_CALLS it refuses by name
 END = 0.5  # seconds for the last messages
 
 Run = Callable[[Call, Any], Awaitable[Message | None]]
@@ -167,7 +168,8 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             if not method.asks:
                 await method.run(call, partial(self._places.read, context, client))
                 return
-            data = await self._places.read(context, client) or b""
+            if (data := await self._places.read(context, client)) is None:
+                raise BadRequest("the call has no message")
             share.take(len(data))
             share.body = len(data)
             answer = await method.run(call, decoded(method.asks, data))
@@ -207,6 +209,9 @@ async def start(app: web.Application) -> Running:
             ("grpc.max_receive_message_length", min(config.max_body_bytes, MOST)),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", MOST_STREAMS),
+            # Beyond the first of these numbers calls that wait to be taken are cancelled at random.
+            ("grpc.server.max_pending_requests", MOST_WAITING),
+            ("grpc.server.max_pending_requests_hard_limit", MOST_WAITING),
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

@@ -32,8 +32,8 @@ REQUEST_VLLM = "1a0268692209aa01030a0161c00103"
 class Calls:
     """A client of a server, and the server's ingress."""
 
-    def __init__(self, site: Site, channel: grpc.aio.Channel) -> None:
-        self.site, self.ingress, self.channel = site, site.ingress, channel
+    def __init__(self, site: Site, channel: grpc.aio.Channel, target: str) -> None:
+        self.site, self.ingress, self.channel, self.target = site, site.ingress, channel, target
 
     def open(self, path: str, request: Any, answer: str, **options: Any) -> Any:
         """A call that has one message to send, as generated stubs make it."""
@@ -78,9 +78,10 @@ async def connect(serve: Serve) -> AsyncIterator[Connect]:
     ) -> Calls:
         site = await serve(ingress, grpc_port=0, **settings)
         running = await start(site.app)
-        client = grpc.aio.insecure_channel(f"127.0.0.1:{running.port}", options=channel)
+        target = f"127.0.0.1:{running.port}"
+        client = grpc.aio.insecure_channel(target, options=channel)
         closers.extend((client.close, running.close))
-        return Calls(site, client)
+        return Calls(site, client, target)
 
     yield make_calls
     for close in closers:
@@ -233,6 +234,7 @@ async def test_vllm(calls: Calls) -> None:
         (asks(data_parallel_rank=1), "data_parallel_rank"),
         (asks(params={"custom_params": {"a": 1}}), "custom_params"),
         (asks(params={"temperature": -1}), "temperature"),
+        (asks(params={"temperature": float("inf")}), "temperature"),
         (asks(params={"n": 1000}), "n"),
         (asks(params={"stop": ["a"] * 65}), "stop"),
         (asks(top_logprobs_num=21), "top_logprobs_num"),
@@ -409,6 +411,28 @@ async def test_cut_and_large_messages(connect: Connect) -> None:
     assert long.code() == Code.RESOURCE_EXHAUSTED or long.code() == Code.INVALID_ARGUMENT
 
 
+async def test_a_call_without_a_message(calls: Calls) -> None:
+    call = calls.channel.stream_stream(f"{SCHEDULER}/Generate")()
+    await call.done_writing()
+    assert await call.code() == Code.INVALID_ARGUMENT
+    assert await call.details() == "the call has no message"
+
+
+async def test_calls_that_come_at_once_are_answered(connect: Connect) -> None:
+    """More than gRPC's own servers keep before they cancel some without a word."""
+    calls = await connect()
+    channels = [
+        grpc.aio.insecure_channel(calls.target, (("grpc.use_local_subchannel_pool", 1),)) for _ in range(3)
+    ]
+    opened = [
+        channel.unary_unary("/grpc.health.v1.Health/Check")(b"") for channel in channels for _ in range(700)
+    ]
+    codes = await asyncio.gather(*(call.code() for call in opened))
+    assert set(codes) == {Code.OK}
+    for channel in channels:
+        await channel.close()
+
+
 @pytest.mark.parametrize("kind", ["biases", "numbers that are not packed", "structs", "strings"])
 async def test_a_message_of_many_fields_is_not_decoded(connect: Connect, kind: str) -> None:
     """It would take the loop for as long as it has fields, before any of its limits is looked at."""
@@ -494,6 +518,11 @@ async def test_loading(calls: Calls) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await check(health)
     assert caught.value.code() == Code.NOT_FOUND
+    watch = calls.channel.unary_stream(
+        "/grpc.health.v1.Health/Watch", type(health).SerializeToString, kind.FromString
+    )(health)
+    assert (await watch.read()).status == kind.SERVICE_UNKNOWN  # it might come
+    watch.cancel()
 
 
 async def test_reflection(calls: Calls) -> None:
