@@ -97,7 +97,7 @@ constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
-static_assert(!(E4M3 && (SCALED || ADD || DRAW)) && !(GROUPED && (!E4M3 || TIGHT || GROUPS > 2)));
+static_assert(!(E4M3 && (SCALED || ADD || DRAW)) && !(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > 2))));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
 // Sums that a block gets from its cluster.
