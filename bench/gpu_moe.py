@@ -285,6 +285,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two tiles, down 2 x 4096": TWO | {"DOWN": Cut(2, 4096, 2)},
     "two tiles, down 4 x 2048": TWO | {"DOWN": Cut(4, 2048, 4)},
     "down 1 x 2048": {"DOWN": Cut(1, 2048, 1)},
+    "early, router 1 x 2048": EARLY | {"ROUTER": Cut(1, 2048, 1)},
+    "early, router 2 x 2048": EARLY | {"ROUTER": Cut(2, 2048, 2)},
 }
 
 
@@ -316,7 +318,7 @@ def layers(model: str, fp8: bool) -> None:
     norm = torch.ones(d, device="cuda")
     correction = torch.zeros(moe_spec.experts, device="cuda") if routing.score == "sigmoid" else None
     biases = ops.Biases(correction=correction)
-    kept = {name: getattr(moe, name) for name in ("TWO_TILES", "EARLY", "GATE_UP", "DOWN")}
+    kept = {name: getattr(moe, name) for name in ("TWO_TILES", "EARLY", "GATE_UP", "DOWN", "ROUTER")}
     for tokens in (1, 2):
         seen = torch.randn(tokens, heads, dtype=BF16, device="cuda")
         stream = torch.randn(tokens, d, dtype=BF16, device="cuda")

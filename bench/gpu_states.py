@@ -116,7 +116,8 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
 
     def conv_and_delta(s: StateLayer) -> None:
         y = ops.causal_conv(x.qkv, x.weight, None, s, batch)
-        delta.decode(*x.heads(y), gates, s.memory, *units, out)
+        q, k, v = x.heads(y)
+        delta.decode(q, k, v, gates, s.memory, *units, out)
 
     kinds: dict[str, tuple[Callable[[StateLayer], Any], int]] = {
         "conv and delta": (conv_and_delta, size),

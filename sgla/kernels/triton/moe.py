@@ -63,6 +63,7 @@ class Cut(NamedTuple):
 
 
 GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 2048, 2)  # of DOWN: k of a token's experts together
+ROUTER = Cut(4, 2048, 4)  # fewer experts where a row is wider
 # Off until they have run on a GPU (bench/gpu/few.sh): nine experts of a token in places for 8 and 1, not 16;
 # and up to how many tokens (2) shared experts are loaded before it is known who else is chosen.
 TWO_TILES, EARLY = False, 0
@@ -491,10 +492,11 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     normed = x if norm is None else torch.empty_like(x)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(d)
-    each = max(1, min(8192 // width, triton.next_power_of_2(experts)))
+    each = max(1, min(ROUTER.n * ROUTER.k // width, triton.next_power_of_2(experts)))
     _norm_router[(tokens, triton.cdiv(experts, each))](
         x, norm if norm is not None else x, router, normed, logits, eps, d, experts,
-        HAS_NORM=norm is not None, D=width, BE=each, EARLY=tokens <= EARLY, **_pdl(),
+        HAS_NORM=norm is not None, D=width, BE=each, EARLY=tokens <= EARLY,
+        num_warps=ROUTER.warps, **_pdl(),
     )  # fmt: skip
     return normed, logits
 
