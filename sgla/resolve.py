@@ -18,6 +18,7 @@ from sgla.device import check as check_device
 from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
+from sgla.model.compressed_spec import check_compressed
 from sgla.model.context import check_cp
 from sgla.model.data_attention import check_data
 from sgla.model.diffusion_gemma_spec import check_canvas
@@ -189,6 +190,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     check_data(config, device, spec, pooled)
     check_cp(config, device, spec, pooled)
     check_dcp(config, device, spec)
+    check_compressed(config, spec)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:

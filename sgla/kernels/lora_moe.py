@@ -47,6 +47,7 @@ def lora_moe(
     biases: Biases,
     routed: Tensor | None,
     counts: ExpertCounts | None,
+    fixed: Tensor | None = None,
 ) -> Tensor:
     """``ops.moe`` and what the adapters of the rows add to each expert: [T, d] -> [T, d]."""
     count = len(adapted[0].down.sizes)
@@ -57,7 +58,7 @@ def lora_moe(
         second = partial(ops.linear, w=down.part(expert, count), bias=outer)
         return lora_expert(adapted, expert, first, second, x, token, activation)
 
-    return ops.mix(x, router, run, routing, biases, routed, counts)
+    return ops.mix(x, router, run, routing, biases, routed, counts, fixed)
 
 
 def lora_expert(

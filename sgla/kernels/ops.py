@@ -644,7 +644,7 @@ def gated(x: Tensor, kind: Gating) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     if isinstance(kind, Clamped):
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-        return gate * torch.sigmoid(gate * kind.alpha) * (up + 1)
+        return gate * torch.sigmoid(gate * kind.alpha) * (up + kind.more)
     return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
@@ -665,13 +665,16 @@ class Biases(NamedTuple):
 NO_BIASES = Biases()
 
 
-def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, biases: Biases = NO_BIASES, fixed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token: logits [T, E] -> weights float32 [T, top_k] and ids int64 [T, top_k], with
-    more columns for a shared expert. Runs without a look at values on the host."""
+    more columns for a shared expert. ``fixed``: int64 [T, top_k], where something else chooses them. Runs
+    without a look at values on the host."""
     if routing.shared:
         parts = routing.common
         count, others = routing.experts(logits.shape[1]) - parts, replace(routing, shared="", parts=1)
-        weights, ids = route(logits[:, :count], others, biases)
+        weights, ids = route(logits[:, :count], others, biases, fixed)
         own = (
             logits[:, count:].float().sigmoid()
             if routing.shared == "gated"
@@ -684,22 +687,30 @@ def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple
         logits = logits + biases.logits
     if routing.score == "sparsemixer":
         return _sparsemixer(logits, routing)
-    scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
+    if routing.score == "sqrtsoftplus":
+        scores = F.softplus(logits).sqrt()
+    else:
+        scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
+    if fixed is not None:
+        return _weights(scores.gather(-1, fixed), fixed, routing, biases), fixed
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         groups = ranked.unflatten(-1, (routing.groups, -1))
         best = groups.topk(2, -1).values.sum(-1) if routing.two else groups.amax(-1)
         kept = torch.zeros_like(best).scatter(-1, best.topk(routing.kept, -1).indices, 1.0) > 0
         ranked = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-    chosen, ids = ranked.topk(routing.top_k, -1)
-    if ranked is not scores:
-        chosen = scores.gather(-1, ids)
+    best, ids = ranked.topk(routing.top_k, -1)
+    return _weights(best if ranked is scores else scores.gather(-1, ids), ids, routing, biases), ids
+
+
+def _weights(scores: Tensor, ids: Tensor, routing: Routing, biases: Biases) -> Tensor:
+    """Of chosen experts with these scores."""
     if routing.normalize:
-        total = chosen.sum(-1, keepdim=True)
-        chosen = chosen / (total.clamp(min=routing.least) if routing.least else total)
+        total = scores.sum(-1, keepdim=True)
+        scores = scores / (total.clamp(min=routing.least) if routing.least else total)
     if biases.factor is not None:
-        chosen = chosen * biases.factor[ids]
-    return (chosen if routing.scale == 1.0 else chosen * routing.scale), ids
+        scores = scores * biases.factor[ids]
+    return scores if routing.scale == 1.0 else scores * routing.scale
 
 
 def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -726,12 +737,14 @@ def moe(
     biases: Biases = NO_BIASES,
     routed: Tensor | None = None,
     counts: ExpertCounts | None = None,
+    fixed: Tensor | None = None,
 ) -> Tensor:
     """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e: x [T, d] -> [T, d].
 
     router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other, gate_up
     without a gate [E * f, d]; a shared one is the last, with a row of the router if it is gated. ``routed``
     [T, as wide as the router]: what the router sees, if that is not x. ``counts``: is told who is chosen.
+    ``fixed``: see ``route``.
     """
     count = len(routing.here(router.n))
 
@@ -740,7 +753,7 @@ def moe(
         x = gated(linear(x, gate_up.part(expert, count), inner), activation)
         return linear(x, down.part(expert, count), outer)
 
-    return mix(x, router, run, routing, biases, routed, counts)
+    return mix(x, router, run, routing, biases, routed, counts, fixed)
 
 
 def mix(
@@ -751,11 +764,12 @@ def mix(
     biases: Biases,
     routed: Tensor | None = None,
     counts: ExpertCounts | None = None,
+    fixed: Tensor | None = None,
 ) -> Tensor:
     """``moe`` with ``run(expert, x[n, d], token[n]) -> [n, d]``, for each expert here that has tokens, by its
     place among those that are here."""
     logits = linear((x if routed is None else routed).float(), router)
-    weights, ids = route(logits, routing, biases)
+    weights, ids = route(logits, routing, biases, fixed)
     if counts is not None:
         counts.add(ids)
     out = x.new_zeros(x.shape, dtype=torch.float32)

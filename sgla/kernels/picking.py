@@ -61,10 +61,16 @@ def pick(q: Tensor, key: Tensor, weights: Tensor, kv: KVLayer, batch: ForwardBat
             products = torch.einsum("thi,ni->thn", q[part].float(), keys).relu()
             scores = torch.einsum("thn,th->tn", products, weights[part])
             scores = scores.masked_fill(places > batch.positions[part, None], float("-inf"))
-            ranked = scores.sort(stable=True, dim=-1, descending=True)
-            chosen = torch.where(ranked.values == float("-inf"), -1, ranked.indices)[:, :most]
-            found[part, : chosen.shape[1]] = chosen.to(torch.int32)
+            chosen = best(scores, most)
+            found[part, : chosen.shape[1]] = chosen
     return found
+
+
+def best(scores: Tensor, most: int) -> Tensor:
+    """int32 ``[T, most]``, or fewer: the places in scores ``[T, N]`` that have the highest, of equals the
+    earliest first; -1 for those of minus infinity."""
+    ranked = scores.sort(stable=True, dim=-1, descending=True)
+    return torch.where(ranked.values == float("-inf"), -1, ranked.indices)[:, :most].to(torch.int32)
 
 
 def _seen(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, picked: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class Routing:
     (``gated``) with the sigmoid of a logit that stands behind those of the others. One that is ``parts``
     times as wide as the others is as many experts.
 
+    ``sqrtsoftplus`` (DeepSeek V4): the score of a logit is ``sqrt(log(1 + exp(logit)))``.
+
     ``sparsemixer`` (arXiv 2409.12136): the two experts with the highest logits; the weight of each is its
     share of a softmax over the experts that are not left out: those chosen before it, and those whose logit
     is below its own by more than ``2 * jitter`` of the larger of its own and their magnitude.
@@ -37,7 +39,7 @@ class Routing:
     """
 
     top_k: int
-    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = "softmax"
     normalize: bool = False
     groups: int = 1
     kept: int = 1
@@ -71,11 +73,12 @@ class Routing:
 
 @dataclass(frozen=True)
 class Clamped:
-    """The gated activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, where the gate is at most
-    ``limit`` and up is between ``-limit`` and ``limit``."""
+    """The gated activation of gpt-oss: ``(up + more) * gate * sigmoid(alpha * gate)``, where the gate is at
+    most ``limit`` and up is between ``-limit`` and ``limit``."""
 
     alpha: float
     limit: float
+    more: float = 1.0
 
 
 Gating = Activation | Clamped | Literal["relu2"]  # the last without a gate (arXiv 2109.08668)

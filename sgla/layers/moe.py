@@ -252,8 +252,9 @@ class MoE:
         """Multiply the weights of each expert by its ``factor`` [E]."""
         self.biases = self.biases._replace(factor=factor)
 
-    def chosen(self, x: Tensor, routed: Tensor | None) -> Tensor:
-        """What each token's experts make of x together, on this rank. ``routed``: see ``ops.moe``."""
+    def chosen(self, x: Tensor, routed: Tensor | None, fixed: Tensor | None = None) -> Tensor:
+        """What each token's experts make of x together, on this rank. ``routed`` and
+        ``fixed``: see ``ops.moe``."""
         run: Callable[..., Tensor] = ops.moe
         if self.stacks is not None and self.rows is not None and self.rows.active:
             run = partial(lora_moe, (self.stacks, self.rows, self.rows.are_sampled(x)))
@@ -267,18 +268,19 @@ class MoE:
             self.biases,
             routed,
             self.counts,
+            *(() if fixed is None else (fixed,)),
         )
 
-    def part(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+    def part(self, x: Tensor, routed: Tensor | None = None, fixed: Tensor | None = None) -> Tensor:
         """Of which the sum over the ranks is the output."""
-        y = self.chosen(x, routed)
+        y = self.chosen(x, routed, fixed)
         return y if self.shared is None else self.shared.add(y, x)
 
-    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, routed: Tensor | None = None, fixed: Tensor | None = None) -> Tensor:
         if self.lockstep is not None:
-            assert routed is None
+            assert routed is fixed is None
             return self.lockstep.share(self.part, x)
-        y = self.part(x, routed)
+        y = self.part(x, routed, fixed)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
 
 

@@ -43,6 +43,7 @@ class MoESpec:
     halves: bool = False  # of those stacks: gate lies before up, and not in turn with it
     shared: int = 0  # width of an MLP that every token goes through, too; 0: there is none
     shared_gate: bool = False  # its output is multiplied by the sigmoid of a linear layer with one output
+    hashed: frozenset[int] = frozenset()  # layers in which a table says which experts a token's id has
     latent: int = 0  # width of what experts read and make, if a linear layer before and one behind change it
 
 
@@ -64,6 +65,15 @@ class AltUp(NamedTuple):
     active: int
     scaled: bool
     sparsity: tuple[float, ...]
+
+
+class HyperConnections(NamedTuple):
+    """The residual stream is ``streams`` wide (mHC, arXiv 2512.24880). The matrix by which a layer mixes them
+    becomes doubly stochastic in so many ``iterations``; ``eps`` is added to what is divided by."""
+
+    streams: int
+    iterations: int
+    eps: float
 
 
 class StateTensor(NamedTuple):
@@ -130,6 +140,16 @@ class AttentionSpec:
     def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
         """What a rank with so many KV heads keeps of a token."""
         return StateTensor("k", (kv_heads, self.head_dim)), StateTensor("v", (kv_heads, self.v_dim))
+
+    def beside(self) -> tuple[StateTensor, ...]:
+        """What it keeps of every token, where ``kept`` is of those in its window."""
+        return ()
+
+    @property
+    def together(self) -> int:
+        """How many tokens share the places of what is kept ``beside``: as many, or several times as many, lie
+        in a page."""
+        return 1
 
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
         """What a rank keeps of all tokens together, in a layer that does that instead of keeping each.

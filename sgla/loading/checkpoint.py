@@ -4,7 +4,7 @@ method, fused and stacked ones taken apart."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
@@ -39,6 +39,16 @@ def canonical(name: str) -> str:
     for prefix, replacement in PREFIXES:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
+    return name
+
+
+def renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """A checkpoint's name by ``Family.renamed``: with other parts, those with ^ at its beginning alone."""
+    for theirs, ours in pairs:
+        if not theirs.startswith("^"):
+            name = name.replace(theirs, ours)
+        elif name.startswith(theirs[1:]):
+            name = ours + name.removeprefix(theirs[1:])
     return name
 
 
@@ -172,6 +182,23 @@ class FileTensor:
     def read(self, rows: range) -> Tensor:
         values: Tensor = self.view[rows.start : rows.stop]
         return values
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A FileTensor of whole numbers, which are no quantized weights."""
+
+    source: FileTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.source.values(rows)
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
         return storage(kind).read(self, rows, columns)

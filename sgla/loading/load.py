@@ -20,7 +20,16 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.adapters import Adapters
 from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot, Values
-from sgla.loading.checkpoint import FileTensor, cache_scales, canonical, joined, stored_tensors, unstacked
+from sgla.loading.checkpoint import (
+    FileTensor,
+    Numbers,
+    cache_scales,
+    canonical,
+    joined,
+    renamed,
+    stored_tensors,
+    unstacked,
+)
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
 from sgla.loading.pickles import TYPES
@@ -126,22 +135,20 @@ def renaming(architecture: str) -> Callable[[str], str]:
     """From a checkpoint's name to a declared one."""
     pairs = family_of(architecture).renamed
 
-    def rename(name: str) -> str:
-        for theirs, ours in pairs:
-            name = name.replace(theirs, ours)
-        return name
-
-    return rename
+    return lambda name: renamed(name, pairs)
 
 
 def mending(spec: ModelSpec) -> Mend:
-    """For a checkpoint with ``Family.crossed`` modules, or with rows ``Family.by_head`` or ``by_quarter``."""
+    """For a checkpoint with ``Family.crossed`` modules, with rows ``Family.by_head`` or ``by_quarter``, or
+    with tensors of whole ``Family.numbers``."""
     family = family_of(spec.architecture)
     crossed = tuple(f".{module}.weight" for module in family.crossed)
 
     def mend(name: str, tensor: SourceTensor) -> SourceTensor:
         if crossed and name.endswith(crossed):
             return Crossed(tensor)
+        if family.numbers and name.endswith(family.numbers) and isinstance(tensor, FileTensor):
+            return Numbers(tensor)
         if (family.by_head or family.by_quarter) and ".qkv_proj." in name:
             return Reordered(tensor, joined_order(tensor.shape[0], spec, family.by_quarter))
         return tensor

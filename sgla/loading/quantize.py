@@ -21,7 +21,7 @@ from torch import Tensor
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build
-from sgla.loading.checkpoint import canonical, stored_tensors
+from sgla.loading.checkpoint import canonical, renamed, stored_tensors
 from sgla.loading.gguf_tensors import weights_of_file
 from sgla.loading.load import model_of
 from sgla.messages import Progress
@@ -88,14 +88,12 @@ def plan(source: ModelSource, format: str) -> Job:
     with torch.device("meta"):
         build = Linears()
         model_of(spec, build, 32)
-    renamed, tensors = family_of(spec.architecture).renamed, dict[int, dict[str, SourceTensor]]()
+    pairs, tensors = family_of(spec.architecture).renamed, dict[int, dict[str, SourceTensor]]()
     linears = set(build.modules_of)
     for name, tensor in weights_of_file(source) if source.kind == "gguf" else stored_tensors(source):
         at = _LAYER.search(name)
         tensors.setdefault(int(at[1]) if at else -1, {})[name] = tensor
-        ours = canonical(name)
-        for theirs, own in renamed:
-            ours = ours.replace(theirs, own)
+        ours = renamed(canonical(name), pairs)
         if ours.removesuffix(".weight") in build.modules_of:
             linears.add(canonical(name).removesuffix(".weight"))
     group = next((size for size in GROUPS if all(k % size == 0 for k in build.widths)), 0)

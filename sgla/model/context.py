@@ -63,4 +63,6 @@ def _of_model(spec: ModelSpec) -> str | None:
         return f"by {spec.architecture}"
     if any(isinstance(layer, IndexedSpec) for layer in spec.attention):
         return "by a model whose layers pick the tokens that they read"
+    if any(layer.beside() for layer in spec.attention):
+        return "by a model whose layers make entries of tokens that lie together"
     return None

@@ -92,7 +92,8 @@ class Family:
     scaled_embedding: bool = False  # by the root of the width
     sinks: bool = False  # of attention
     mixture: str = ""
-    renamed: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of names of tensors; with ^, beginnings
+    numbers: tuple[str, ...] = ()  # ends of names of tensors that hold whole numbers
     gguf: tuple[Gguf, ...] = ()  # architectures of GGUF files
     classifier: tuple[str, str, str] | None = None  # of an encoder: first layer, its activation, last layer
     keys: Mapping[str, str] = field(default_factory=dict)  # of an encoder: BERT's, and its own names for them

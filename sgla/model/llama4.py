@@ -17,7 +17,7 @@ from sgla.model.llama import Llama
 class Mixture(MoE):
     """Each token has one expert."""
 
-    def chosen(self, x: Tensor, routed: Tensor | None) -> Tensor:
+    def chosen(self, x: Tensor, routed: Tensor | None, fixed: Tensor | None = None) -> Tensor:
         score = ops.linear(x, self.router).float().amax(-1, keepdim=True).sigmoid()
         return super().chosen((x * score).to(x.dtype), x)
 

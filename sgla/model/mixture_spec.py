@@ -137,6 +137,34 @@ def deepseek_v3(c: Reader, layers: int) -> MoESpec:
     return replace(_deepseek(c, experts, routing, _behind(c, layers)), correction=True)
 
 
+def deepseek_v4(c: Reader, layers: int) -> MoESpec:
+    """DeepSeek V4: in some layers a table says which experts a token has."""
+    score, key = c.values["scoring_func"], "mlp_layer_types"
+    if score not in ("sqrtsoftplus", "sigmoid", "softmax"):
+        raise c.error("scoring_func", "sqrtsoftplus, sigmoid or softmax")
+    if not c.flag("norm_topk_prob"):
+        raise c.error("norm_topk_prob", "true, as transformers has it whatever is said")
+    kinds = c.values[key]
+    if kinds is None:
+        first = c.integer("num_hash_layers", LAYERS, 0) if c.given("num_hash_layers") else 3
+        kinds = ["hash_moe" if i < first else "moe" for i in range(layers)]
+    known = isinstance(kinds, list) and all(kind in ("hash_moe", "moe") for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise c.error(key, f"a list of {layers} words, hash_moe or moe")
+    experts, width = c.integer("n_routed_experts", EXPERTS), c.integer("moe_intermediate_size", INNER)
+    routing = _routing(c, experts, normalize=True, least=1e-20, scale=c.number("routed_scaling_factor"))
+    return MoESpec(
+        experts,
+        width,
+        replace(routing, score=score),
+        frozenset(range(layers)),
+        clamped=Clamped(1.0, c.number("swiglu_limit"), 0.0),
+        correction=True,
+        shared=width,
+        hashed=frozenset(i for i, kind in enumerate(kinds) if kind == "hash_moe"),
+    )
+
+
 def bailing(c: Reader, layers: int) -> MoESpec:
     """Ling 2: DeepSeek-V3's, and the width of the shared expert may be said."""
     found, key = deepseek_v3(c, layers), "moe_shared_expert_intermediate_size"

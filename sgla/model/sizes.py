@@ -164,7 +164,7 @@ def _matrix_bytes(
         others = layers if ranks > 1 else _experts(spec)
     matrices = (layers - others) * linear + others * FORMATS[kinds.plain].bytes
     more = attention * linear * (1 / heads_over - 1 / ranks)
-    return matrices / ranks + more + table + positions + head
+    return matrices / ranks + more + table + positions + head + _mixing(spec) * FORMATS["f32"].bytes
 
 
 def _experts(spec: ModelSpec) -> int:
@@ -184,6 +184,14 @@ def _giving(spec: ModelSpec) -> int:
     """Those of the matrices around it, and of those that make several residual streams of one."""
     streams = 2 * (spec.altup.inputs - 1) * spec.hidden**2 if spec.altup else 0
     return streams + (3 * spec.layers * spec.per_layer.width * spec.hidden if spec.per_layer else 0)
+
+
+def _mixing(spec: ModelSpec) -> int:
+    """Values of the matrices by which layers mix streams, and of the one behind the last."""
+    if (hyper := spec.hyper) is None:
+        return 0
+    wide = hyper.streams * hyper.streams * spec.hidden
+    return wide * (2 * (2 + hyper.streams) * len(spec.held) + spec.last)
 
 
 def _mlps(spec: ModelSpec, experts: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sgla.layers.spec import Activation, AltUp, AttentionSpec, MoESpec, PerLayerInputs
+from sgla.layers.spec import Activation, AltUp, AttentionSpec, HyperConnections, MoESpec, PerLayerInputs
 from sgla.quant.method import Method
 
 
@@ -48,6 +48,7 @@ class ModelSpec:
     per_layer: PerLayerInputs | None = None
     canvas: int = 0  # tokens of a block that come together, out of noise; 0: tokens come one by one
     altup: AltUp | None = None
+    hyper: HyperConnections | None = None
     heard: int = 0  # places of what an encoder makes of a sound, to which each layer attends; 0: none does
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized
@@ -67,6 +68,13 @@ class ModelSpec:
     def attention_held(self) -> tuple[AttentionSpec, ...]:
         """``attention`` of these."""
         return self.attention[self.held.start : self.held.stop]
+
+    @property
+    def keepers(self) -> tuple[AttentionSpec, ...]:
+        """The layers of which a rank keeps something, in its order: those ``held``, and behind these, once
+        more, those that keep something beside."""
+        held = self.attention_held
+        return *held, *(layer for layer in held if layer.beside())
 
     @property
     def first(self) -> bool:

@@ -100,6 +100,8 @@ def _check(config: Config, spec: ModelSpec) -> None:
         obstacle = "some of whose layers read what others keep"
     elif spec.per_layer is not None:
         obstacle = "whose layers have parts of the embedding"
+    elif spec.hyper is not None:
+        obstacle = "whose residual stream is several wide"
     elif _follows(config, spec):
         obstacle = "whose layers read tokens that a layer before has picked"
     if obstacle:

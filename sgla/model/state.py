@@ -99,7 +99,8 @@ def own_heads(heads: int, rank: int, ranks: int) -> range:
 
 
 def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[LayerState]:
-    """Of each layer of a stage, on ``rank`` or on the one that has most."""
+    """Of each layer of a stage, on ``rank`` or on the one that has most; behind these what some keep beside
+    (``ModelSpec.keepers``)."""
 
     def own(heads: int) -> int:
         return max(len(own_heads(heads, one, ranks)) for one in (range(ranks) if rank is None else [rank]))
@@ -108,7 +109,8 @@ def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[Layer
     for layer in spec.attention_held:
         kept = layer.kept(own(layer.kv_heads)) if layer.reads is None else ()
         state.append(LayerState(layer.window, kept, layer.reads, layer.unit(own)))
-    return state
+    beside = (layer.beside() for layer in spec.keepers[len(state) :])
+    return [*state, *(LayerState(0, tensors) for tensors in beside)]
 
 
 def shared_out(state: Sequence[LayerState], ranks: int) -> list[LayerState]:

@@ -68,12 +68,13 @@ class Fp8(Method):
         return {f"{module}.weight": Held((n, k), ("F8_E4M3",))} | dict.fromkeys(scales, Held(optional=True))
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
-        from sgla.quant.scaled import Scaled
+        from sgla.quant.scaled import Powers, Scaled
 
         weight = f"{module}.weight"
         for name in (f"{weight}_scale_inv", f"{weight}_scale"):
             if (scale := stored.get(name)) is not None:
-                return Scaled(stored[weight], scale, covered(name, tuple(scale.shape), (n, k), self.block))
+                block = covered(name, tuple(scale.shape), (n, k), self.block)
+                return Scaled(stored[weight], Powers(scale) if scale.type == "F8_E8M0" else scale, block)
         raise WeightError(f"{weight} has e4m3 numbers without a scale ({weight}_scale or _scale_inv)")
 
     def unused(self, name: str, tensor: StoredTensor) -> bool:

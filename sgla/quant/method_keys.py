@@ -42,8 +42,8 @@ _METHODS = {
         _GPTQMODEL | {"dynamic": {}, "lm_head": False},
     ),
     "fp8": Keys(
-        "fmt weight_block_size activation_scheme scale_fmt dequantize config_groups",
-        {"modules_to_convert": None, "expert_dtype": "fp8"},
+        "fmt weight_block_size activation_scheme scale_fmt dequantize config_groups expert_dtype",
+        {"modules_to_convert": None},
         {"kv_cache_scheme": _CACHE},
     ),
     "fbgemm_fp8": Keys(

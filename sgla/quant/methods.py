@@ -20,8 +20,8 @@ def register(name: str, method: str) -> None:
     _METHODS[name] = method
 
 
-for _name in ("fp8", "fbgemm_fp8"):
-    register(_name, "sgla.quant.fp8:Fp8")
+register("fp8", "sgla.quant.e2m1_experts:fp8")
+register("fbgemm_fp8", "sgla.quant.fp8:Fp8")
 register("modelopt", "sgla.quant.modelopt:modelopt")
 register("compressed-tensors", "sgla.quant.compressed:compressed")
 register("gguf", "sgla.quant.gguf:Gguf")
@@ -39,6 +39,8 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     c = quantization_config(config)
     if not c:
         return None
+    if config.get("expert_dtype") is not None:  # DeepSeek V4 says it beside
+        c = {"expert_dtype": config["expert_dtype"], **c}
     kind = c.get("quant_method")
     if kind is None and (c.get("load_in_8bit") or c.get("load_in_4bit")):
         kind = "bitsandbytes"  # as old files say it

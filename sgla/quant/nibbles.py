@@ -11,13 +11,15 @@ from sgla.errors import WeightError
 from sgla.quant.e2m1 import NVFP4, NVFP4_GROUP
 from sgla.quant.groups import E2M1
 from sgla.quant.mxfp4 import BIAS, VALUES
+from sgla.quant.scaled import POWERS, powers
 from sgla.quant.weight import StoredTensor, Weight, storage
 
 
 @dataclass(frozen=True)
 class Nibbles:
-    """``packed`` uint8 ``[n, k / 2]``, the first of two numbers in the lower bits; ``scales``
-    ``[n, k / group]``: e4m3, or exponents. ``factor``: of all scales; ``divides`` them, or multiplies."""
+    """``packed`` ``[n, k / 2]`` bytes, the first of two numbers in the lower bits; ``scales``
+    ``[n, k / group]``: e4m3, or exponents (``POWERS``). ``factor``: of all scales; ``divides`` them, or
+    multiplies."""
 
     packed: StoredTensor
     scales: StoredTensor
@@ -37,7 +39,7 @@ class Nibbles:
             scale = self.scales.values(rows)
             factor = torch.full((len(rows),), self._factor(), device=scale.device)
             return NVFP4.of(self._codes(rows), scale, factor).cut(columns)
-        if kind != "e2m1" or self.scales.type != "U8":
+        if kind != "e2m1" or self.scales.type not in POWERS:
             return storage(kind).read(self, rows, columns)
         codes = self._codes(rows)
         doubled = torch.tensor([int(2 * value) + 16 for value in VALUES], device=codes.device)
@@ -47,14 +49,14 @@ class Nibbles:
         return E2M1.of(5, doubled[codes.long()], scale, scale).cut(columns)
 
     def _codes(self, rows: range) -> Tensor:
-        pairs = self.packed.values(rows)
+        pairs = self.packed.values(rows).view(torch.uint8)
         return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
 
     def _scale(self, rows: range) -> Tensor:
         """float32 ``[len(rows), groups]``."""
         found = self.scales.values(rows)
-        if self.scales.type == "U8":
-            return torch.ldexp(torch.ones_like(found, dtype=torch.float32), found.int() - BIAS)
+        if self.scales.type in POWERS:
+            return torch.ldexp(torch.ones(found.shape, device=found.device), powers(found) - BIAS)
         return found.float() * self._factor()
 
     def _factor(self) -> float:

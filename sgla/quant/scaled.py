@@ -10,10 +10,17 @@ from torch import Tensor
 from sgla.quant.channels import E4M3, GROUP, MXFP8, E4M3Groups
 from sgla.quant.weight import SourceTensor, StoredTensor, Weight, storage
 
+POWERS = ("U8", "F8_E8M0")  # types of exponents, as safetensors calls them
+
+
+def powers(stored: Tensor) -> Tensor:
+    """int32, of exponents of either type."""
+    return stored.view(torch.uint8).int()
+
 
 @dataclass(frozen=True)
 class Powers:
-    """A SourceTensor of exponents, uint8 that are 127 more than they mean: powers of two."""
+    """A SourceTensor of exponents (``POWERS``), bytes that are 127 more than they mean: powers of two."""
 
     exponents: StoredTensor
 
@@ -22,7 +29,7 @@ class Powers:
         return self.exponents.shape
 
     def dense(self, rows: range | None = None) -> Tensor:
-        found = self.exponents.values(rows).int()
+        found = powers(self.exponents.values(rows))
         return torch.ldexp(torch.ones_like(found, dtype=torch.float32), found - 127)
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:

@@ -30,7 +30,7 @@ def parts_of_units(kv: Sequence[Layer], spec: ModelSpec, groups: int) -> list[li
     """Of each cache group, in the order of ``kv.memory_of``; of states none, if a layer does not tell which
     heads theirs are of (``StateTensor.runs``)."""
     found: list[dict[int, list[Part]]] = [{} for _ in range(groups)]
-    for layer, attention in zip(kv, spec.attention_held):
+    for layer, attention in zip(kv, spec.keepers):
         if (kept := tokens_of(layer)) is not None:
             for x in (x for x in kept.tensors if x.numel()):
                 found[kept.group].setdefault(x.data_ptr(), [_part(x, attention.kv_heads)])

@@ -187,6 +187,54 @@ def mixtral(**changes: Any) -> Config:
     return TINY | USUAL | own | changes
 
 
+def deepseek_v4(**changes: Any) -> Config:
+    own = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "attention_bias": False,
+        "compress_ratios": [0, 4, 128, 0],
+        "compress_rope_theta": 160000,
+        "expert_dtype": "fp4",
+        "hc_eps": 1e-6,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "index_head_dim": 16,
+        "index_n_heads": 8,
+        "index_topk": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 3,
+        "num_hash_layers": 1,
+        "num_key_value_heads": 1,
+        "num_nextn_predict_layers": 1,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 4,
+            "original_max_position_embeddings": 32,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "sliding_window": 128,
+        "swiglu_limit": 10.0,
+        "tie_word_embeddings": False,
+        "topk_method": "noaux_tc",
+    }
+    found = TINY | USUAL | own | {"intermediate_size": ...} | changes
+    return {key: value for key, value in found.items() if value is not ...}
+
+
 def deepseek(version: int, **changes: Any) -> Config:
     """As published; both have keys that transformers does not read."""
     own = {
@@ -863,6 +911,13 @@ RUN: dict[str, Case] = {
         deepseek(3, q_lora_rank=24)
         | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
         | {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 16}
+    ),
+    "DeepSeek-V4": Case(deepseek_v4()),
+    "DeepSeek-V4 by its newer keys": Case(
+        deepseek_v4(**dict.fromkeys(("compress_ratios", "num_hash_layers", "qk_rope_head_dim"), ...))
+        | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "compressed_sparse_attention"]}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}}
+        | {"mlp_layer_types": ["hash_moe", "moe", "moe"], "partial_rotary_factor": 0.5}
     ),
     "Llama-4-Maverick's text": Case(
         USUAL | llama4({"moe_layers": None})["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
@@ -2181,7 +2236,7 @@ REFUSED: dict[str, Case] = {
         "checkpoint_format",
     ),
     "fp8 of some layers": Case(quantized("fp8", modules_to_convert=["mlp"]), "modules_to_convert"),
-    "fp8 with experts in fp4": Case(quantized("fp8", expert_dtype="fp4"), "expert_dtype"),
+    "fp8 with experts in int4": Case(quantized("fp8", expert_dtype="int4"), "expert_dtype"),
     "fp8 of compressed-tensors with rounded results": Case(
         llama(
             quantization_config=FP8["channel"]

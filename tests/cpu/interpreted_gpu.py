@@ -282,6 +282,32 @@ PICKED = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
     "index_n_heads": 3,
     "index_head_dim": 8,
 }
+OWN_KEYS = ("intermediate_size", "num_key_value_heads")
+COMPRESSED = {key: value for key, value in DECODER.items() if key not in OWN_KEYS} | {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 64,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 16,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "sliding_window": WINDOW,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "index_topk": 5,
+    "index_n_heads": 3,
+    "index_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "num_hash_layers": 1,
+}
 STATES_KEPT = DECODER | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -485,6 +511,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
     "picked tokens": (PICKED, "", long_text, SMALL_STEPS, {"attention_backend": "torch"}),
+    "entries": (
+        COMPRESSED,
+        "",
+        long_text,
+        {"page_size": 4, "step_tokens": 8},
+        {"attention_backend": "torch"},
+    ),
     "pages of int8": (
         DECODER,
         "",

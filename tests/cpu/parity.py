@@ -63,6 +63,7 @@ CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 SSM = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 KINDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 GROWING = YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+COMPRESSED = "compressed_sparse_attention"
 FAST = {"rope_type": "default", "rope_theta": 100.0}
 ALONE = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ...)
 ALONE |= {"intermediate_size": ...}  # no attention and no MLPs
@@ -207,6 +208,16 @@ LAYOUTS: dict[str, Layouts] = {
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16, "n_group": 4},
         heads=MORE_LATENT,
         other={"rope_parameters": YARN},
+    ),
+    "deepseek_v4": Layouts(
+        {"num_key_value_heads": 1, "intermediate_size": ..., "head_dim": 32}
+        | {"partial_rotary_factor": 0.25, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 12}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16, "sliding_window": 16}
+        | {"compress_rates": {COMPRESSED: 4, "heavily_compressed_attention": 16}}
+        | {"layer_types": ["sliding_attention", "heavily_compressed_attention", COMPRESSED]},
+        heads={"num_attention_heads": 4, "num_key_value_heads": 1, "o_groups": 4, "hc_mult": 2},
+        other={"rope_parameters": YARN, "layer_types": [COMPRESSED] * 3, "num_hash_layers": 1},
     ),
     "glm_moe_dsa": Layouts(
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16},
@@ -434,7 +445,7 @@ def compare(model_type: str, layout: str, changes: dict[str, Any], generic: bool
         source = files.open_source(folder)
         if generic:
             source = replace(source, config=source.config | {FACTS: probe(source.config, folder)})
-        rows = Eager(load_model(source), native=True).generate(PROMPTS, NEW)
+        rows = Eager(load_model(source), page_size=16, native=True).generate(PROMPTS, NEW)
     ties, most = 0, 0.0
     for row in rows:
         expected = hf(torch.tensor([row.tokens[:-1]])).logits[0, -NEW:].float().log_softmax(-1)

@@ -129,7 +129,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sgla.device import nvidia
-from sgla.kernels.triton import attention, latent, picking
+from sgla.kernels.triton import attention, compressed, hyper, latent, picking
 
 TYPES = dict.fromkeys(('q', 'out'), '*bf16') | dict.fromkeys(
     ('part', 'part_ml', 'sinks', 'slopes', 'k_scales', 'v_scales'), '*fp32'
@@ -166,17 +166,25 @@ for kernel, cut in ((latent._decode, decode), (latent._extend, extend)):
     found.append(shared(kernel, (8, 9), latent._ahead(cut), C=512, CB=512, R=64, RB=64, M=cut.m, N=cut.n))
 TYPES |= {'out': '*i64', 'weights': '*fp32', 'lengths': '*i32'}
 found.append(shared(picking._ranks, (8, 9), 2, D=128, DB=128, H=64, N=picking.BLOCK))
+TYPES |= dict.fromkeys(('given', 'entries', 'out'), '*bf16') | {'eps': 'fp32'}
+TYPES |= dict.fromkeys(('own_table', 'table', 'picked', 'positions', 'counts'), '*i32')
+TYPES |= dict.fromkeys(('bias', 'norm', 'cos_sin', 'x', 'base'), '*fp32')
+places, cut = {'DIM': 512, 'RATE': 128, 'TOGETHER': 16}, latent.decode_cut(512, 512, 32, 2, room)
+found.append(shared(compressed._attend, (8, 9), 2, **places, DB=512, PICKED=True, M=cut.m, N=cut.n))
+found.append(shared(compressed._make, (8, 9), 2, **places, FIRST=0, HALF=32, HB=32, RB=512, SERIES=2))
+TYPES |= dict.fromkeys(('scale', 'out'), '*fp32')
+shared(hyper._weights, (8, 9), 2, N=4, WIDTH=24, BT=hyper.TOGETHER)
 print(json.dumps(found))
 """
 
 
 def test_attention_compiles_for_each_kind_of_cards() -> None:
     """Of decode rows, and for a small card those of pages of 8 and 4 bits, of prompts with heads padded
-    to 256 and of DeepSeek's latents, and scores by which tokens are picked."""
+    to 256 and of DeepSeek's latents, scores by which tokens are picked, and entries of several tokens."""
     pytest.importorskip("triton")
     cards = list(CARDS)
     command = [sys.executable, "-c", COMPILE, json.dumps([CARDS[name] for name in cards])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name, shared in zip([*cards, *["L40S"] * 7], json.loads(done.stdout), strict=True):
+    for name, shared in zip([*cards, *["L40S"] * 9], json.loads(done.stdout), strict=True):
         assert 0 < shared <= nvidia(name, CARDS[name]).shared

@@ -14,6 +14,7 @@ CASES = {
     "windows, prompts": set(),
     "chunks": set(),
     "picked tokens": set(),
+    "entries": set(),
     "text": set(KINDS),
     "stages": set(KINDS),
     "weights on the host": {"logprobs"},

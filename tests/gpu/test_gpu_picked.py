@@ -11,7 +11,9 @@ import pytest
 from test_gpu_runner import make
 from test_gpu_windows import run
 
+from sgla.kernels.compressed import compress, compressed_attention, pick_entries
 from sgla.kernels.gpu.ops import LOWERINGS
+from sgla.kernels.hyper import stream_weights
 from sgla.kernels.picking import pick, picked_attention
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
@@ -37,6 +39,25 @@ MODEL: dict[str, Any] = {
     "index_n_heads": 16,
     "index_head_dim": 128,
 }
+ENTRIES: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 5000,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "compress_ratios": [0, 4, 128],
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "index_topk": 32,
+    "index_n_heads": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "num_hash_layers": 1,
+}
 CHUNKED: dict[str, Any] = {
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",
@@ -53,6 +74,7 @@ CHUNKED: dict[str, Any] = {
 }
 
 
+OPS = pick, picked_attention, compress, pick_entries, compressed_attention, stream_weights
 TWO_HEADS: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
@@ -72,7 +94,7 @@ TWO_HEADS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS])
+@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS, ENTRIES])
 def test_kernels_read_what_torch_does(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32; steps of decode rows alone are graphs with kernels, and none with torch."""
     texts = [[(7 * i + n) % 5000 for i in range(length)] for n, length in enumerate((3, 90, 500))]
@@ -81,6 +103,6 @@ def test_kernels_read_what_torch_does(config: dict[str, Any], monkeypatch: pytes
     for backend in ("auto", "torch"):
         runner = make(config, dtype="float32", attention_backend=backend)
         found.append(run(runner, requests, make_core(runner.facts, step_tokens=256)))
-        for op in (pick, picked_attention) if backend == "auto" else ():
+        for op in OPS if backend == "auto" else ():
             monkeypatch.delitem(LOWERINGS, op)
     assert found[0] == found[1]

@@ -111,6 +111,7 @@ def run(
     residual: Tensor | None = None,
     routed: Tensor | None = None,
     counts: ExpertCounts | None = None,
+    fixed: Tensor | None = None,
 ) -> Outputs:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or packed.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm.
@@ -121,7 +122,7 @@ def run(
     apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
     one_kernel = not apart and _one_kernel(x, down, pairs, count.here)
     places = experts.places(count.here) if one_kernel else 0
-    softmax = routed is None and refuses(routing, activation, biases) is None
+    softmax = routed is None and fixed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
         weight, eps = norm or (None, 0.0)
         sent = router_cuda.route(
@@ -129,7 +130,7 @@ def run(
             residual=residual, norm=weight, eps=eps, places=places,
         )  # fmt: skip
     else:
-        sent = _route(x, norm, residual, routed, router, routing, biases, places)
+        sent = _route(x, norm, residual, routed, router, routing, biases, places, fixed)
     if counts is not None:
         counts.add(sent.ids)
     if gate_up.kind in PACKED:
@@ -232,11 +233,12 @@ def run_adapted(
     biases: Biases,
     routed: Tensor | None,
     counts: ExpertCounts | None,
+    fixed: Tensor | None = None,
 ) -> Outputs:
     """``lora_moe``: both products grouped, and what adapters add to each pair of token and expert."""
     (first, second), rows, sampled = adapted
     count, d = Count(len(routing.here(router.n)), routing.experts(router.n)), x.shape[1]
-    x, probabilities, ids, _ = _route(x, None, None, routed, router, routing, biases, 0)
+    x, probabilities, ids, _ = _route(x, None, None, routed, router, routing, biases, 0, fixed)
     if counts is not None:
         counts.add(ids)
     pairs, top_k, each = lora.pairs(ids, rows, sampled, second), ids.shape[1], ids.flatten().long()
@@ -281,6 +283,7 @@ def _route(
     routing: Routing,
     biases: Biases,
     places: int,
+    fixed: Tensor | None = None,
 ) -> RoutedExperts:
     """The experts of each row, by any rule."""
     weight, eps = norm or (None, 0.0)
@@ -296,8 +299,8 @@ def _route(
         x = x if weight is None else elementwise.rms_norm(x, weight, eps)
         logits = _logits(x, router.data)
     done = torch.empty(places, dtype=torch.int32, device=x.device) if places else None
-    if moe.route_refuses(routing) is not None:
-        probabilities, ids = ops.route(logits, routing, biases)
+    if fixed is not None or moe.route_refuses(routing) is not None:
+        probabilities, ids = ops.route(logits, routing, biases, fixed)
         if biases.places is not None:
             probabilities, ids = _here(probabilities, ids, biases.places)
         return RoutedExperts(x, probabilities, ids.int(), done if done is None else done.zero_())

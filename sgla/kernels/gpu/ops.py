@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels import crossing, ops, picking
+from sgla.kernels import compressed, crossing, hyper, ops, picking
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.expert_counts import ExpertCounts
+from sgla.kernels.gpu import compressed as entries
 from sgla.kernels.gpu import e4m3, integers, invariant, mixture, states
 from sgla.kernels.gpu import picked as picks
 from sgla.kernels.integers import are_integers
@@ -28,6 +29,7 @@ from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, Ti
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.kernels.triton import delta, e2m1, elementwise, fp8, ssd, turning
+from sgla.kernels.triton import hyper as streams_triton
 from sgla.kernels.triton import latent as latents
 from sgla.kernels.triton import lora as adapters
 
@@ -249,6 +251,26 @@ class GpuOps:
     def picked_attention(self, q: Tensor, kv: KVLayer, batch: Any, scale: float, picked: Tensor) -> Tensor:
         return picks.attend(q, kv, batch, scale, picked)
 
+    @LOWERINGS.of(compressed.compress)
+    def compress(self, *args: Any, **how: Any) -> Tensor:
+        return entries.compress(*args, **how)
+
+    @LOWERINGS.of(compressed.pick_entries)
+    def pick_entries(self, *args: Any, **how: Any) -> Tensor:
+        return entries.pick(*args, **how)
+
+    @LOWERINGS.of(compressed.compressed_attention)
+    def compressed_attention(self, *args: Any, **how: Any) -> Tensor:
+        return entries.attend(*args, **how)
+
+    @LOWERINGS.of(hyper.stream_weights)
+    def stream_weights(
+        self, x: Tensor, scale: Tensor, base: Tensor, streams: int, iterations: int, eps: float
+    ) -> Tensor:
+        if streams & (streams - 1):
+            return NotImplemented
+        return streams_triton.weights(x, scale, base, streams, iterations, eps)
+
     @LOWERINGS.of(ops.causal_conv)
     def causal_conv(
         self,
@@ -328,10 +350,12 @@ class GpuOps:
         biases: Biases = NO_BIASES,
         routed: Tensor | None = None,
         counts: ExpertCounts | None = None,
+        fixed: Tensor | None = None,
     ) -> Tensor:
         outputs = mixture.run(
-            x, None, router, gate_up, down, routing, activation, biases, routed=routed, counts=counts
-        )
+            x, None, router, gate_up, down, routing, activation, biases,
+            routed=routed, counts=counts, fixed=fixed,
+        )  # fmt: skip
         return outputs.sum().to(x.dtype)
 
     @LOWERINGS.of(ops.gather)

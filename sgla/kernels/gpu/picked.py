@@ -42,11 +42,26 @@ def pick(q: Tensor, key: Tensor, weights: Tensor, kv: KVLayer, batch: Any, most:
     kv.put_values(key[:, None], ops.places(kv, batch.out_loc))
     table = batch.pages(kv.group)
     slots, lengths, longest = histories(batch, table)
+    return picked_places(q, weights, kv.v, table, slots, lengths, longest, most)
+
+
+def picked_places(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    longest: int,
+    most: int,
+) -> Tensor:
+    """int32 ``[T, most]``, of the first tokens, as many as ``slots``: the places with the highest scores of
+    ``lengths`` int32[T], which are ``longest`` at most."""
     found = torch.full((len(q), most), -1, dtype=torch.int32, device=q.device)
     step, count = max(1, RANKS // longest), min(most, longest)
     for at in range(0, len(slots), step):
         part = slice(at, min(at + step, len(slots)))
-        ranks = picking.ranks(q[part], weights[part], kv.v, table, slots[part], lengths[part], longest)
+        ranks = picking.ranks(q[part], weights[part], keys, table, slots[part], lengths[part], longest)
         found[part, :count] = picking.places(ranks.topk(count, dim=1).values)
     return found
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from sgla.kernels import crossing, ops, picking
+from sgla.kernels import compressed, crossing, hyper, ops, picking
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
 from sgla.kernels.lora import lora, lora_embedding
@@ -295,6 +295,12 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     crossing.cross_attention: _like,
     picking.pick: lambda q, key, weights, kv, batch, most: [((q.shape[0], most), torch.int32)],
     picking.picked_attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v_dim),
+    compressed.compress: lambda key, *_: [((key.shape[0],), torch.int32)],
+    compressed.pick_entries: lambda q, weights, entries, batch, counts, most, places: [
+        ((q.shape[0], most), torch.int32)
+    ],
+    compressed.compressed_attention: _like,
+    hyper.stream_weights: _like,
     ops.causal_conv: _like,
     ops.gated_delta: lambda q, k, v, *_: _like(v),
     ops.selective_scan: _like,

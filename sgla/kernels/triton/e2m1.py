@@ -165,17 +165,17 @@ def _scaled_block(words, scales, N: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def _gate(gate, up, alpha, limit, KIND: tl.constexpr):
+def _gate(gate, up, alpha, limit, more, KIND: tl.constexpr):
     """See ``ops.gated``."""
     if KIND == 2:
         gate = tl.minimum(gate, limit)
-        return gate * tl.sigmoid(gate * alpha) * (tl.minimum(tl.maximum(up, -limit), limit) + 1)
+        return gate * tl.sigmoid(gate * alpha) * (tl.minimum(tl.maximum(up, -limit), limit) + more)
     return _activate(gate, KIND == 1) * up
 
 
 @triton.jit
 def _join(
-    part, bias, ids, out, pairs, n, alpha, limit, GATED: tl.constexpr, KIND: tl.constexpr,
+    part, bias, ids, out, pairs, n, alpha, limit, more, GATED: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK outputs of a pair, of the sums ``[SPLITS, pairs, n or 2 n]``."""
@@ -197,7 +197,7 @@ def _join(
         if GATED:
             up += tl.load(own + n, mask=i < here, other=0.0)
     if GATED:
-        acc = _gate(acc, up, alpha, limit, KIND)
+        acc = _gate(acc, up, alpha, limit, more, KIND)
     tl.store(out + pair * n + i, acc, mask=i < n)
 
 
@@ -246,7 +246,7 @@ def _times(
 
 @triton.jit
 def _experts(
-    x, w, constants, factors, bias, ids, order, table, out, n, k, blocks, top_k, pairs, alpha, limit,
+    x, w, constants, factors, bias, ids, order, table, out, n, k, blocks, top_k, pairs, alpha, limit, more,
     DENSE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr,
     SPLITS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, BF16: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
@@ -316,7 +316,7 @@ def _experts(
     target = pair
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BN, BM]), (1, 2, 0)))
-        acc = _gate(gate, up, alpha, limit, KIND)
+        acc = _gate(gate, up, alpha, limit, more, KIND)
         target = place
     column = first + tl.arange(0, BN)
     to = out + target.to(tl.int64)[:, None] * n + column[None, :]
@@ -350,19 +350,20 @@ def product(
     part = out
     if splits > 1:
         part = torch.empty(splits, pairs, n * (1 + gated), dtype=torch.float32, device=x.device)
-    alpha, limit = (activation.alpha, activation.limit) if isinstance(activation, Clamped) else (0.0, 0.0)
+    clamped = activation if isinstance(activation, Clamped) else Clamped(0.0, 0.0)
+    numbers = clamped.alpha, clamped.limit, clamped.more
     kind = CLAMPED if isinstance(activation, Clamped) else GELU if activation == "gelu_tanh" else SILU
     added = bias if bias is not None else x
     same = {"GATED": gated, "KIND": kind, "BIAS": bias is not None, "SPLITS": splits}
     _experts[(count * triton.cdiv(n, tile.n), splits)](
-        x, words, constants, factors, added, ids, order, table, part, n, k, blocks, top_k, pairs, alpha,
-        limit, DENSE=False, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
+        x, words, constants, factors, added, ids, order, table, part, n, k, blocks, top_k, pairs,
+        *numbers, DENSE=False, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
         BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
         **same, **_pdl(),
     )  # fmt: skip
     if splits > 1:
         _join[(pairs, triton.cdiv(n, 512))](
-            part, added, ids, out, pairs, n, alpha, limit, BLOCK=512, num_warps=4, **same, **_pdl()
+            part, added, ids, out, pairs, n, *numbers, BLOCK=512, num_warps=4, **same, **_pdl()
         )
     return out
 
@@ -425,7 +426,7 @@ def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False
     added = bias is not None and splits == 1
     _experts[(grid, splits)](
         x, words, constants, factors, bias.float() if added and bias is not None else x, x, x, x, part, n, k,
-        blocks, 1, m, 0.0, 0.0, DENSE=True, GATED=False, KIND=SILU, BIAS=added, SORTED=False,
+        blocks, 1, m, 0.0, 0.0, 0.0, DENSE=True, GATED=False, KIND=SILU, BIAS=added, SORTED=False,
         SPLITS=splits, BITS=bits, GROUP=group, WHOLE=True, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
         num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip

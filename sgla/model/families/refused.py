@@ -6,7 +6,6 @@ from __future__ import annotations
 STREAMS = "its residual stream is several wide (hyper-connections)"
 REFUSED = {
     "AXK2ForCausalLM": "its norms have gates, and so have the queries of its sparse attention",
-    "DeepseekV4ForCausalLM": f"layers keep an entry of every 4 or 128 tokens beside a window, and {STREAMS}",
     "DiffLlamaForCausalLM": "its layers attend twice, and subtract what they see",
     "DogeForCausalLM": "its attention chooses tokens by a mask that it makes of their values",
     "Glm5NextForConditionalGeneration": f"its indexer pools keys, and {STREAMS}",
