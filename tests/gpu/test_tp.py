@@ -35,6 +35,8 @@ class StreamRanks:
             AllReduce.clear(memory)
         addresses = [memory.data_ptr() for memory in self.memory]
         self.ranks = [AllReduce(addresses, rank, MESSAGE) for rank in range(count)]
+        for rank in self.ranks:  # the blocks of all of them must be on the GPU at once
+            rank._processors = max(1, rank._processors // count)
         self.streams = [torch.cuda.Stream() for _ in range(count)]
 
     def each(self, call: Any, *arguments: list[Any]) -> None:
