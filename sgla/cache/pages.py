@@ -24,9 +24,10 @@ class PagePool:
         return len(self._free)
 
     def alloc(self, n: int) -> list[int]:
-        """Hand out ``n`` pages; the caller owns them."""
+        """Hand out ``n`` pages, which the caller owns: such as follow each other, where there are any, since
+        these are copied at once."""
         assert 0 < n <= len(self._free), f"{n} pages wanted, {len(self._free)} free"
-        pages = self._free[-n:]
+        pages = self._free[: -n - 1 : -1]
         del self._free[-n:]
         out = self._out
         for page in pages:
@@ -34,12 +35,14 @@ class PagePool:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Take back pages that nobody reads or writes any more."""
-        out, free = self._out, self._free
-        for page in pages:
+        """Take back pages that nobody reads or writes any more. Whoever gets them next has them in this
+        order."""
+        out, back = self._out, list(pages)
+        for page in back:
             assert out[page], f"page {page} freed twice"
             out[page] = 0
-            free.append(page)
+        back.reverse()
+        self._free += back
 
     def check(self) -> None:
         """Free and out pages are disjoint and complete."""

@@ -46,6 +46,12 @@ class TierPool(LoosePool):
         """The unit of a key that it ``has_key``."""
         return self.page(self._tickets[key])
 
+    def make_room(self, n: int) -> None:
+        """For so many copies, as far as that is possible: in the places of a text that goes, in its order, of
+        which the end is the first to go."""
+        going = max(0, min(n - len(self), self.evictable))
+        self._lose([self._idle.popitem(last=False)[0] for _ in range(going)][::-1])
+
     def receive(self, key: bytes) -> int:
         """A unit for a copy of what ``key`` names; 0: all are held."""
         if not len(self):
@@ -158,6 +164,9 @@ class StorePool:
 
     def place(self, key: bytes) -> int:
         return NOWHERE
+
+    def make_room(self, n: int) -> None:
+        pass
 
     def receive(self, key: bytes) -> int:
         return NOWHERE

@@ -140,6 +140,7 @@ class Saving:
             pool.use(keys)
             wanted = [i for i in sorted(found) if pool.lacks(keys[i])][:room]
             received = list[tuple[int, int]]()
+            pool.make_room(len(wanted))
             for i in wanted:
                 if not (place := pool.receive(keys[i])):
                     break

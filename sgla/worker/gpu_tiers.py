@@ -21,10 +21,12 @@ from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
 from sgla.worker.pinned import Pinned
+from sgla.worker.rows import Part, copy_rows
 from sgla.worker.state import Int32s, column
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
+RUN = 8  # units that follow each other, on average, which cross without being staged
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # units of a copy that threads read or write at a time
 
@@ -43,12 +45,13 @@ class Room(Protocol):
 
 class Section(NamedTuple):
     """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
-    of a unit]."""
+    of a unit]. ``parts``: of a unit; none if ``beside`` is on a GPU."""
 
     group: int
     band: int
     memory: list[Tensor]
     beside: Tensor
+    parts: list[Part]
 
 
 class HostTier:
@@ -78,8 +81,9 @@ class HostTier:
                 own = tensors[len(tensors) * band // bands : len(tensors) * (band + 1) // bands]
                 self._band_of |= {tensor.data_ptr(): band for tensor in own}
                 size = places * _width(own)
-                beside = flat[at : at + size].view(places, _width(own))
-                sections.append(Section(group, band, _joined(_wide(own)), beside))
+                beside, joined = flat[at : at + size].view(places, _width(own)), _joined(_wide(own))
+                parts = [] if beside.is_cuda else list(_parts(joined))
+                sections.append(Section(group, band, joined, beside, parts))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self._in = Lane(staging[0], Route(self._cross_in, self._scatter))
@@ -113,8 +117,9 @@ class HostTier:
             most = max(1, STAGED // max(1, width))
             for at in range(0, len(order) if width else 0, most):
                 own = order[at : at + most]
-                parts.append((number, units[section.group][own], places[section.group][own]))
-        parts = parts or [(0, units[0][:0], places[0][:0])]
+                ends = units[section.group][own], places[section.group][own]
+                parts.append((number, *ends, _alongside(*ends) if section.parts else []))
+        parts = parts or [(0, units[0][:0], places[0][:0], [])]
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
             yield Chunk(*part, closes=band != after)
@@ -156,6 +161,9 @@ class HostTier:
                 self.wait([c for c in self._early if _meet(c, [column(u) for u in units])])
 
     def _cross_in(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
+        if chunk.runs:
+            self._cross_along(chunk, True)
+            return
         if (rows := self._staged(chunk, half)) is None:
             return
         beside, places = self._sections[chunk.section].beside, chunk.places.tolist()
@@ -163,6 +171,8 @@ class HostTier:
             rows[first : first + count].copy_(beside[place : place + count], non_blocking=True)
 
     def _scatter(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
+        if chunk.runs:
+            return
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, True)
             return
@@ -170,18 +180,29 @@ class HostTier:
             tensor.index_copy_(0, index, part)
 
     def _gather(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if (rows := self._staged(chunk, half)) is None:
+        if chunk.runs or (rows := self._staged(chunk, half)) is None:
             return
         for tensor, part in self._pairs(chunk, rows):
             torch.index_select(tensor, 0, index, out=part)
 
     def _cross_out(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
+        if chunk.runs:
+            self._cross_along(chunk, False)
+            return
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, False)
             return
         beside = self._sections[chunk.section].beside
         for first, count, place in _runs(chunk.places.tolist()):
             beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
+
+    def _cross_along(self, chunk: Chunk, inward: bool) -> None:
+        """Nothing is staged: no byte passes the GPU's memory but once, and no kernel runs."""
+        section = self._sections[chunk.section]
+        pitch, base = section.beside.shape[1], section.beside.data_ptr()
+        for first, count in chunk.runs:
+            host = base + int(chunk.places[first]) * pitch
+            copy_rows(section.parts, int(chunk.units[first]), count, host, pitch, inward)
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
         """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
@@ -278,6 +299,27 @@ def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         parts.append(rows[:, at : at + width].view(tensor.dtype).view(len(rows), *tensor.shape[1:]))
         at += width
     return parts
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[Part]:
+    """Of a unit of tensors [units, parts, width]."""
+    at = 0
+    for tensor in tensors:
+        width, apart, gap = (
+            n * tensor.itemsize for n in (tensor.shape[2], tensor.stride(0), tensor.stride(1))
+        )
+        for i in range(tensor.shape[1]):
+            yield Part(tensor.data_ptr() + i * gap, apart, at, width)
+            at += width
+
+
+def _alongside(units: Int32s, places: Int32s) -> list[tuple[int, int]]:
+    """Runs of units and places that both follow each other: the first, and how many; [] if they are short."""
+    follows = (np.diff(units) == 1) & (np.diff(places) == 1)
+    firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    if len(units) < RUN * len(firsts):
+        return []
+    return list(zip(firsts.tolist(), np.diff([*firsts, len(units)]).tolist()))
 
 
 def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:

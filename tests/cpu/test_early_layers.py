@@ -26,7 +26,8 @@ LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
 @contextmanager
 def late_copies() -> Iterator[Waits]:
     on_host = patch.object(crossing, "upload", torch.from_numpy)
-    with late() as waits, patch.object(gpu_tiers, "STAGED", STAGED), on_host:
+    sizes = patch.multiple(gpu_tiers, STAGED=STAGED, RUN=1.5)
+    with late() as waits, sizes, on_host:
         yield waits
 
 
@@ -66,6 +67,8 @@ class World:
     def copy(self) -> None:
         inward, number = self.draw.random() < 0.6, self.draw.randrange(1, 9)
         units, places = self.free(number, True), self.free(number, False)
+        if self.draw.random() < 0.5:
+            units, places = [sorted(column) for column in units], [sorted(column) for column in places]
         pairs = [list(zip(u, p)) for u, p in zip(units, places)]
         units, places = ([[pair[i] for pair in group] for group in pairs] for i in range(2))
         self.copies += 1

@@ -3,6 +3,7 @@ leaves."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from random import Random
 from typing import Any
@@ -56,6 +57,20 @@ def test_what_was_computed_is_saved_once() -> None:
     run(simulation, "again", [*LONG, 1, 2, 3, 4, 5])
     assert copies(simulation.plans, "host") == [10, 2]
     simulation.verify()
+
+
+def test_units_of_a_text_follow_each_other() -> None:
+    """On the device and beside it, also in the places of others, so that they are copied at once."""
+    simulation = simulate(pages=13, host=20)
+    for i in range(6):
+        run(simulation, f"r{i}", [(i + 3 + 7 * j) % 50 for j in range(40)])
+        simulation.evict()
+    moved = [copy for plan in simulation.plans for copy in plan.copies]
+    assert len(moved) == 6
+    for copy in moved:
+        for ends in (copy.sources, copy.targets):
+            units = array("i", ends[0]).tolist()
+            assert units == list(range(units[0], units[0] + 10))
 
 
 def test_an_evicted_prefix_comes_back() -> None:

@@ -1,0 +1,50 @@
+"""Units cross between a GPU and the host's memory and are what they were, however they lie."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from sgla.messages import Copy, int32
+from sgla.worker.gpu_tiers import RUN, HostTier, staging
+from sgla.worker.pinned import Pinned
+
+UNITS, LAYERS, WIDTHS = 300, 6, (4096, 24)
+
+
+@pytest.mark.parametrize("run", [2 * RUN, 1], ids=["side by side", "apart"])
+@pytest.mark.parametrize("bands", [1, 3])
+@torch.inference_mode()
+def test_units_are_what_they_were(run: int, bands: int) -> None:
+    draw = torch.Generator().manual_seed(run)
+    memory = [
+        [torch.randint(256, (UNITS, width), dtype=torch.uint8, generator=draw).cuda() for _ in range(LAYERS)]
+        for width in WIDTHS
+    ]
+    rooms = [Pinned((UNITS + 1) * width * LAYERS) for width in WIDTHS]
+    tier = HostTier(memory, rooms, staging(), bands)
+
+    def scattered(count: int) -> list[int]:
+        """Runs in any order."""
+        firsts = torch.randperm(UNITS // run, generator=draw)[: count // run].tolist()
+        return [first * run + i for first in firsts for i in range(run)]
+
+    for number in range(4):
+        units, places = scattered(128), [1 + place for place in scattered(128)]
+        before = [[tensor[units].clone() for tensor in tensors] for tensors in memory]
+        ends = [int32(units)] * 2, [int32(places)] * 2
+        for transfer, copy in enumerate(
+            (Copy(2 * number, "device", "host", *ends), Copy(2 * number + 1, "host", "device", *ends[::-1]))
+        ):
+            tier.begin(copy)
+            while tier.under_way:
+                tier.ended()
+                time.sleep(1e-4)
+            if not transfer:
+                for tensor in (tensor for tensors in memory for tensor in tensors):
+                    tensor[units] = 0
+                torch.cuda.synchronize()
+        for tensors, kept in zip(memory, before):
+            assert all(torch.equal(tensor[units], was) for tensor, was in zip(tensors, kept))
