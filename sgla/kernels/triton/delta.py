@@ -82,13 +82,14 @@ def _step(
     S, q, k, v, decay, beta, out, a_log, dt_bias, scale, token, j, DV: tl.constexpr, CHANNELS: tl.constexpr,
     GATES: tl.constexpr,
 ):  # fmt: skip
-    """S of the program's head after ``token``, whose output it stores."""
+    """S of the program's head, whose ``a_log`` and ``dt_bias`` these are, after ``token``, whose output it
+    stores."""
     head, heads = tl.program_id(1), tl.num_programs(1)
     if CHANNELS:
         S, o = _token(S, q, k, v, tl.exp(decay)[:, None], beta, scale)
     else:
         if GATES:
-            decay, beta = _rates(decay, beta, tl.load(a_log + head), tl.load(dt_bias + head))
+            decay, beta = _rates(decay, beta, a_log, dt_bias)
         S, o = _token(S, q, k, v, tl.exp(decay), beta, scale)
     tl.store(out + (token * heads + head) * DV + j, o, mask=j < DV)
     return S
@@ -119,6 +120,9 @@ def _decode(
     S = tl.load(at + read * s_unit, mask=inside & (i < tl.where(read > 0, DK, 0))[:, None], other=0.0)
     last = tl.load(writes + row + count - 1).to(tl.int64)
     mark = tl.load(marks + 3 * (row + count - 1) + 2).to(tl.int64)
+    a, bias = 0.0, 0.0
+    if GATES:
+        a, bias = tl.load(a_log + head), tl.load(dt_bias + head)
     if PDL:
         tl.extra.cuda.gdc_wait()
     q_t, k_t, v_t, d_t, b_t = _inputs(
@@ -130,11 +134,11 @@ def _decode(
                 q, k, v, decay, beta, s_q, s_k, s_v, s_decay, s_beta, group, token + 1, i, j, DK, DV, CHANNELS
             )
             write = tl.load(writes + token).to(tl.int64)
-            S = _step(S, q_t, k_t, v_t, d_t, b_t, out, a_log, dt_bias, scale, token, j, DV, CHANNELS, GATES)
+            S = _step(S, q_t, k_t, v_t, d_t, b_t, out, a, bias, scale, token, j, DV, CHANNELS, GATES)
             tl.store(at + write * s_unit, S, mask=inside)
             q_t, k_t, v_t, d_t, b_t = q_n, k_n, v_n, d_n, b_n
             token += 1
-    S = _step(S, q_t, k_t, v_t, d_t, b_t, out, a_log, dt_bias, scale, token, j, DV, CHANNELS, GATES)
+    S = _step(S, q_t, k_t, v_t, d_t, b_t, out, a, bias, scale, token, j, DV, CHANNELS, GATES)
     tl.store(at + last * s_unit, S, mask=inside)
     if mark > 0:
         tl.store(at + mark * s_unit, S, mask=inside)

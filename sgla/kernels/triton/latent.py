@@ -137,13 +137,22 @@ def _extend(
 
 
 @triton.jit
-def _rotated(x, angle, live, HALF: tl.constexpr, HALF_B: tl.constexpr):
-    """Two halves at the pointers ``x`` ``[M, 1]``, rotated by the rows of cosines and sines at ``angle``."""
+def _angles(positions, cos_sin, token, live, HALF: tl.constexpr, HALF_B: tl.constexpr):
+    """Cosines and sines ``[M, HALF_B]`` of tokens."""
+    i = tl.arange(0, HALF_B)[None, :]
+    there = live[:, None] & (i < HALF)
+    position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+    angle = cos_sin + (position * 2 * HALF)[:, None] + i
+    return tl.load(angle, mask=there, other=0.0), tl.load(angle + HALF, mask=there, other=0.0)
+
+
+@triton.jit
+def _rotated(x, cos, sin, live, HALF: tl.constexpr, HALF_B: tl.constexpr):
+    """Two halves at the pointers ``x`` ``[M, 1]``, rotated."""
     i = tl.arange(0, HALF_B)[None, :]
     there = live[:, None] & (i < HALF)
     a = tl.load(x + i, mask=there, other=0.0).to(tl.float32)
     b = tl.load(x + HALF + i, mask=there, other=0.0).to(tl.float32)
-    cos, sin = tl.load(angle + i, mask=there, other=0.0), tl.load(angle + HALF + i, mask=there, other=0.0)
     return a * cos - b * sin, b * cos + a * sin
 
 
@@ -151,19 +160,22 @@ def _rotated(x, angle, live, HALF: tl.constexpr, HALF_B: tl.constexpr):
 def _store_latents(
     latent, norm, positions, cos_sin, k, out_loc, token, live, eps, k_inverse, s_latent, s_page, s_token,
     page_size, C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr, HALF_B: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The latents of some tokens, normed and rotated."""
+    """The latents of some tokens, normed and rotated. Where they go and by how much they turn was known when
+    the step began."""
     c, i = tl.arange(0, CB)[None, :], tl.arange(0, HALF_B)[None, :]
     there, turned = live[:, None] & (c < C), live[:, None] & (i < HALF)
     start = latent + (token * s_latent)[:, None]
-    content = tl.load(start + c, mask=there, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(content * content, 1) / C + eps)[:, None]
-    content = (content * scale * tl.load(norm + c, mask=c < C, other=0.0)).to(latent.dtype.element_ty)
-    position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
-    a, b = _rotated(start + C, cos_sin + (position * 2 * HALF)[:, None], live, HALF, HALF_B)
+    weight = tl.load(norm + c, mask=c < C, other=0.0)
+    cos, sin = _angles(positions, cos_sin, token, live, HALF, HALF_B)
     loc = tl.load(out_loc + token, mask=live, other=0).to(tl.int64)
     place = k + ((loc // page_size) * s_page + (loc % page_size) * s_token)[:, None]
+    _begin(PDL)
+    content = tl.load(start + c, mask=there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(content * content, 1) / C + eps)[:, None]
+    content = (content * scale * weight).to(latent.dtype.element_ty)
+    a, b = _rotated(start + C, cos, sin, live, HALF, HALF_B)
     if FP8:
         tl.store(place + c, _saturate(content.to(tl.float32) * k_inverse), mask=there)
         a, b = _saturate(a * k_inverse), _saturate(b * k_inverse)
@@ -191,19 +203,17 @@ def _queries(
     source = q + (token * s_q + head * (NOPE + 2 * HALF))[:, None]
     target = out + ((token * heads + head) * (C + 2 * HALF))[:, None]
     if head == heads:
-        _begin(PDL)
         within = tile * BL + tl.arange(0, BL)
         own = (block + within).to(tl.int64)
         _store_latents(
             latent, norm, positions, cos_sin, k, out_loc, own, (within < BM) & (own < tokens), eps, k_inverse,
-            s_latent, s_page, s_token, page_size, C, CB, HALF, HALF_B, FP8,
+            s_latent, s_page, s_token, page_size, C, CB, HALF, HALF_B, FP8, PDL,
         )  # fmt: skip
     elif tile * BN >= C:
-        _begin(PDL)
         i = tl.arange(0, HALF_B)[None, :]
-        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
-        angle = cos_sin + (position * 2 * HALF)[:, None]
-        a, b = _rotated(source + NOPE, angle, live, HALF, HALF_B)
+        cos, sin = _angles(positions, cos_sin, token, live, HALF, HALF_B)
+        _begin(PDL)
+        a, b = _rotated(source + NOPE, cos, sin, live, HALF, HALF_B)
         tl.store(target + C + i, a, mask=live[:, None] & (i < HALF))
         tl.store(target + C + HALF + i, b, mask=live[:, None] & (i < HALF))
     else:
