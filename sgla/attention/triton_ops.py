@@ -63,8 +63,9 @@ class TritonPrompts:
         scoring: Scoring,
         out: Tensor,
         until: Tensor | None = None,
+        origin: Tensor | None = None,
     ) -> None:
-        """``until`` int64[T]: see ``Media``."""
+        """``until``, ``origin`` int64[T]: see ``Media`` and ``Canvas``."""
         attention.extend(
             q,
             kv.k,
@@ -82,6 +83,7 @@ class TritonPrompts:
             until,
             scoring.chunked,
             scoring.slopes,
+            origin,
         )
 
 
@@ -104,5 +106,7 @@ class TritonExtend:
         self._tiles = torch.from_numpy(tiles).pin_memory().to(batch.ids.device, non_blocking=True)
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        more = () if (until := until_of(batch)) is None else (until,)
+        more: tuple[Tensor, ...] = () if (until := until_of(batch)) is None else (until,)
+        if (canvas := batch.canvas) is not None:
+            more = canvas.until[batch.decode_rows :], canvas.origin[batch.decode_rows :]
         self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scoring, out, *more)

@@ -89,7 +89,7 @@ def check_canvas(config: Config, device: str, spec: ModelSpec) -> None:
             param="device",
         )
     chosen = {config.attention_backend, config.decode_attention_backend, config.prefill_attention_backend}
-    if device == "cuda" and (others := chosen - {None, "auto", "torch"}):
+    if device == "cuda" and (others := chosen - {None, "auto", "torch", "triton"}):
         raise ConfigError(
             f"--attention-backend {min(map(str, others))} does not let the tokens of a block see each other; "
             "leave it out",

@@ -52,13 +52,14 @@ def choose_kernels(
 ) -> tuple[Kernels, list[str]]:
     """Also notes on what was decided why. ``together``: tokens of a picture see each other. Raises
     ConfigError for a model that this GPU cannot run."""
+    together = together or bool(spec.canvas)
     dtype = dtype_of(config)
     experts = experts_kind(spec, dtype, config.quantization)
     check_device(place.device, config, dtype, experts, spec.quantization)
     shapes = shapes_of(config, spec, place.shard, sizes, together)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = attention.choose_backend(
-            "torch" if spec.canvas else config.attention_backend,  # whose tokens see each other
+            config.attention_backend,
             shapes,
             place.device,
             decode=config.decode_attention_backend,

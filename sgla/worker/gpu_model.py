@@ -195,7 +195,8 @@ class GpuModel(Runner):
             "tables": tables,
             **self.seeing.ledger,
         }
-        self._captures = kernels.attention.captures and self.pooling is None
+        canvas = model.spec.canvas > 0  # a step is never of decode rows alone
+        self._captures = kernels.attention.captures and self.pooling is None and not canvas
         pool = ThreadPoolExecutor(1, "rehearse")
         self._rehearsal = (
             pool.submit(rehearse, self.steps, self.place.index, woken) if self._captures else None

@@ -123,7 +123,7 @@ class GpuSteps:
         apart = self.shard.lockstep is not None or self.shard.pipe is not None
         # Those of a graph would hear what was heard when it was captured.
         other = self.attention.prompts is None
-        self.reads_in_graphs = not (other or picks or apart or model.spec.heard)
+        self.reads_in_graphs = not (other or picks or apart or model.spec.heard or model.spec.canvas)
         guesses = tables is None and self.rows > self.slots
         self.sizes = sizes_up_to(self.rows, guesses)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)

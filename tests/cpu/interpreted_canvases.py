@@ -23,6 +23,10 @@ def written(make: Callable[..., Any], source: ModelSource, **settings: Any) -> d
     """Together, and alone in small steps."""
     runner = make(tiny_config(**settings), source, 0, 1, "", lambda progress: None)
     assert runner.facts.canvas == BLOCK
+    if settings:
+        assert any("attention" in note and "triton" in note for note in runner.facts.notes), (
+            runner.facts.notes
+        )
     found = {"together": run(runner, REQUESTS, make_core(runner.facts)).tokens()}
     found["alone"] = {}
     for request in REQUESTS:

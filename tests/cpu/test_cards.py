@@ -135,7 +135,8 @@ TYPES = dict.fromkeys(('q', 'out'), '*bf16') | dict.fromkeys(
     ('part', 'part_ml', 'sinks', 'slopes', 'k_scales', 'v_scales'), '*fp32'
 )
 TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len'), '*i32')
-TYPES |= {'until': '*i64'} | dict.fromkeys(('scale', 'k_scale', 'v_scale', 'softcap'), 'fp32')
+TYPES |= dict.fromkeys(('until', 'origin'), '*i64')
+TYPES |= dict.fromkeys(('scale', 'k_scale', 'v_scale', 'softcap'), 'fp32')
 
 def shared(kernel, arch, stages, pages='*bf16', **sizes):
     if 'PDL' in kernel.arg_names:
@@ -157,9 +158,10 @@ TYPES |= {'v': '*u8', 'v_scales': '*i32'}
 found.append(shared(attention._decode, (8, 9), 2, '*i8', **sizes, **heads, INT8=True, DIMS=32))
 TYPES['v_scales'] = '*fp32'
 del TYPES['v']
+places = {'UNTIL': True, 'ORIGIN': True}
 cut = attention.extend_cut(192, 2, nvidia('', (8, 9)).shared)
 sizes = {'HD': 192, 'HB': attention.padded(192), 'VD': 128, 'VB': 128, 'BLOCK_M': cut.m, 'BLOCK_N': cut.n}
-found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads, INT8=False, DIMS=0, UNTIL=True))
+found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads, INT8=False, DIMS=0, **places))
 room = nvidia('', (8, 9)).shared
 decode, extend = latent.decode_cut(576, 512, 20, 2, room), latent.extend_cut(576, 512, 2, room)
 for kernel, cut in ((latent._decode, decode), (latent._extend, extend)):

@@ -231,8 +231,8 @@ def test_rows_are_drawn_as_each_alone(distribution: Distribution) -> None:
 def test_attention_that_sees_no_block_is_refused(served: Served) -> None:
     spec = read_decoder(served.source.config)
     check_canvas(tiny_config(), "cuda", spec)
-    with pytest.raises(ConfigError, match="--attention-backend triton"):
-        check_canvas(tiny_config(attention_backend="triton"), "cuda", spec)
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer"):
+        check_canvas(tiny_config(attention_backend="flashinfer"), "cuda", spec)
     with pytest.raises(ConfigError, match="--device npu"):
         check_canvas(tiny_config(), "npu", spec)
 

@@ -188,12 +188,13 @@ def _merge(
 
 @triton.jit
 def _extend(
-    q, k, v, k_scales, v_scales, page_table, tiles, out, sinks, slopes, until,
+    q, k, v, k_scales, v_scales, page_table, tiles, out, sinks, slopes, until, origin,
     s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head, y_page, y_head,
     table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr, DIMS: tl.constexpr, UNTIL: tl.constexpr, CHUNKED: tl.constexpr, RISING: tl.constexpr,
+    INT8: tl.constexpr, DIMS: tl.constexpr, UNTIL: tl.constexpr, ORIGIN: tl.constexpr,
+    CHUNKED: tl.constexpr, RISING: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -217,6 +218,9 @@ def _extend(
         end = tl.maximum(end, tl.max(unseen, 0))
     else:
         unseen = position + 1
+    if ORIGIN:
+        position = tl.load(origin + begin + i, mask=i < count, other=end).to(tl.int32)
+        start_at = tl.min(position, 0)
     oldest = 0  # what is behind may be another request's, and no number
     if window > 0:
         if CHUNKED:
@@ -430,23 +434,26 @@ def extend(
     until: Tensor | None = None,
     chunked: bool = False,
     slopes: Tensor | None = None,
+    origin: Tensor | None = None,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out`` ``[T, Hq *
     vd]``; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
     ``cut.m``; 0: none); ``v_scale`` and ``kv_scales`` as in ``decode``. ``until`` int64[T]: the first place
-    that a token does not see, where that is not the one behind its own; ``chunked`` and ``slopes``: see
+    that a token does not see, where that is not the one behind its own; ``origin`` int64[T]: the place from
+    which its window is counted back, where that is not its own; ``chunked`` and ``slopes``: see
     ``ops.attention``. Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads, (values, dims) = q.shape[1] // dim, _v_dims(v)
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, *_scales(kv_scales, q), page_table, tiles, out, q if sinks is None else sinks,
-        q if slopes is None else slopes, tiles if until is None else until,
+        q if slopes is None else slopes,
+        *(tiles if places is None else places for places in (until, origin)),
         *k.stride()[:3], *v.stride()[:3], *_places(kv_scales), page_table.stride(0), page_size, q_heads,
         factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, INT8=kv_scales is not None, DIMS=dims, UNTIL=until is not None,
-        CHUNKED=chunked, RISING=slopes is not None,
+        ORIGIN=origin is not None, CHUNKED=chunked, RISING=slopes is not None,
         num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip
