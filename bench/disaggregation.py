@@ -7,6 +7,7 @@ plain copy between the two. ``servers``: by ``--kv-transfer-backend cuda_ipc``, 
 tokens in and 256 out, 64 at a time), and the seconds to the first token of a long prompt: of one server (the
 prefill server, which is asked itself), of both, and of both where the prefill server has it cached; and
 ``steps``: medians, 90th and 99th percentiles of what the decode server's steps took, by what was in them.
+``W6``: that and these alone.
 ``equal``: tokens of two servers with ``--deterministic`` are those of one. ``transports``: the long prompt by
 each of ``--backends``. Weights are random. A part that would end later than ``--limit`` seconds from the
 start is left out, and says so.
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +38,7 @@ from words import write_tokenizer
 
 from sgla.bench import load, report, workloads
 
-SECONDS = {"link": 25, "servers": 75, "equal": 50, "transports": 45}  # about, of a part
+SECONDS = {"link": 25, "servers": 75, "W6": 45, "equal": 50, "transports": 45}  # about, of a part
 FIELDS = {"temperature": 0.0, "ignore_eos": True, "stream_options": {"include_usage": True}}
 UNIT, LAYERS, TOKENS = 2304 << 10, 72, 16  # bytes of 16 tokens of Qwen3-8B, and its keys and values
 
@@ -66,7 +67,7 @@ def main() -> None:
             if time.monotonic() - began + SECONDS[part] > args.limit:
                 lines.emit({"bench": "disaggregation", "part": part, "left_out": "no time"})
                 continue
-            {"link": link, "servers": servers, "equal": equal, "transports": transports}[part](args)
+            PARTS[part](args)
 
 
 def emit(args: argparse.Namespace, part: str, fields: dict[str, Any]) -> None:
@@ -260,17 +261,23 @@ def long_prompts(args: argparse.Namespace, first: str, second: str) -> dict[str,
     return shown | {"tokens": args.long, "bytes": args.long * token, "brought_gb_s": rate}
 
 
-def servers(args: argparse.Namespace) -> None:
+def servers(args: argparse.Namespace, only_w6: bool = False) -> None:
     backend = "cuda_ipc" if args.device == "cuda" else "auto"
     with pair(args, args.model, backend) as (first, second):
         for url in (first, second):
             ask(url, tokens(1, 300), 8)
-        emit(args, "long", {"backend": backend} | long_prompts(args, first, second))
+        if not only_w6:
+            emit(args, "long", {"backend": backend} | long_prompts(args, first, second))
         emit(args, "W6", {"servers": "both"} | w6(args, second))
         for kind, fields in step_times(second).items():
             emit(args, "steps", {"servers": "both", "kind": kind} | fields)
-        emit(args, "W6", {"servers": "alone"} | w6(args, first))
-        emit(args, "metrics", metrics(second))
+        if not only_w6:
+            emit(args, "W6", {"servers": "alone"} | w6(args, first))
+            emit(args, "metrics", metrics(second))
+
+
+def w6_of_both(args: argparse.Namespace) -> None:
+    servers(args, only_w6=True)
 
 
 def w6(args: argparse.Namespace, url: str) -> dict[str, Any]:
@@ -301,6 +308,14 @@ def transports(args: argparse.Namespace) -> None:
         with pair(args, args.model, backend) as (first, second):
             emit(args, "long", {"backend": backend} | long_prompts(args, first, second))
 
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "link": link,
+    "servers": servers,
+    "W6": w6_of_both,
+    "equal": equal,
+    "transports": transports,
+}
 
 if __name__ == "__main__":
     main()

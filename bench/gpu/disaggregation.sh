@@ -1,7 +1,7 @@
 #!/bin/bash
 # Prefill and decode servers on two H200 of one host, in the repository's root: bash bench/gpu/disaggregation.sh.
 # About 170 s in all (limit 200). JSON lines go to $OUT/pd.jsonl, logs of servers to $OUT.
-# PARTS: link (15 s: the copy alone, GB/s), servers (70 s: W6, long prompts, and where the decode server's steps take their time: "part": "steps"), equal (40 s), transports (45 s each pair).
+# PARTS: link (15 s: the copy alone, GB/s), servers (70 s: W6, long prompts, and where the decode server's steps take their time: "part": "steps"), W6 (45 s: of these W6 and the steps alone), equal (40 s), transports (45 s each pair).
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
 PY=${PY:-python}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

@@ -54,6 +54,14 @@ class Section(NamedTuple):
     parts: list[Part]
 
 
+class Piece(NamedTuple):
+    """See ``Chunk``."""
+
+    units: Int32s
+    places: Int32s
+    runs: list[tuple[int, int]]
+
+
 class HostTier:
     """``memory``: of each cache group, on the device (``kv.memory_of``); ``rooms``: of each, room for units
     whose numbers begin with 1, as a rule in the host's memory. What a unit holds in all layers lies together
@@ -111,18 +119,21 @@ class HostTier:
     def _parted(self, units: Sequence[Int32s], places: Sequence[Int32s]) -> Iterator[Chunk]:
         """At least one, which may be empty. Places that follow each other cross at once."""
         orders = [np.argsort(there, kind="stable") for there in places]
-        parts = []
+        pieces = dict[
+            tuple[int, int], list[Piece]
+        ]()  # of a group, so many units at most; bands have the same
+        parts = list[tuple[int, Piece]]()
         for number, section in enumerate(self._sections):
-            order, width = orders[section.group], section.beside.shape[1]
-            most = max(1, STAGED // max(1, width))
-            for at in range(0, len(order) if width else 0, most):
-                own = order[at : at + most]
-                ends = units[section.group][own], places[section.group][own]
-                parts.append((number, *ends, _alongside(*ends) if section.parts else []))
-        parts = parts or [(0, units[0][:0], places[0][:0], [])]
+            group, width = section.group, section.beside.shape[1]
+            name = group, max(1, STAGED // max(1, width))
+            if name not in pieces:
+                order, along = orders[group], bool(section.parts)
+                pieces[name] = list(_pieces(units[group][order], places[group][order], name[1], along))
+            parts += ((number, piece) for piece in (pieces[name] if width else ()))
+        parts = parts or [(0, Piece(units[0][:0], places[0][:0], []))]
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
-            yield Chunk(*part, closes=band != after)
+            yield Chunk(part[0], *part[1], closes=band != after)
 
     def awaited(self, plan: StepPlan) -> list[Crossing]:
         """Those told of that have units which the step reads or writes: what its new rows have, or others
@@ -311,6 +322,13 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[Part]:
         for i in range(tensor.shape[1]):
             yield Part(tensor.data_ptr() + i * gap, apart, at, width)
             at += width
+
+
+def _pieces(units: Int32s, places: Int32s, most: int, along: bool) -> Iterator[Piece]:
+    """Of ``most`` units. ``along``: those that follow each other may cross so."""
+    for at in range(0, len(units), most):
+        ends = units[at : at + most], places[at : at + most]
+        yield Piece(*ends, _alongside(*ends) if along else [])
 
 
 def _alongside(units: Int32s, places: Int32s) -> list[tuple[int, int]]:
