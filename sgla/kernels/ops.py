@@ -698,7 +698,7 @@ def route(
         groups = ranked.unflatten(-1, (routing.groups, -1))
         best = groups.topk(2, -1).values.sum(-1) if routing.two else groups.amax(-1)
         kept = torch.zeros_like(best).scatter(-1, best.topk(routing.kept, -1).indices, 1.0) > 0
-        ranked = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        ranked = groups.masked_fill(~kept[..., None], 0.0 if routing.zeros else float("-inf")).flatten(-2)
     best, ids = ranked.topk(routing.top_k, -1)
     return _weights(best if ranked is scores else scores.gather(-1, ids), ids, routing, biases), ids
 

@@ -19,7 +19,7 @@ class Routing:
     ``groups``: the experts lie in so many groups of equal size, of which ``kept`` stay: those whose best
     expert has the highest score, or (``two``) whose best two have the highest sum. ``normalize``: the weights
     are divided by their sum, which counts as ``least`` if it is smaller. ``scale``: by which they are
-    multiplied then.
+    multiplied then. ``zeros``: experts of groups that do not stay count as 0 instead of not at all.
 
     ``shared``: one more expert, the last, is every token's (arXiv 2401.06066), with the weight 1, or
     (``gated``) with the sigmoid of a logit that stands behind those of the others. One that is ``parts``
@@ -44,6 +44,7 @@ class Routing:
     groups: int = 1
     kept: int = 1
     two: bool = False
+    zeros: bool = False
     least: float = 0.0
     scale: float = 1.0
     shared: Literal["", "always", "gated"] = ""

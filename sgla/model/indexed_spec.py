@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from sgla.hub.reader import Reader
 from sgla.layers.spec import StateTensor
 from sgla.model.latent_spec import LatentSpec, read
-from sgla.model.limits import HEAD_DIM, HEADS, LAYERS, POSITIONS
+from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS
+from sgla.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,16 @@ class IndexedSpec(LatentSpec):
 def deepseek(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
     """See ``Family.attention``."""
     return _indexed(c, layers, positions, lambda i: True, False)
+
+
+def gated(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
+    """A.X K2: DeepSeek's, with gates."""
+    return tuple(replace(layer, gates=layer.value) for layer in deepseek(c, layers, positions))
+
+
+def with_norm_gates(c: Reader, spec: ModelSpec) -> ModelSpec:
+    """See ``Family.completed``."""
+    return replace(spec, norm_gates=c.integer("gated_norm_rank", INNER))
 
 
 def glm(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:

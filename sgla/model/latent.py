@@ -32,11 +32,11 @@ class LatentAttention:
     def __init__(
         self, build: Build, name: str, hidden: int, layer: LatentSpec, cos_sin: Tensor, interleaved: bool
     ) -> None:
-        own, width = build.shard.range(layer.heads), layer.nope + layer.rotated
+        own, width = build.shard.range(layer.heads), layer.nope + layer.rotated + layer.gates
 
-        def behind(still: int) -> tuple[Tensor | None, ...]:
-            """The order of rows of which the first ``still`` are not rotated."""
-            order = neox_order(layer.rotated, layer.rotated)
+        def behind(still: int, more: int = 0) -> tuple[Tensor | None, ...]:
+            """The order of rows of which the first ``still`` are not rotated, nor ``more`` behind."""
+            order = neox_order(layer.rotated, layer.rotated + more)
             return (torch.cat([torch.arange(still, device="cpu"), still + order]),) if interleaved else ()
 
         rows = range(own.start * width, own.stop * width)
@@ -44,10 +44,11 @@ class LatentAttention:
         queries = (f"{name}.{'q_b_proj' if layer.q_rank else 'q_proj'}", layer.heads * width, rows)
         self.q_norm: RMSNorm | None = None
         self.q_up: MergedColumnLinear | None = None
-        first, orders = queries, behind(layer.nope) + behind(layer.v_dim)
+        first, orders = queries, behind(layer.nope, layer.gates) + behind(layer.v_dim)
         if layer.q_rank:
             self.q_norm = RMSNorm(build, f"{name}.q_a_layernorm", layer.q_rank, EPS)
-            self.q_up = MergedColumnLinear(build, layer.q_rank, [queries], orders=orders[:1])
+            inputs = layer.q_rank * (2 if layer.gates else 1)
+            self.q_up = MergedColumnLinear(build, inputs, [queries], orders=orders[:1])
             first, orders = (f"{name}.q_a_proj", layer.q_rank, range(layer.q_rank)), (None, *orders[1:])
         self.first = len(first[2])
         self.down = MergedColumnLinear(build, hidden, [first, latent], orders=orders)
@@ -73,7 +74,11 @@ class LatentAttention:
         q, latent = down[:, : self.first], down[:, self.first :]
         if self.q_up is not None and self.q_norm is not None:
             narrow = self.q_norm(q if down.shape[1] % 8 == 0 else q.contiguous())
-            q = self.q_up(narrow)
+            q = self.q_up(torch.cat([narrow, q], 1) if self.layer.gates else narrow)
+        gates = None
+        if self.layer.gates:
+            heads = q.unflatten(1, (self.k_up.shape[0], -1))
+            q, gates = (part.flatten(1) for part in heads.split(self.layer.split, 2))
         q = ops.latent_queries(
             q,
             latent,
@@ -85,7 +90,8 @@ class LatentAttention:
             kv,
             batch.out_loc,
         )
-        return ops.latent_values(self.see(q, x, narrow, batch, kv), self.v_up)
+        seen = ops.latent_values(self.see(q, x, narrow, batch, kv), self.v_up)
+        return seen if gates is None else ops.sigmoid_mul(seen, gates)
 
     def see(self, q: Tensor, x: Tensor, latent: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         """What the absorbed queries see. ``latent``: that of the queries, or x."""

@@ -17,12 +17,20 @@ from sgla.model.ropes import ROPE, growth, ropes
 class LatentSpec(AttentionSpec):
     """Of a token one latent of ``v_dim`` values is kept, which all heads share, with the ``rotated`` values
     of its key behind it: ``head_dim`` in all. A head's query has ``nope`` values that stay as they are before
-    its ``rotated`` ones; its value has ``value``. ``q_rank``: width of the queries' own latent, 0 without."""
+    its ``rotated`` ones; its value has ``value``. ``q_rank``: width of the queries' own latent, 0 without.
+    ``gates``: values that a query's head has behind these, whose sigmoids multiply what it sees; what makes
+    queries of their latent then reads this before its norm, too."""
 
     q_rank: int = 0
     nope: int = 0
     rotated: int = 0
     value: int = 0
+    gates: int = 0
+
+    @property
+    def split(self) -> list[int]:
+        """Values of a query's head, and its gates."""
+        return [self.nope + self.rotated, self.gates]
 
     @property
     def v_dim(self) -> int:
@@ -36,7 +44,7 @@ class LatentSpec(AttentionSpec):
         return (StateTensor("k", (1, self.head_dim)),)
 
     def weights(self, hidden: int) -> int:
-        queries = self.heads * (self.nope + self.rotated)
+        queries = self.heads * (self.nope + self.rotated + self.gates) * (2 if self.gates else 1)
         down = hidden * (self.q_rank + self.head_dim)
         up = (self.q_rank or hidden) * queries + self.v_dim * self.heads * (self.nope + self.value)
         return down + up + self.heads * self.value * hidden

@@ -137,6 +137,16 @@ def deepseek_v3(c: Reader, layers: int) -> MoESpec:
     return replace(_deepseek(c, experts, routing, _behind(c, layers)), correction=True)
 
 
+def axk(c: Reader, layers: int) -> MoESpec:
+    """A.X K2: DeepSeek-V3's, in every ``moe_layer_freq``-th layer, with groups or without."""
+    alone = not c.given("n_group") and not c.given("topk_group")
+    found = deepseek_v3(_renamed(c, {}, n_group=1, topk_group=1) if alone else c, layers)
+    step, kept = c.integer("moe_layer_freq", LAYERS), found.layers
+    if not c.given("mlp_layer_types"):
+        kept = frozenset(i for i in kept if i % step == 0)
+    return replace(found, layers=kept, routing=replace(found.routing, zeros=not alone))
+
+
 def deepseek_v4(c: Reader, layers: int) -> MoESpec:
     """DeepSeek V4: in some layers a table says which experts a token has."""
     score, key = c.values["scoring_func"], "mlp_layer_types"

@@ -151,6 +151,9 @@ def _matrix_bytes(
     if (kept := as_stored(spec.method, quantization)) is not None:
         linear, vocab = kept.bytes(kinds.plain, device), kept.vocab_bytes(kinds.plain, device)
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention_held)
+    if spec.norm_gates:
+        sparse = spec.moe.layers.intersection(spec.held) if spec.moe else ()
+        attention += 2 * spec.hidden * spec.norm_gates * (len(spec.held) + len(sparse))
     table = positions = head = 0.0
     if spec.first or (spec.last and spec.tied):
         table = (spec.vocab * spec.hidden + _given(spec)) * vocab + _giving(spec) * linear

@@ -209,6 +209,11 @@ LAYOUTS: dict[str, Layouts] = {
         heads=MORE_LATENT,
         other={"rope_parameters": YARN},
     ),
+    "axk2": Layouts(
+        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16, "gated_norm_rank": 6},
+        heads=MORE_LATENT,
+        other={"rope_parameters": YARN, "n_group": 4, "topk_group": 2},
+    ),
     "deepseek_v4": Layouts(
         {"num_key_value_heads": 1, "intermediate_size": ..., "head_dim": 32}
         | {"partial_rotary_factor": 0.25, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 12}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiny import over_two_ranks, run, submit, tiny_config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
+from sgla.kernels import ops
 from sgla.loading import load
 from sgla.loading.load import load_model
 from sgla.model.read import read_decoder, read_spec
@@ -52,6 +54,8 @@ GRANITE = {
     "num_local_experts": 5,
 }
 INDEXED = LATENT | GROUPS | {"q_lora_rank": 24, "index_topk": 12, "index_n_heads": 12, "index_head_dim": 16}
+AXK = LATENT | ROUTED | {"gated_norm_rank": 6, "first_k_dense_replace": ..., "q_lora_rank": 24}
+AXK |= {"index_topk": 12, "index_n_heads": 12, "index_head_dim": 16}
 LLAMA4 = {
     "num_hidden_layers": 4,
     "num_local_experts": 5,
@@ -156,6 +160,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("deepseek_v32", INDEXED | {"first_k_dense_replace": 1, "rope_parameters": YARN}),
     "deepseek-v3.2, short": ("deepseek_v32", INDEXED | {"index_topk": 512}),
     "glm-5": ("glm_moe_dsa", INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2}),
+    "a.x k2": ("axk2", AXK),
+    "a.x k2, short, with groups": ("axk2", AXK | {"n_group": 4, "topk_group": 2, "index_topk": 512}),
     "mistral 4": (
         "mistral4",
         LATENT | GROUPS | {"q_lora_rank": 24, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
@@ -219,6 +225,24 @@ def test_sarvam_is_another_name(tmp_path: Path) -> None:
     expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
     found = Eager(load_model(open_source(tmp_path))).prompt_logprobs(PROMPTS)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+@torch.no_grad()
+def test_experts_of_other_groups_count_as_nothing_or_as_zero(tmp_path: Path) -> None:
+    """A.X K2's router, whose scores are below 0 here, chooses experts of groups that do not stay."""
+    model_type, changes = FAMILIES["a.x k2, short, with groups"]
+    hf = save_checkpoint(tmp_path, model_type, **changes).model.layers[1].mlp.gate
+    hf.e_score_correction_bias.sub_(1.0)
+    x, model = torch.randn(20, 48), load_model(open_source(tmp_path))
+    logits, weights, ids = hf(x)
+    routing = model.blocks[1].mlp.routing
+    found, chosen = ops.route(logits, routing, ops.Biases(correction=hf.e_score_correction_bias))
+    assert torch.equal(chosen.sort().values, ids.sort().values)
+    torch.testing.assert_close(found.gather(1, chosen.argsort()), weights.gather(1, ids.argsort()))
+    others = ops.route(
+        logits, replace(routing, zeros=False), ops.Biases(correction=hf.e_score_correction_bias)
+    )
+    assert not torch.equal(others[1].sort().values, ids.sort().values)
 
 
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}

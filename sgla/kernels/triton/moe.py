@@ -509,8 +509,8 @@ def _indices(*shape: int, device: torch.device) -> Tensor:
 
 def route_refuses(routing: Routing) -> str | None:
     """Why ``route`` does not choose so, or None."""
-    if routing.score == "sqrtsoftplus":
-        return "scores are roots"
+    if routing.score == "sqrtsoftplus" or routing.zeros:
+        return "scores are roots, or experts of other groups count as 0"
     return "experts are chosen one after the other" if routing.score == "sparsemixer" else None
 
 

@@ -186,6 +186,37 @@ FAMILIES = {
         interleaved=True,
         gguf=(Gguf("glm-dsa", tensors=BALANCED, gating=(0, SIGMOID)),),
     ),
+    "AXK2ForCausalLM": Family(
+        ("axk2",),
+        WITHOUT_HEAD_DIM
+        | sizes(163840, 2048, 5120, 48, 32, 131072, 32)
+        | _LATENT
+        | ROUTED
+        | {key: value for key, value in _INDEXED.items() if key != "num_nextn_predict_layers"}
+        | {
+            "kv_lora_rank": 128,
+            "q_lora_rank": 384,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 512,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "n_group": None,
+            "topk_group": None,
+            "index_n_heads": 16,
+            "gated_norm_rank": 16,
+        },
+        CAUSAL | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "attention_bias": False},
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        model="sgla.model.axk2:AXK2",
+        nulls=("n_group", "topk_group"),
+        attention="sgla.model.indexed_spec:gated",
+        completed="sgla.model.indexed_spec:with_norm_gates",
+        mixture="sgla.model.mixture_spec:axk",
+        interleaved=True,
+    ),
     "DeepseekV4ForCausalLM": Family(
         ("deepseek_v4",),
         DECODER

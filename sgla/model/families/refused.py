@@ -5,7 +5,6 @@ from __future__ import annotations
 
 STREAMS = "its residual stream is several wide (hyper-connections)"
 REFUSED = {
-    "AXK2ForCausalLM": "its norms have gates, and so have the queries of its sparse attention",
     "DiffLlamaForCausalLM": "its layers attend twice, and subtract what they see",
     "DogeForCausalLM": "its attention chooses tokens by a mask that it makes of their values",
     "Glm5NextForConditionalGeneration": f"its indexer pools keys, and {STREAMS}",
