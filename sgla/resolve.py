@@ -189,7 +189,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     check_routed(config, spec)
     check_data(config, device, spec, pooled)
     check_cp(config, device, spec, pooled)
-    check_dcp(config, device, spec)
+    check_dcp(config, device, spec, pooled)
     check_compressed(config, spec)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)

@@ -22,14 +22,15 @@ REFUSED = {
     "kv_host_ratio": "a rank has a part of a page",
     "kv_store": "a rank has a part of a page",
     "role": "a rank has a part of a page",
+    "encode_url": "pictures are not taken",
     "cpu_offload_gb": "it has not been tried with it",
     "enable_torch_compile": "a module of transformers is not cut so",
 }
 
 
-def check_dcp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
-    """Raise ConfigError for what ``--dcp`` cannot be together with. ``spec``: None if the model is not
-    known."""
+def check_dcp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, vectors: bool) -> None:
+    """Raise ConfigError for what ``--dcp`` cannot be together with. ``spec``: None if the model is not known;
+    ``vectors``: it answers with some."""
     if config.dcp == 1:
         return
     obstacle = None
@@ -41,6 +42,8 @@ def check_dcp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None)
         obstacle = f"with --executor {config.executor}"
     elif device != "cpu":
         obstacle = f"on --device {device}; leave it out, or give --dp-attention"
+    elif vectors:
+        obstacle = "by a model that answers with vectors"
     elif spec is not None:
         obstacle = _of_model(config, spec)
     if obstacle:

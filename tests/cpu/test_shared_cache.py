@@ -55,7 +55,7 @@ def test_settings_that_it_is_not_together_with(name: str) -> None:
     config = replace(Config(tp=2, dcp=2), **{name: kinds.get(type(getattr(Config(), name)), "x")})
     flag = f"--{name.replace('_', '-')}"
     with pytest.raises(ConfigError, match=f"{flag} cannot be honoured with --dcp") as caught:
-        check_dcp(config, "cpu", None)
+        check_dcp(config, "cpu", None, False)
     assert caught.value.param == name
 
 
@@ -75,5 +75,7 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     spec = read_spec(tiny_source(**model).config)
     with pytest.raises(ConfigError, match=words) as caught:
-        check_dcp(Config(**changes), device, spec)
+        check_dcp(Config(**changes), device, spec, False)
     assert caught.value.param == "dcp"
+    with pytest.raises(ConfigError, match="with vectors"):
+        check_dcp(Config(tp=2, dcp=2), "cpu", None, True)

@@ -114,6 +114,7 @@ def vision_of(config: Config, source: ModelSource) -> tuple[Vision | None, str]:
         "--pp": config.pp > 1,
         "--dp-attention": config.dp_attention,
         "--cp": config.cp > 1,
+        "--dcp": config.dcp > 1,
         f"--role {config.role}": config.role in ("prefill", "decode"),
         "--deterministic, whose attention does not let the tokens of a picture see each other": (
             vision.ahead and config.deterministic and config.device != "cpu"
