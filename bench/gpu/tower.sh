@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# The tower of Qwen2.5-VL-7B on one H200, as it is and with what is tried: attention over whole pictures and over windows
-# by our kernel, two and three pictures at a time, and where the time goes. Run it in the repository's root; results
-# into $OUT (tower.jsonl: a JSON line each; tower.log: what was printed). At most 105 s.
+# The tower of Qwen2.5-VL-7B on one H200: parts of a layer by several kernels, the whole, and where its time goes. Run it
+# in the repository's root; results into $OUT (tower.jsonl: a JSON line each; tower.log: what was printed). At most 95 s.
 #   PYTHON=python3 BENCH_COMMIT=abc1234 OUT=/tmp/out bash bench/gpu/tower.sh
 set -uo pipefail
-LIMIT=${LIMIT:-100}
+LIMIT=${LIMIT:-90}
 . bench/gpu/parts.sh
 
 mark='\(JSON \)\?'
@@ -17,5 +16,4 @@ tell() {
 }
 
 part parts 30 bench/gpu_kernels.py tower
-part tower 70 bench/pictures.py --only tower --peak 795e12 --ours-from 100000 1024 0 --abreast $((64 << 20)) \
-    $((80 << 20)) --profile
+part tower 60 bench/pictures.py --only tower --peak 795e12 --profile

@@ -30,7 +30,7 @@ from sgla.worker.pictures import Pictures, kept_on
 # and to see what memory it takes.
 MIDDLE, LARGE = 1008, 2016
 NEAR = 0.05  # of bfloat16
-ABREAST = 64 << 20  # bytes of pictures at a time, fewer than those of a LARGE one
+ABREAST = 80 << 20  # bytes of pictures at a time, fewer than those of a LARGE one
 
 
 class Seeing(NamedTuple):

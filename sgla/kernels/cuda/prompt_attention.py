@@ -270,8 +270,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float) -
     assert q.stride()[1:] == (dim, 1)
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     maps = [
-        tensor_map(x.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), (64, 1, ROWS))
-        for x in (q, k, v)
+        _map(x.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), (64, 1, ROWS)) for x in (q, k, v)
     ]
     params = _Params(
         *maps, *maps[1:], out.data_ptr(), None, tiles.data_ptr(), None, None,
