@@ -217,6 +217,7 @@ def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
         return
     nodes = f" on {config.nnodes} nodes" if config.nnodes > 1 else ""
     sets = f" in {config.cp} sets (--cp)" if config.cp > 1 else ""
+    sets += ", which share out the tokens (--dcp)" if config.dcp > 1 else ""
     yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp){sets}{nodes}"
     cache = "" if config.kv_cache_bytes is None else f", KV cache {size_text(config.kv_cache_bytes)}"
     for held in ranks:
