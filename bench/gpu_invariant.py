@@ -20,7 +20,6 @@ import torch
 from gpu_kernels import BF16, SCORING, decode_batch, shape_of, time_us
 
 from sgla import attention
-from sgla.attention import chunked
 from sgla.attention.base import cut
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.batch_gemm import MAX_ROWS, SILU, STORE, Config
@@ -38,7 +37,6 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64,128,256,1024")
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
-    invariant.SERVES = chunked.SERVES = True
     end = time.monotonic() + args.seconds
     for rows, length in DECODES:
         decode(rows, length)

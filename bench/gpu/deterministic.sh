@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# --deterministic by CUDA kernels (attention/chunked.py and kernels/gpu/invariant.py: SERVES, off elsewhere) on one
-# H200: no network, random weights. Run it in the repository's root; results into $OUT (deterministic.jsonl: a JSON
-# line each; deterministic.log: what was printed). At most 400 s.
+# --deterministic on one H200: no network, random weights. Run it in the repository's root; results into $OUT
+# (deterministic.jsonl: a JSON line each; deterministic.log: what was printed). At most 400 s.
 #   tests    products and attention: the same bits with any number of rows, in any tile; then whole runners
 #   kernels  what each costs beside what serves else, with the fastest cuts
 #   fast     W1, W2, W5 and where a step goes with these kernels; "usual" without --deterministic
@@ -15,7 +14,6 @@ has tests && part chunked 70 -m pytest -q --tb=short -p no:cacheprovider -o addo
 has tests && part runners 70 -m pytest -q --tb=short -p no:cacheprovider -o addopts= -n 0 tests/gpu/test_gpu_invariant.py \
     tests/gpu/test_gpu_prompt_attention.py
 has kernels && part kernels 110 bench/gpu_invariant.py --seconds 95
-sed -i 's/^SERVES = False/SERVES = True/' sgla/attention/chunked.py sgla/kernels/gpu/invariant.py # in this copy alone
 has fast && part fast 80 bench/offline.py --model bench/models/qwen3-8b --workloads W2,W1,W5 --batches 16,64,256 --repeat 1 \
     --tag deterministic --extra "$det"
 has fast && part steps 50 bench/step.py --model bench/models/qwen3-8b --batches 1,64,256 --steps 30 --profile --extra "$det"

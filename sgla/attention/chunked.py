@@ -14,7 +14,6 @@ from sgla.kernels.cuda.prompt_attention import KEYS, Chunks, Pages
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import units
 
-SERVES = False  # until its tests have run on a GPU
 CHUNK, CHUNKS = 1024, 32  # tokens of a chunk, at least; chunks of the longest history, at most
 
 
@@ -30,8 +29,6 @@ def chunks_of(shape: AttentionShape) -> Chunks:
 
 def refuses(shape: AttentionShape, device: Device) -> str | None:
     """Why these kernels cannot be used, or None."""
-    if not SERVES:
-        return "they have not run on a GPU"
     if shape.kv_dtype:
         return "the KV cache has 8 bits"
     return NativeExtend.refuses(shape, device)

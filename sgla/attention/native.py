@@ -94,9 +94,7 @@ class NativePrompts:
 
 def no_pages(shape: AttentionShape) -> str | None:
     """Why the kernel of prompts cannot read pages of this kind, or None."""
-    if not shape.kv_dtype or (shape.kv_dtype == "fp8" and prompt_attention.READS_FP8):
-        return None
-    return "the KV cache has 8 bits"
+    return None if shape.kv_dtype in ("", "fp8") else f"the KV cache is {shape.kv_dtype}"
 
 
 class NativeExtend:

@@ -17,7 +17,7 @@ from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.device import nvidia
 from sgla.errors import ConfigError
 from sgla.kernels import device, ops
-from sgla.kernels.cuda import decode_attention, prompt_attention
+from sgla.kernels.cuda import decode_attention
 from sgla.kernels.ops import KVLayer, Scoring
 
 pytest.importorskip("triton")
@@ -73,9 +73,6 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = SHAPE._replace(windows=frozenset({0, 512}))
     assert names(shape=windows) == ("native", "triton", TRITON)
     fp8 = SHAPE._replace(kv_dtype="fp8")
-    monkeypatch.setattr(prompt_attention, "READS_FP8", False)
-    assert names(shape=fp8) == ("native", "native and triton", TRITON)
-    monkeypatch.setattr(prompt_attention, "READS_FP8", True)
     assert names(shape=fp8) == ("native", "native and native paged", NATIVE)
     for kind in ("int8", "int4"):
         assert names(shape=SHAPE._replace(kv_dtype=kind)) == ("native", "native and triton", TRITON)

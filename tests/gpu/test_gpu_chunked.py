@@ -19,11 +19,6 @@ pytest.importorskip("triton")
 ROWS = (0, 1), (7, 15), (3, 20), (0, 64), (9, 74), (100, 228), (0, 256), (50, 307), (1, 513), (700, 1500)
 
 
-@pytest.fixture(autouse=True)
-def serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invariant, "SERVES", True)
-
-
 def relative(out: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((out.double() - wanted).norm() / wanted.norm())
 
@@ -53,7 +48,7 @@ def test_linear_is_invariant(n: int, k: int) -> None:
         assert relative(invariant.gated(x, w, batch_gemm.SILU), torch.nn.functional.silu(gate) * up) < 1e-2
 
 
-@pytest.mark.parametrize("m", [5, 33, 64, 100, 200, 256])
+@pytest.mark.parametrize("m", [5, 64, 200])
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_cut_gives_the_same_bits(m: int, gated: bool) -> None:
     """Tiles of any size, stages of one or two panels, and the kernel of prompts."""
@@ -62,7 +57,7 @@ def test_every_cut_gives_the_same_bits(m: int, gated: bool) -> None:
     w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
     epilogue = batch_gemm.SILU if gated else batch_gemm.STORE
     wanted = prompt_gemm.linear(x, w, epilogue=epilogue)[:m]
-    sizes = [size for size in batch_gemm.ROWS if size < m + 32]
+    sizes = [size for size in (32, 64, 128, 208) if size < 2 * m or size == 32]
     tiles = [(tile, size) for tile in invariant.TILES for size in sizes]
     cuts = [one for tile, size in tiles for one in invariant._cuts(tile, size, k, gated)]
     wrong = []
@@ -127,11 +122,9 @@ def test_attention_is_invariant(kv_heads: int, group: int, dim: int, blocks: int
         assert torch.isnan(got[~live].float()).all()
 
 
-def test_decode_rows_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_rows_are_chosen() -> None:
     from sgla import attention
-    from sgla.attention import chunked
 
-    monkeypatch.setattr(chunked, "SERVES", True)
     shape: Any = attention.AttentionShape(
         32, 8, 128, 16, BF16, frozenset({0}), 0.0, 64, deterministic=True, context_len=4097
     )

@@ -20,7 +20,6 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
 FP8_STAGES, RAW = 2, 2  # the same with pages of 8 bits, and stages of these as they are
-READS_FP8 = False  # until its tests have run on a GPU
 THREADS = 384
 MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
 PART = 2  # blocks of keys that take as long as what a part costs besides

@@ -17,7 +17,6 @@ from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.gpu.tiles import GATES
 from sgla.kernels.triton import invariant
 
-SERVES = False  # until its tests have run on a GPU
 TILES = 256, 192, 160, 128, 96, 64, 32  # weight rows
 LONG = 128  # rows in whose multiples those beyond MAX_ROWS are counted, so that few kernels are needed
 # Clocks that a block takes for 64 of k, estimates: for a row of x or of the weight to come, for the products
@@ -27,8 +26,6 @@ FEED, MULTIPLY, ASK, READ = 2.9, 1.0, 300.0, 0.047
 
 def refuses(n: int, k: int) -> str | None:
     """Why a bf16 weight ``[n, k]`` cannot be multiplied by these, or None."""
-    if not SERVES:
-        return "they have not run on a GPU"
     if not this_device().wgmma:
         return "the GPU has no wgmma"
     return batch_gemm.refuses(n, k)
