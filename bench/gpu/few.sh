@@ -10,18 +10,22 @@ LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
 # with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
 with='import runpy, sys
+from sgla.kernels.gpu import convolution
 from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
 sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
-experts='moe.TWO_TILES, moe.EARLY = True, 2'
-all="$experts; latent.EARLY = True"
+experts='moe.EARLY, moe.DOWN = 2, moe.Cut(1, 2048, 1)'
+tiles="$experts; moe.TWO_TILES = True"
+convolved='convolution.SERVES = True'
+latents='latent.EARLY = True'
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
     tests) part tests 150 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m "gpu and not slow" --tb=short \
         tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "moe or states or latents" ;;
-    early) part early 80 -m pytest -q -p no:cacheprovider -o addopts= -n 5 -m gpu --tb=short tests/gpu/test_gpu_moe.py -k start_early ;;
+    early) part early 80 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py \
+        tests/gpu/test_gpu_states.py -k "start_early or convolution_in_the" ;;
     states) part states 40 bench/gpu_states.py --rows 1,4 --tokens 64 ;;
     layers)
         part layers-qwen 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b
@@ -39,8 +43,9 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
     *)
         given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given
-        part "$each-experts" 60 -c "$with" "$experts" $given
-        [ "$each" = qwen3.6-35b-a3b ] || part "$each-all" 60 -c "$with" "$all" $given
+        for more in ${WITH:-experts tiles convolved latents}; do
+            part "$each-$more" 60 -c "$with" "${!more}" $given
+        done
         ;;
     esac
 done

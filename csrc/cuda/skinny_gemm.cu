@@ -53,10 +53,12 @@
 #ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF)
 #define GROUPED 0
 #endif
-#ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
+#ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up; 5: bf16, and the
+                  // first columns go through a convolution over TAPS tokens of their row, and silu
 #define EPILOGUE 0
 #endif
 
+constexpr int TAPS = 4;
 constexpr int THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int TILE_ROWS = HALF || GATED ? 8 : 16;  // output columns of a tile
@@ -89,7 +91,49 @@ struct Params {
   void* out;          // [m, out_stride]
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps;
+#if EPILOGUE == 5
+  const bf16* taps;                     // [channels, TAPS]
+  bf16* state;                          // [units, channels, TAPS - 1], the last inputs
+  const int *reads, *writes, *marks;    // units of each row: what it begins with, or 0, and leaves; [m, 3]
+  int channels, s_channel, s_place;
+  long long s_unit;
+#endif
 };
+
+#if EPILOGUE == 5
+// Of a row the units that it begins with (0: none) and leaves; of one of its channels the weights and last inputs.
+struct Window {
+  int read = 0, write, mark;
+  bf16 taps[TAPS], before[TAPS - 1];
+
+  __device__ __forceinline__ void find(const Params& p, int row) {
+    read = p.reads[row], write = p.writes[row], mark = p.marks[3 * row + 2];
+  }
+  __device__ __forceinline__ bf16* place(const Params& p, int unit, int n) const {
+    return p.state + unit * p.s_unit + (long long)n * p.s_channel;
+  }
+  __device__ __forceinline__ void load(const Params& p, int n) {
+    *reinterpret_cast<uint2*>(taps) = *reinterpret_cast<const uint2*>(p.taps + n * TAPS);
+    const bf16* from = place(p, read, n);
+#pragma unroll
+    for (int i = 0; i < TAPS - 1; ++i) before[i] = read > 0 ? from[i * p.s_place] : f2bf(0.f);
+  }
+  __device__ __forceinline__ void leave(const Params& p, int unit, int n, bf16 x) const {
+    bf16* to = place(p, unit, n);
+#pragma unroll
+    for (int i = 0; i < TAPS - 1; ++i) to[i * p.s_place] = i + 1 < TAPS - 1 ? before[i + 1] : x;
+  }
+  // What the convolution makes of x, the newest input.
+  __device__ __forceinline__ float take(const Params& p, int n, bf16 x) const {
+    float y = 0.f;
+#pragma unroll
+    for (int i = 0; i < TAPS; ++i) y = fmaf(bf2f(taps[i]), bf2f(i < TAPS - 1 ? before[i] : x), y);
+    leave(p, write, n, x);
+    if (mark > 0) leave(p, mark, n, x);
+    return gate<false>(y, 1.f);
+  }
+};
+#endif
 
 // A float that other lanes read too.
 __device__ __forceinline__ void cp_async4(u32 dst, const float* src) {
@@ -273,6 +317,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   };
 #pragma unroll
   for (int s = 0; s < AHEAD; ++s) load(s);
+#if EPILOGUE == 5
+  Window windows[PER_THREAD];
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; ++i) {
+    const int e = i * THREADS + threadIdx.x;
+    if (e < OUTPUTS && e / COLS < p.m) windows[i].find(p, e / COLS);
+  }
+#endif
   pdl_wait();
   pdl_launch();
 
@@ -335,6 +387,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
                       : 0.f;
       }
     }
+#if EPILOGUE == 5
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int e = i * THREADS + threadIdx.x, n = first_column(tile) + e % COLS;
+      if (e < OUTPUTS && e / COLS < p.m && n < p.channels) windows[i].load(p, n);
+    }
+#endif
     float scales[PER_THREAD][2] = {};
     if (E4M3 && !GROUPED) {
 #pragma unroll
@@ -486,6 +545,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       } else {
         if (GATED) y = gate<EPILOGUE == 4>(y, up);
         if (EPILOGUE == 1) y += kept[i];
+#if EPILOGUE == 5
+        if (n < p.channels) y = windows[i].take(p, n, f2bf(y));
+#endif
         static_cast<bf16*>(p.out)[o] = f2bf(y);
       }
     }

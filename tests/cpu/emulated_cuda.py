@@ -20,27 +20,40 @@ FUNCTION = re.compile(
     r"^(?:template <.*>\n)?__device__ __forceinline__ [^;{]*\{(?:.*\}\n|\n?(?:.*\n)*?\}\n)", re.M
 )
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)((?:\[[^\]]*\])+);")
-APART = 200 << 10  # where arrays lie that are not of the dynamic shared memory, 1 KiB each
+APART = 200 << 10  # where arrays lie that are not of the dynamic shared memory
 # Functions of one source, whose PTX needs numbers of that source.
 OWN = {
     "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes) "
     "{ copy(to, from, bytes, WIDTH); }\n",
     "forget": "void forget(Self&, Place&) {}\n",
+    # Those of e4m3, which is not emulated.
+    "widen": 'u32 widen(u32, u32) { emulated::fail("e4m3"); return 0; }\n',
+    "most2": 'u32 most2(u32, u32) { emulated::fail("e4m3"); return 0; }\n',
+    "halved": 'u32 halved(u32, float) { emulated::fail("e4m3"); return 0; }\n',
+    "lds_float": 'float lds_float(u32) { emulated::fail("e4m3"); return 0; }\n',
+    "cp_async4": 'void cp_async4(u32, const void*) { emulated::fail("e4m3"); }\n',
+    "mma_halves": 'void mma_halves(float (&)[4], u32, u32, u32, u32) { emulated::fail("e4m3"); }\n',
 }
 
 
 def compile_kernel(
-    file: str, name: str, defines: Mapping[str, int], threads: int, cluster: int, folder: Path
+    file: str,
+    name: str,
+    defines: Mapping[str, int],
+    threads: int,
+    cluster: int,
+    folder: Path,
+    room: int = 1 << 10,
 ) -> ctypes.CDLL:
     """A library whose ``run(params, ranks, grid)`` is the kernel ``name`` of ``csrc/cuda/file``; each of the
-    ranks has its own of ``params``."""
+    ranks has its own of ``params``. ``room``: bytes of a shared array that is none of the dynamic memory."""
     source, key = build.source_of(file, tuple(sorted(defines.items())), "cpu")
     macros = "".join(f"#define {macro} {value}\n" for macro, value in defines.items())
     source = source.removeprefix(
         "".join(f"#define {macro} {value}\n" for macro, value in sorted(defines.items()))
     )
     source = FUNCTION.sub(_without_ptx, source)
-    arrays = iter(range(APART, 256 << 10, 1 << 10))
+    arrays = iter(range(APART, 256 << 10, room))
     memory = "emulated::block().memory.data()"
     source = source.replace(
         "extern __shared__ __align__(128) unsigned char smem[];", f"unsigned char* smem = {memory};"

@@ -18,9 +18,11 @@ from test_gpu_windows import run
 from sgla.attention.base import DeviceBatch
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import GpuOps
 from sgla.kernels.gpu.states import device_states
+from sgla.kernels.triton import conv
 from sgla.messages import Submit
 from sgla.worker.device_state import upload_columns
 
@@ -90,6 +92,32 @@ def test_a_layer_equals_its_ops(
     for mine, theirs in ((found, expected), (other.memory[1:], begin.memory[1:])):
         assert float((mine - theirs).float().abs().max()) < near * float(theirs.float().abs().max())
     assert torch.equal(other.conv[1:], begin.conv[1:])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize(("channels", "others", "k"), [(8192, 4160, 2048), (1000, 72, 4096)])
+def test_a_convolution_in_the_product(rows: int, channels: int, others: int, k: int) -> None:
+    """As the product, and the convolution behind it."""
+    torch.manual_seed(0)
+    x, norm = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.rand(k, device="cuda") + 0.5
+    w = torch.randn(channels + others, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+    taps = torch.randn(channels, 4, device="cuda", dtype=torch.bfloat16) / 2
+    state = torch.randn(rows + 3, 3, channels, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    mine = state.clone()
+    reads, writes = (torch.arange(1, rows + 1, device="cuda", dtype=torch.int32) for _ in range(2))
+    marks = torch.zeros(rows, 3, device="cuda", dtype=torch.int32)
+    reads[0], marks[-1, 2] = 0, rows + 1
+    for _ in range(3):
+        plain = skinny_gemm.linear(x, w, norm=norm, eps=1e-6)
+        y = torch.empty_like(plain[:, :channels])
+        conv.decode(plain[:, :channels], taps, None, state, reads, writes, marks, y)
+        behind = skinny_gemm.Convolution(taps, mine, reads, writes, marks)
+        epilogue = skinny_gemm.CONVOLVED
+        found = skinny_gemm.linear(x, w, norm=norm, eps=1e-6, epilogue=epilogue, convolution=behind)
+        assert torch.equal(found[:, channels:], plain[:, channels:])
+        assert torch.equal(mine[1:], state[1:])
+        torch.testing.assert_close(found[:, :channels], y, rtol=1e-2, atol=1e-3)
+        reads[0] = 1
 
 
 @pytest.mark.parametrize("linked", [False, True])

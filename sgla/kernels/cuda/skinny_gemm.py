@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
 
 MAX_ROWS = 16
-STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE
+STORE, ADD, SILU, FLOAT32, GELU, CONVOLVED = range(6)  # EPILOGUE
+TAPS = 4  # of convolutions
 P = ctypes.c_void_p
 
 
@@ -23,6 +24,29 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         ("eps", ctypes.c_float),
     )
+
+
+class _Convolved(ctypes.Structure):
+    """Of an epilogue with a convolution."""
+
+    _fields_ = (
+        *_Params._fields_,
+        *((name, P) for name in ("taps", "state", "reads", "writes", "marks")),
+        *((name, ctypes.c_int) for name in ("channels", "s_channel", "s_place")),
+        ("s_unit", ctypes.c_longlong),
+    )
+
+
+class Convolution(NamedTuple):
+    """Of the first channels that rows of one token make: ``taps`` bf16 ``[C, TAPS]``; ``state`` bf16
+    ``[units, C, TAPS - 1]``, of which each row has the unit of ``reads`` (0: none) before, and behind it that
+    of ``writes``, and that in the last column of ``marks`` int32[R, 3], if it is not 0."""
+
+    taps: Tensor
+    state: Tensor
+    reads: Tensor
+    writes: Tensor
+    marks: Tensor
 
 
 class Config(NamedTuple):
@@ -164,6 +188,7 @@ def linear(
     epilogue: int = STORE,
     out: Tensor | None = None,
     config: Config | None = None,
+    convolution: Convolution | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
@@ -172,7 +197,7 @@ def linear(
     ``[n, k / 128]``, of as many channels. ``norm``
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
-    ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
+    ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the ``convolution``, and silu.
     """
     m, k = x.shape
     gated = epilogue in (SILU, GELU)
@@ -192,12 +217,21 @@ def linear(
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
     kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped)
-    params = _Params(
+    params = (
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0),
         by.stride(0) if by is not None else 0, out.stride(0), eps,
     )  # fmt: skip
+    if convolution is not None:
+        taps, state, *units = convolution
+        assert epilogue == CONVOLVED
+        made: Any = _Convolved(
+            *params, taps.data_ptr(), state.data_ptr(), *(x.data_ptr() for x in units), len(taps),
+            state.stride(1), state.stride(2), state.stride(0),
+        )  # fmt: skip
+    else:
+        made = _Params(*params)
     columns = config.tiles * (8 if config.half or gated else 16)
-    kernel.launch(min(-(-n // columns), processors() * config.per_sm), 32 * config.warps, params)
+    kernel.launch(min(-(-n // columns), processors() * config.per_sm), 32 * config.warps, made)
     return out
