@@ -64,7 +64,7 @@
 #ifndef AT_ONCE  // loads of x that a lane has on their way
 #define AT_ONCE (NT == 1 || NORM ? 4 : 8)
 #endif
-#ifndef KEEPS_NORM  // 1: a warp has the same channels of all rows, and their factors before x is there
+#ifndef KEEPS_NORM  // a warp has so many pieces of all rows, whose factors it has before x is there; 0: any
 #define KEEPS_NORM 0
 #endif
 #ifndef NORM  // 1: RMSNorm of x first
@@ -174,12 +174,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     }
   };
   settle();
-  float4 factors[KEEPS_NORM ? 2 : 1];
-  if (KEEPS_NORM) {
-    const int k = begin * (UNIT * BLOCK) + warp % chunks * CHUNK + lane * 8;
+  float4 factors[KEEPS_NORM ? KEEPS_NORM : 1][2];
+#pragma unroll
+  for (int i = 0; i < KEEPS_NORM; ++i) {
+    const int k = begin * (UNIT * BLOCK) + (warp + i * WARPS) % chunks * CHUNK + lane * 8;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      factors[h] = k < p.k ? *reinterpret_cast<const float4*>(p.norm + k + h * 4) : float4{};
+      factors[i][h] = k < p.k ? *reinterpret_cast<const float4*>(p.norm + k + h * 4) : float4{};
   }
   bool waited = false, ready = false;  // the kernel before has ended; x is there
   auto bring = [&]() {
@@ -276,8 +277,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
         if (lane == 0) sts32(squares + (rows[i] * chunks + ats[i] / CHUNK) * 4, square);
-        const float4 lo = KEEPS_NORM ? factors[0] : n0[i % FACTORS],
-                     hi = KEEPS_NORM ? factors[KEEPS_NORM] : n1[i % FACTORS];
+        constexpr int OWN_PIECES = KEEPS_NORM ? KEEPS_NORM : 1;
+        const float4 lo = KEEPS_NORM ? factors[i % OWN_PIECES][0] : n0[i % FACTORS],
+                     hi = KEEPS_NORM ? factors[i % OWN_PIECES][1] : n1[i % FACTORS];
         v[i] = {mul2(v[i].x, lo.x, lo.y), mul2(v[i].y, lo.z, lo.w), mul2(v[i].z, hi.x, hi.y),
                 mul2(v[i].w, hi.z, hi.w)};
       }
@@ -293,11 +295,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
   ready = true;
   if (in_tile >= last) bring();
   if (NORM) {
-    if (threadIdx.x < p.m) {
+    for (int m = warp; m < p.m; m += WARPS) {
       float sum = 0.f;
-      for (int c = 0; c < chunks; ++c)
-        sum += __uint_as_float(lds32(squares + (threadIdx.x * chunks + c) * 4));
-      row_square[threadIdx.x] = sum;
+      for (int c = lane; c < chunks; c += 32) sum += __uint_as_float(lds32(squares + (m * chunks + c) * 4));
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      if (lane == 0) row_square[m] = sum;
     }
     if (DIRECT) __syncthreads();
   }

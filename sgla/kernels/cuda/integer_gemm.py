@@ -139,9 +139,15 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     if pairs and shape.epilogue == ADD:
         shared = max(shared, room // 1024 * 1024)
     chunks = -(-here // 2)  # of x, of two blocks of channels
-    even = shape.blocks % (2 * config.slices) == 0 == config.team % chunks
-    keeps = shape.norm and even and config.team > WARPS
+    keeps = 0  # pieces of a warp, the same of all rows
+    if shape.norm and config.after and shape.blocks % (2 * config.slices) == 0:
+        whole = chunks % config.team == 0 or config.team % chunks == 0
+        keeps = -(-chunks // config.team) if whole and chunks <= 4 * config.team else 0
     once = 4 if groups == 1 or (shape.norm and not keeps) else 8
+    if config.after and not shape.norm:
+        once = 6
+    once = min(once, -(-shape.rows * chunks // config.team))
+    once = -(-once // keeps) * keeps if keeps else once
     own, loaded = shape.blocks * per, config.unit * per  # words of constants
     tiles = -(-shape.n // shape.columns(config))
     defines = {
@@ -160,8 +166,8 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WARPS": config.team,
         "RESIDENT": config.resident,
         "LATE": int(config.late),
-        "AT_ONCE": min(once, -(-shape.rows * chunks // config.team)),
-        "KEEPS_NORM": int(keeps),
+        "AT_ONCE": once,
+        "KEEPS_NORM": keeps,
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,
     }
