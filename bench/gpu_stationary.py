@@ -1,7 +1,7 @@
 """Try the cuts of the kernel that keeps activations in registers (weights of 4 or 8 bits) and those of
-``integer_gemm.cu`` with 16 warps a block, and say which is fastest.
+``integer_gemm.cu``, and say which is fastest.
 
-    python bench/gpu_stationary.py [--rows 16,1,8] [--kind int4g128] [--seconds 60] [--chains 16,1,8]
+    python bench/gpu_stationary.py [--rows 16,1,4] [--kind int4g128] [--seconds 60] [--chains 16,1,4]
 
 The products, their check and their times are those of ``gpu_integers.py``. One JSON line a product and number
 of rows, with the share of 4.34 TB/s; one a chain of a layer's four products, each of which reads what the one
@@ -33,8 +33,6 @@ from sgla.kernels.rehearsal import compilers
 BF16 = torch.bfloat16
 RATE = 4.34e6  # bytes a microsecond
 MOST = 6  # cuts told
-AT_A_TIME = (16, 1), (16, 2), (8, 2), (4, 2)  # warps that share k, blocks of channels
-ROOMS = (1, False), (2, False), (2, True)  # for blocks; the other one comes late
 LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
@@ -45,24 +43,18 @@ def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
         yield sg.Config(tile, block, slice_, behind=behind)
 
 
-def teams(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
-    """Blocks of 16 warps; where there is room for two, the next kernel's is the other one."""
-    wide = layer.k > 8192
-    if rows == 1:
-        served = ig.default_config(gi.shape_of(layer, rows, "int4g128"))
-        assert served is not None
-        yield from (served, served._replace(after=True), served._replace(unit=2, after=True))
-        for (warps, unit), (resident, late) in itertools.product(AT_A_TIME, ROOMS):
-            yield ig.Config(1, warps, 1, unit, 1, resident, team=16, late=late, after=unit == 2)
-    elif rows <= 8:
-        for warps, slices in itertools.product((16, 8), (4, 8) if wide else (1, 2, 4)):
-            yield ig.Config(1, warps, slices, 1, 1, 1, team=16)
-            yield ig.Config(1, warps, slices, 1, 1, 2, team=16)
-    else:
-        for warps, slices in itertools.product((16, 8, 4), (4, 8) if wide else (2, 4)):
-            yield ig.Config(1, warps, slices, 1, 1, 1, team=16)
-            yield ig.Config(2, warps, slices, 1, 1, 1, team=16)
-            yield ig.Config(1, warps, slices, 1, 1, 2, team=16)
+def shared(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
+    """Of ``integer_gemm.cu``: what serves, and cuts that ask for a stage when it has been multiplied."""
+    served = ig.default_config(gi.shape_of(layer, rows, "int4g128"))
+    if rows > 4 or served is None:
+        return
+    yield served
+    for early in (8, 1, 0):
+        yield served._replace(after=True, early=early)
+    for warps, unit, early in itertools.product((4, 8), (4, 2), (8, 0)):
+        yield ig.Config(1, warps, 1, unit, early=early, after=True)
+    for warps in (8, 4):
+        yield ig.Config(1, warps, 1, 2, 1, 1, team=16, after=True)
 
 
 def fits(shape: sg.Shape, config: sg.Config | ig.Config) -> bool:
@@ -96,7 +88,7 @@ def sweep(rows: int, layer: gi.Layer, weights: list[Any], configs: list[Any], ki
     fields: dict[str, Any] = {"bench": "stationary", "product": layer.name, "rows": rows, "kind": kind}
     fields |= {"serving": round(serving, 2), "floor": round(size / RATE, 2)}
     first: dict[type, Any] = {}
-    for name, of in (("stationary", sg.Config), ("teams", ig.Config)):
+    for name, of in (("stationary", sg.Config), ("shared", ig.Config)):
         own = [(us, config) for us, config in found if isinstance(config, of)]
         fields[name] = [[*config, round(us, 2), round(size / us / RATE, 3)] for us, config in own[:MOST]]
         first |= {of: own[0][1]} if own else {}
@@ -136,19 +128,18 @@ def chains(rows: int, weights: dict[str, list[Any]], best: dict[str, dict[type, 
         "serving": {},
         "default": {n: sg.default_config(s) for n, s in shapes.items()},
     }
-    for name, of in (("stationary", sg.Config), ("teams", ig.Config)):
+    for name, of in (("stationary", sg.Config), ("shared", ig.Config)):
         cut = {layer: found[of] for layer, found in best.items() if of in found}
         sets[name] = cut
         if rows > 1:
             sets |= {f"{name} but {left}": {k: v for k, v in cut.items() if k != left} for left in cut}
-    for (name, unit), (resident, late) in itertools.product((("small", 1), ("large", 2)), ROOMS):
-        team = ig.Config(1, 16, 1, unit, 1, resident, team=16, late=late, after=unit == 2)
-        cut = dict.fromkeys(LAYERS, team) | {"gate+up": team._replace(warps=16 // unit**2)}
-        if rows == 1 and all(fits(shapes[layer], of) for layer, of in cut.items()):
-            sets[f"{name}, room for {resident}{', late' * late}"] = cut
-    if rows == 1:
-        served = {layer: ig.default_config(shape) for layer, shape in shapes.items()}
-        sets["serving, after"] = {layer: of._replace(after=True) for layer, of in served.items() if of}
+    served = {layer: few for layer, shape in shapes.items() if (few := ig.default_config(shape))}
+    for early in (8, 1, 0) if rows <= 4 else ():
+        cut = {layer: few._replace(after=True, early=early) for layer, few in served.items()}
+        sets[f"serving, after, early {early}"] = cut
+        sets[f"serving, after, early {early}, eight warps share"] = {
+            layer: few._replace(warps=8) for layer, few in cut.items()
+        }
     fields: dict[str, Any] = {"bench": "stationary", "product": "layer", "rows": rows, "kind": kind}
     fields["us"] = {name: us(cut) for name, cut in [*sets.items(), ("serving again", {})]}
     lines.emit(fields | {"cut": {name: [list(c) for c in cut.values()] for name, cut in sets.items()}})
@@ -181,8 +172,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="16,1,8")
-    parser.add_argument("--chains", default="16,1,8")
+    parser.add_argument("--rows", default="16,1,4")
+    parser.add_argument("--chains", default="16,1,4")
     parser.add_argument("--kind", default="int4g128", choices=list(KINDS))
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--stages", type=int, default=sg.STAGES)
@@ -193,7 +184,7 @@ def main() -> None:
     fitting = {}
     for rows, layer in jobs:
         shape = gi.shape_of(layer, rows, args.kind)
-        both: list[Any] = [*teams(rows, layer), *cuts(rows, layer)]
+        both: list[Any] = [*shared(rows, layer), *cuts(rows, layer)]
         fitting[rows, layer] = different(shape, [config for config in both if fits(shape, config)])
         for config in fitting[rows, layer]:
             (sg if isinstance(config, sg.Config) else ig)._kernel(shape, config)

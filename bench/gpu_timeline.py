@@ -114,19 +114,17 @@ def told(kernels: dict[str, Kernel]) -> dict[str, Any]:
 
 
 class Layer:
-    """The four products of a layer by kernels that note, all with one cut, or with what each takes by
-    itself."""
+    """The four products of a layer by kernels that note, with what each takes by itself but for
+    ``changes``."""
 
-    def __init__(self, file: str, module: Any, config: Any, kind: str) -> None:
-        self.file, self.module, self.config, self.kind = file, module, config, kind
+    def __init__(self, file: str, module: Any, changes: dict[str, Any], kind: str) -> None:
+        self.file, self.module, self.changes, self.kind = file, module, changes, kind
         self.norm = torch.rand(4096, device="cuda") + 0.5
         self.kernels: dict[str, Kernel] = {}
 
     def product(self, layer: gi.Layer, x: Tensor, w: Any, out: Tensor | None) -> Tensor:
         shape = gi.shape_of(layer, len(x), self.kind)
-        cut = self.config or self.module.default_config(shape)
-        if self.config and layer.epilogue == ig.SILU:
-            cut = cut._replace(warps=4)
+        cut = self.module.default_config(shape)._replace(**self.changes)
         plan = self.module.plan(shape, cut)
         if layer.name not in self.kernels:  # one for each product, so that none forgets what another noted
             defines = plan.defines | {"NOTED": len(self.kernels)}
@@ -172,13 +170,12 @@ def main() -> None:
         few, stationary = (noting(name, Path(scratch)) for name in AT)
         for rows in map(int, args.rows.split(",")):
             hidden = torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda")
-            sets: dict[str, tuple[str, Any, Any]] = {"serving": (few, ig, None)}
-            if rows == 1:
-                for resident, late in ((1, False), (2, False), (2, True)):
-                    cut = ig.Config(1, 16, 1, 2, 1, resident, team=16, late=late, after=True)
-                    sets[f"16 warps, room for {resident}{', late' * late}"] = few, ig, cut
+            sets: dict[str, tuple[str, Any, dict[str, Any]]] = {"shared": (few, ig, {})}
+            if rows <= 4:
+                sets["shared, after"] = few, ig, {"after": True}
+                sets["shared, after, early 1"] = few, ig, {"after": True, "early": 1}
             else:
-                sets["stationary"] = stationary, sg, None
+                sets["stationary"] = stationary, sg, {}
             for name, (file, module, chosen) in sets.items():
                 layer = Layer(file, module, chosen, args.kind)
                 graph = capture(functools.partial(layer.run, hidden, made))
