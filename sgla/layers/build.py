@@ -268,12 +268,15 @@ class Build:
             return None, None
         return self.adapters.stack(k, parts, columns, embedding), self.adapters.rows
 
-    def vector(self, name: str, size: int, part: range | None = None, offset: float = 0.0) -> Tensor:
-        """A float32 vector holding ``part`` (default: all) of the checkpoint's ``name``, plus ``offset``."""
+    def vector(
+        self, name: str, size: int, part: range | None = None, offset: float = 0.0, scale: float = 1.0
+    ) -> Tensor:
+        """A float32 vector holding ``part`` (default: all) of the checkpoint's ``name``, plus ``offset``,
+        times ``scale``."""
         vector = torch.zeros(size if part is None else len(part))
 
         def take(source: SourceTensor) -> None:
-            vector.copy_(source.dense(part)).add_(offset)
+            vector.copy_(source.dense(part)).add_(offset).mul_(scale)
 
         self.declare(name, (size,), take)
         return vector

@@ -22,6 +22,8 @@ from sgla.layers.build import Build, Share, StackPart, Values, fill
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.quant.weight import SourceTensor, Weight
 
+ONCE = ((1, 0),)  # there is one copy of an expert
+
 
 class MoE:
     """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e, and what ``shared``
@@ -34,7 +36,8 @@ class MoE:
     transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
     with gate and up in turn, or (``halves``) one behind the other. A shared expert may be the last one, or
     as many as it is wider (``Routing.shared``). With the activation relu2 there is no gate. ``routed``: width
-    of what the router sees, if that is not x.
+    of what the router sees, if that is not x. ``idle``: so many further experts can be chosen, of which
+    nothing comes here.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class MoE:
         halves: bool = False,
         shared: SharedExpert | None = None,
         routed: int = 0,
+        idle: int = 0,
     ) -> None:
         self.shard, self.activation, self.shared = build.shard.of_mlps, activation, shared
         self.crossed = crossed
@@ -66,7 +70,9 @@ class MoE:
             if self.shard.placement is not None:
                 part = self.shard.placement.part(self.layer, experts, self.shard.rank)
                 self.held, routing = part.held, replace(routing, held=part.held, copies=part.copies)
-        self.name, self.routing, self.experts = name, routing, experts
+        if idle and routing.held is None:
+            routing = replace(routing, held=self.held)
+        self.name, self.routing, self.experts, self.choices = name, routing, experts, experts + idle
         self.hidden, self.intermediate = hidden, intermediate
         modules = [f"{name}.experts.{e}" for e in self.held]
         self.parts = ("up",) if activation == "relu2" else ("gate", "up")
@@ -75,7 +81,7 @@ class MoE:
         common = f"{name}.shared_experts"
         also = [f"{common}.{which}_proj" for which in self.parts] * routing.common
         seen = routed or hidden
-        self.router = build.empty_plain(experts + (routing.shared == "gated"), seen)
+        self.router = build.empty_plain(self.choices + (routing.shared == "gated"), seen)
         stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
         rows, count = len(inputs) + len(also), len(self.held) + routing.common
         down = stacks[1:] or [*outputs, *[f"{common}.down_proj"] * routing.common]
@@ -83,8 +89,8 @@ class MoE:
         self.gate_up = build.empty(rows * len(self.own), hidden, *(stacks[:1] or inputs + also))
         self.down = build.empty(count * hidden, len(self.own), *down)
         self.stacks, self.rows = self._stacks(build, f"{name}.experts", common, crossed and not halves)
-        take = partial(_fill, self.router, 0, range(experts), None)
-        build.declare(f"{name}.gate.weight", (experts, seen), take)
+        take = partial(_fill, self.router, 0, range(self.choices), None)
+        build.declare(f"{name}.gate.weight", (self.choices, seen), take)
         if crossed:
             self._declare_crossed(build, f"{name}.experts", halves)
         else:
@@ -98,20 +104,24 @@ class MoE:
         build.stacks[f"{name}.gate.moe_statics.e_score_correction_bias"] = (1, experts), row
         self.biases = Biases(
             build.vector(f"{name}.gate.bias", experts) if bias else None,
-            build.vector(f"{name}.gate.e_score_correction_bias", experts) if correction else None,
+            build.vector(f"{name}.gate.e_score_correction_bias", self.choices) if correction else None,
             *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
-        self.counts = build.counts[name] = ExpertCounts(experts)
+        self.counts = build.counts[name] = ExpertCounts(self.choices)
         if self.shard.whole_experts and build.device == "cuda":
             self._move_in_place(build)
+        elif idle and build.device == "cuda":
+            self.biases = self.biases._replace(places=self._places(Part(tuple(self.held), ONCE * experts)))
 
     def _move_in_place(self, build: Build) -> None:
         """Have graphs read where experts are, so that these may move."""
-        ones = self.routing.copies or ((1, 0),) * len(self.held)
-        words = Part(tuple(self.held), ones).table(self.experts)
-        self.biases = self.biases._replace(places=torch.tensor(words, dtype=torch.int32))
+        copies = self.routing.copies or ONCE * len(self.held)
+        self.biases = self.biases._replace(places=self._places(Part(tuple(self.held), copies)))
         self.counts.held = self.held
         build.mixtures[self.layer] = self
+
+    def _places(self, part: Part) -> Tensor:
+        return torch.tensor(part.table(self.choices), dtype=torch.int32)
 
     def move(self, part: Part) -> list[str]:
         """Take other experts, as many: beginnings of the names of tensors that have to be read again. Those

@@ -43,6 +43,7 @@ class MoESpec:
     halves: bool = False  # of those stacks: gate lies before up, and not in turn with it
     shared: int = 0  # width of an MLP that every token goes through, too; 0: there is none
     shared_gate: bool = False  # its output is multiplied by the sigmoid of a linear layer with one output
+    idle: int = 0  # further experts, which hand on what they are given
     hashed: frozenset[int] = frozenset()  # layers in which a table says which experts a token's id has
     latent: int = 0  # width of what experts read and make, if a linear layer before and one behind change it
 

@@ -28,7 +28,7 @@ REFUSED = {
     "enable_torch_compile": "a module of transformers is not cut so",
 }
 # Architectures whose layers share out what is behind attention in a way of their own.
-OTHERS = ("DeepseekV4", "Gemma4", "NemotronH", "Whisper")
+OTHERS = ("DeepseekV4", "Gemma4", "LongcatFlash", "NemotronH", "Whisper")
 
 
 def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, vectors: bool) -> None:

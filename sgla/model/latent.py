@@ -52,7 +52,8 @@ class LatentAttention:
             first, orders = (f"{name}.q_a_proj", layer.q_rank, range(layer.q_rank)), (None, *orders[1:])
         self.first = len(first[2])
         self.down = MergedColumnLinear(build, hidden, [first, latent], orders=orders)
-        self.kv_norm = RMSNorm(build, f"{name}.kv_a_layernorm", layer.v_dim, EPS)
+        norm = f"{name}.kv_a_layernorm.weight"
+        self.kv_norm = build.vector(norm, layer.v_dim, scale=layer.latent_scale)
         dtype = torch.float32 if build.plain == "f32" else torch.bfloat16
         self.k_up = torch.zeros(len(own), layer.nope, layer.v_dim, dtype=dtype)
         self.v_up = torch.zeros(len(own), layer.value, layer.v_dim, dtype=dtype)
@@ -83,7 +84,7 @@ class LatentAttention:
             q,
             latent,
             self.k_up,
-            self.kv_norm.weight,
+            self.kv_norm,
             EPS,
             batch.positions,
             self.cos_sin,

@@ -11,6 +11,7 @@ from sgla.hub.reader import Reader
 from sgla.layers.spec import AttentionSpec, RopeSpec, StateTensor
 from sgla.model.limits import HEADS, INNER, WIDTH
 from sgla.model.ropes import ROPE, growth, ropes
+from sgla.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,15 @@ class LatentSpec(AttentionSpec):
     of its key behind it: ``head_dim`` in all. A head's query has ``nope`` values that stay as they are before
     its ``rotated`` ones; its value has ``value``. ``q_rank``: width of the queries' own latent, 0 without.
     ``gates``: values that a query's head has behind these, whose sigmoids multiply what it sees; what makes
-    queries of their latent then reads this before its norm, too."""
+    queries of their latent then reads this before its norm, too. ``latent_scale``: of the latent, behind its
+    norm."""
 
     q_rank: int = 0
     nope: int = 0
     rotated: int = 0
     value: int = 0
     gates: int = 0
+    latent_scale: float = 1.0
 
     @property
     def split(self) -> list[int]:
@@ -71,6 +74,19 @@ def read(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
         value=c.integer("v_head_dim", INNER) if c.given("v_head_dim") else hidden // heads,
     )
     return (layer,) * layers
+
+
+def longcat(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
+    """LongCat-Flash: two in each of its layers, whose latents are as large as if they were not narrow."""
+    hidden = c.integer("hidden_size", WIDTH)
+    (layer,) = set(read(c, layers, positions))
+    q, kv = hidden / c.integer("q_lora_rank", INNER), hidden / layer.v_dim
+    return (replace(layer, scale=layer.scale * q**0.5, latent_scale=kv**0.5),) * (2 * layers)
+
+
+def with_pairs(c: Reader, spec: ModelSpec) -> ModelSpec:
+    """See ``Family.completed``: an MLP behind each attention, beside the mixture."""
+    return replace(spec, inner=(spec.intermediate,) * spec.layers)
 
 
 def growing(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:

@@ -137,6 +137,15 @@ def deepseek_v3(c: Reader, layers: int) -> MoESpec:
     return replace(_deepseek(c, experts, routing, _behind(c, layers)), correction=True)
 
 
+def longcat(c: Reader, layers: int) -> MoESpec:
+    """LongCat-Flash: softmax over experts, of which some do nothing, beside the first MLP of two."""
+    experts, idle = c.integer("n_routed_experts", EXPERTS), c.integer("zero_expert_num", EXPERTS, 0)
+    scale = c.number("routed_scaling_factor")
+    routing = _routing(c, experts + idle, key="moe_topk", scale=scale)
+    width = c.integer("expert_ffn_hidden_size", INNER)
+    return MoESpec(experts, width, routing, frozenset(range(0, 2 * layers, 2)), correction=True, idle=idle)
+
+
 def axk(c: Reader, layers: int) -> MoESpec:
     """A.X K2: DeepSeek-V3's, in every ``moe_layer_freq``-th layer, with groups or without."""
     alone = not c.given("n_group") and not c.given("topk_group")

@@ -209,7 +209,7 @@ def _mlp(spec: ModelSpec, layer: int, experts: int) -> int:
     each, routers, inside = (3 if spec.gated else 2), 0, 0
     if moe is not None:
         inside, width = experts * moe.intermediate * (moe.latent or spec.hidden), width + moe.shared
-        routers = (moe.experts + 2 * moe.latent) * spec.hidden
+        routers = (moe.experts + moe.idle + 2 * moe.latent) * spec.hidden
     return each * (spec.hidden * width + inside) + routers
 
 

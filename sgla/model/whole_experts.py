@@ -48,6 +48,8 @@ def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | N
         obstacle = "by a model without experts, or through transformers' module"
     elif spec is not None and spec.moe is not None and spec.moe.experts < config.ep:
         obstacle = f"by a model with {spec.moe.experts} experts"
+    elif spec is not None and spec.moe is not None and spec.moe.idle:
+        obstacle = "by a model some of whose experts do nothing"
     if obstacle:
         raise ConfigError(f"--ep {config.ep} cannot be honoured {obstacle}; leave it out", param="ep")
 

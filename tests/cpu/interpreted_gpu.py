@@ -282,6 +282,26 @@ PICKED = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
     "index_n_heads": 3,
     "index_head_dim": 8,
 }
+IDLE = {  # LongCat-Flash, some of whose experts do nothing
+    key: value
+    for key, value in DECODER.items()
+    if key not in ("head_dim", "num_hidden_layers", "intermediate_size", "num_key_value_heads")
+} | {
+    "architectures": ["LongcatFlashForCausalLM"],
+    "model_type": "longcat_flash",
+    "num_layers": 1,
+    "max_position_embeddings": 64,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "ffn_hidden_size": 64,
+    "n_routed_experts": 3,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 32,
+}
 OWN_KEYS = ("intermediate_size", "num_key_value_heads")
 COMPRESSED = {key: value for key, value in DECODER.items() if key not in OWN_KEYS} | {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -517,6 +537,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         long_text,
         {"page_size": 4, "step_tokens": 8},
         {"attention_backend": "torch"},
+    ),
+    "experts that do nothing": (
+        IDLE,
+        "",
+        short_text,
+        {},
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
     "pages of int8": (
         DECODER,

@@ -209,6 +209,19 @@ LAYOUTS: dict[str, Layouts] = {
         heads=MORE_LATENT,
         other={"rope_parameters": YARN},
     ),
+    "longcat_flash": Layouts(
+        LATENT
+        | {"num_hidden_layers": ..., "intermediate_size": ..., "num_layers": 2, "n_routed_experts": 6}
+        | {
+            "moe_topk": 3,
+            "zero_expert_num": 3,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 32,
+            "head_dim": 8,
+        },
+        heads=MORE_LATENT,
+        other={"rope_parameters": YARN, "zero_expert_num": 1, "num_layers": 1},
+    ),
     "axk2": Layouts(
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16, "gated_norm_rank": 6},
         heads=MORE_LATENT,

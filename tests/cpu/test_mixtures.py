@@ -54,6 +54,9 @@ GRANITE = {
     "num_local_experts": 5,
 }
 INDEXED = LATENT | GROUPS | {"q_lora_rank": 24, "index_topk": 12, "index_n_heads": 12, "index_head_dim": 16}
+LONGCAT = LATENT | {"num_hidden_layers": ..., "intermediate_size": ..., "num_layers": 2, "q_lora_rank": 24}
+LONGCAT |= {"n_routed_experts": 6, "moe_topk": 3, "zero_expert_num": 3, "ffn_hidden_size": 64}
+LONGCAT |= {"expert_ffn_hidden_size": 32, "head_dim": 8}
 AXK = LATENT | ROUTED | {"gated_norm_rank": 6, "first_k_dense_replace": ..., "q_lora_rank": 24}
 AXK |= {"index_topk": 12, "index_n_heads": 12, "index_head_dim": 16}
 LLAMA4 = {
@@ -160,6 +163,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("deepseek_v32", INDEXED | {"first_k_dense_replace": 1, "rope_parameters": YARN}),
     "deepseek-v3.2, short": ("deepseek_v32", INDEXED | {"index_topk": 512}),
     "glm-5": ("glm_moe_dsa", INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2}),
+    "longcat": ("longcat_flash", LONGCAT),
     "a.x k2": ("axk2", AXK),
     "a.x k2, short, with groups": ("axk2", AXK | {"n_group": 4, "topk_group": 2, "index_topk": 512}),
     "mistral 4": (
@@ -183,6 +187,8 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
     matrices = sum(p.numel() for key, p in hf.named_parameters() if p.dim() > 1 and "bias" not in key)
+    if moe := model.spec.moe:  # of experts that do nothing it has half of the matrices
+        matrices -= len(moe.layers) * moe.idle * 2 * moe.intermediate * model.spec.hidden
     assert abs(weight_bytes(model.spec, "float32", None, 1) / 4 / matrices - 1) < 0.02
     whole = decided(Eager(model, budget=150).generate(PROMPTS, 6))
     assert decided(Eager(model, budget=40, native=True).generate(PROMPTS, 6)) == whole

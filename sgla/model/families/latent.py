@@ -186,6 +186,42 @@ FAMILIES = {
         interleaved=True,
         gguf=(Gguf("glm-dsa", tensors=BALANCED, gating=(0, SIGMOID)),),
     ),
+    "LongcatFlashForCausalLM": Family(
+        ("longcat_flash",),
+        WITHOUT_HEAD_DIM
+        | _LATENT
+        | {
+            "vocab_size": 131072,
+            "hidden_size": 6144,
+            "ffn_hidden_size": 12288,
+            "num_layers": 28,
+            "num_attention_heads": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e7,
+            "moe_topk": 12,
+            "n_routed_experts": 512,
+            "zero_expert_num": 256,
+            "expert_ffn_hidden_size": 2048,
+            "routed_scaling_factor": 6.0,
+        },
+        CAUSAL | {"attention_bias": False, "router_bias": False, "zero_expert_type": "identity"},
+        {
+            "num_local_experts": "n_routed_experts",
+            "num_experts_per_tok": "moe_topk",
+            "intermediate_size": "ffn_hidden_size",
+            "moe_intermediate_size": "expert_ffn_hidden_size",
+            **_ROTATED_HEAD,
+        },
+        names={"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"},
+        model="sgla.model.longcat:Longcat",
+        nulls=KV_HEADS,
+        attention="sgla.model.latent_spec:longcat",
+        completed="sgla.model.latent_spec:with_pairs",
+        mixture="sgla.model.mixture_spec:longcat",
+        renamed=((".mlp.router.classifier.", ".mlp.gate."), (".mlp.router.", ".mlp.gate.")),
+        interleaved=True,
+    ),
     "AXK2ForCausalLM": Family(
         ("axk2",),
         WITHOUT_HEAD_DIM

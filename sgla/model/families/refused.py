@@ -10,7 +10,6 @@ REFUSED = {
     "Glm5NextForConditionalGeneration": f"its indexer pools keys, and {STREAMS}",
     "HYV4ForCausalLM": f"its sparse attention has sinks, and {STREAMS}",
     "JetMoeForCausalLM": "its attention is a mixture of experts",
-    "LongcatFlashForCausalLM": "a layer attends twice, beside a mixture some of whose experts do nothing",
     "RecurrentGemmaForCausalLM": "its layers keep a linear recurrence (RG-LRU)",
     "RwkvForCausalLM": "its layers mix tokens by a recurrence of their own (RWKV)",
     "Zamba2ForCausalLM": "its layers share blocks of attention, which adapters tell apart",
