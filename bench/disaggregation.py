@@ -31,6 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import clients
 import lines
 from process import Server, free_port
 from step_times import FLAGS, step_times
@@ -283,8 +284,8 @@ def w6_of_both(args: argparse.Namespace) -> None:
 def w6(args: argparse.Namespace, url: str) -> dict[str, Any]:
     sessions = workloads.random_sessions(random.Random(url), args.requests, 1024, 256)
     warm = workloads.random_sessions(random.Random(0), 64, 1024, 32)
-    asyncio.run(load.run(target_of(url), warm, 64))
-    numbers = report.summarize(*asyncio.run(load.run(target_of(url), sessions, 64)))
+    clients.run(target_of(url), warm, 64)
+    numbers = report.summarize(*clients.run(target_of(url), sessions, 64))
     return numbers | {"p99_of_median": round(numbers["itl_p99_ms"] / max(numbers["itl_ms"], 1e-6), 3)}
 
 
