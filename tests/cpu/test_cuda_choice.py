@@ -50,7 +50,8 @@ def test_a_step_in_one_kernel_needs_room_for_all_blocks(
     ("shape", "layers", "pays"),
     [
         (DenseShape(4096, 32, 8, 12288, True, 16), 36, False),  # Qwen3-8B: too many bytes for one
-        (DenseShape(4096, 16, 4, 6144, True, 16, 2), 36, True),
+        (DenseShape(4096, 16, 4, 6144, True, 16, 2), 36, False),  # and for two
+        (DenseShape(2048, 8, 4, 3072, True, 16, 2), 28, True),  # Qwen3-1.7B
         (DenseShape(1024, 8, 4, 1536, True, 16, 2), 28, False),  # Qwen3-0.6B: no equal parts
         (MixtureShape(2048, 32, 4, 768, 128, 8, True, True, 16), 48, True),  # Qwen3-30B-A3B
         (MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, 2), 48, True),

@@ -19,9 +19,7 @@ BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads
 HEAD_DIM, MAX_RANKS = 128, 8
 MAX_LAYERS, LEAST_DEPTH = 64, 8
 FLYING = 2  # pieces of a warp that are on their way at a time: what blocks tell each other waits behind them
-# Of a layer's weights; beyond that reading them takes longer than all else. Ranks wait less for each other's
-# sums, too.
-MOST_BYTES, MOST_BYTES_OF_RANKS = 64 << 20, 256 << 20
+MOST_BYTES = 64 << 20  # of a layer's weights on a rank; beyond that reading them takes longer than all else
 P = ctypes.c_void_p
 
 
@@ -117,8 +115,7 @@ class DenseShape(NamedTuple):
             n % (BLOCKS * WARPS) == 0 for n in (self.hidden, self.qkv, self.inner, self.heads * HEAD_DIM)
         )
         attends = self.kv_heads in (4, 8, 16) and self.group <= 6 and self.page_size % 16 == 0
-        most = MOST_BYTES if self.ranks == 1 else MOST_BYTES_OF_RANKS
-        small = 2 * self.layer_weights <= most and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
+        small = 2 * self.layer_weights <= MOST_BYTES and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
         return gpu_holds_blocks() and even and attends and small and vocab % 4 == 0
 
 
