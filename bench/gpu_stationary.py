@@ -1,7 +1,7 @@
 """Try the cuts of the kernel that keeps activations in registers (weights of 4 or 8 bits) and those of
 ``integer_gemm.cu``, and say which is fastest.
 
-    python bench/gpu_stationary.py [--rows 16,1,4] [--kind int4g128] [--seconds 60] [--chains 16,1,4]
+    python bench/gpu_stationary.py [--rows 16,1,8] [--kind int4g128] [--seconds 60] [--chains 16,1,8]
 
 The products, their check and their times are those of ``gpu_integers.py``. One JSON line a product and number
 of rows, with the share of 4.34 TB/s; one a chain of a layer's four products, each of which reads what the one
@@ -36,11 +36,22 @@ MOST = 6  # cuts told
 LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
+# Tiles and blocks of a warp, slices, warps beside each other, and whether a tile is added up behind the next.
+CUTS = (
+    *((1, 2, 1, 1, False), (2, 2, 1, 1, False), (2, 2, 1, 1, True), (1, 4, 1, 1, False), (2, 4, 1, 1, True)),
+    *((1, 2, 2, 2, False), (1, 2, 2, 2, True), (2, 2, 2, 2, False), (2, 2, 2, 2, True), (1, 4, 2, 2, False)),
+    (1, 2, 4, 4, False),
+)
+WIDE_CUTS = (
+    *((1, 2, 4, 1, False), (2, 2, 4, 1, False), (2, 2, 4, 1, True), (1, 2, 8, 2, False), (2, 2, 8, 2, False)),
+    *((1, 4, 4, 1, False), (1, 4, 6, 2, False), (1, 4, 3, 1, False), (1, 4, 2, 1, False)),
+)
+
+
 def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
-    slices = (2, 3, 4) if layer.k > 8192 else (1, 2)
-    tiles = (2, 1) if layer.n > 8192 else (1,)
-    for tile, block, slice_, behind in itertools.product(tiles, (2, 4), slices, (False, True)):
-        yield sg.Config(tile, block, slice_, behind=behind)
+    for tiles, blocks, slices, beside, behind in WIDE_CUTS if layer.k > 8192 else CUTS:
+        if rows > 4:
+            yield sg.Config(tiles, blocks, slices, beside, behind=behind)
 
 
 def shared(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
@@ -53,8 +64,6 @@ def shared(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
         yield served._replace(after=True, early=early)
     for warps, unit, early in itertools.product((4, 8), (4, 2), (8, 0)):
         yield ig.Config(1, warps, 1, unit, early=early, after=True)
-    for warps in (8, 4):
-        yield ig.Config(1, warps, 1, 2, 1, 1, team=16, after=True)
 
 
 def fits(shape: sg.Shape, config: sg.Config | ig.Config) -> bool:
@@ -124,10 +133,9 @@ def chains(rows: int, weights: dict[str, list[Any]], best: dict[str, dict[type, 
         return round(chain(rows, weights, run), 2)
 
     shapes = {name: gi.shape_of(layer, rows, kind) for name, layer in LAYERS.items()}
-    sets: dict[str, dict[str, Any]] = {
-        "serving": {},
-        "default": {n: sg.default_config(s) for n, s in shapes.items()},
-    }
+    sets: dict[str, dict[str, Any]] = {"serving": {}}
+    if rows > 4:
+        sets["default"] = {n: sg.default_config(s) for n, s in shapes.items()}
     for name, of in (("stationary", sg.Config), ("shared", ig.Config)):
         cut = {layer: found[of] for layer, found in best.items() if of in found}
         sets[name] = cut
@@ -172,8 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="16,1,4")
-    parser.add_argument("--chains", default="16,1,4")
+    parser.add_argument("--rows", default="16,1,8")
+    parser.add_argument("--chains", default="16,1,8")
     parser.add_argument("--kind", default="int4g128", choices=list(KINDS))
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--stages", type=int, default=sg.STAGES)

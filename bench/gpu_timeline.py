@@ -115,7 +115,7 @@ def told(kernels: dict[str, Kernel]) -> dict[str, Any]:
 
 class Layer:
     """The four products of a layer by kernels that note, with what each takes by itself but for
-    ``changes``."""
+    ``changes``, if they fit."""
 
     def __init__(self, file: str, module: Any, changes: dict[str, Any], kind: str) -> None:
         self.file, self.module, self.changes, self.kind = file, module, changes, kind
@@ -124,13 +124,14 @@ class Layer:
 
     def product(self, layer: gi.Layer, x: Tensor, w: Any, out: Tensor | None) -> Tensor:
         shape = gi.shape_of(layer, len(x), self.kind)
-        cut = self.module.default_config(shape)._replace(**self.changes)
+        served = self.module.default_config(shape)
+        cut = served._replace(**self.changes)
+        cut = served if self.module.plan(shape, cut) is None else cut
         plan = self.module.plan(shape, cut)
         if layer.name not in self.kernels:  # one for each product, so that none forgets what another noted
             defines = plan.defines | {"NOTED": len(self.kernels)}
             name = Path(self.file).stem
-            beside = cut.resident > cut.per_sm
-            self.kernels[layer.name] = Kernel(self.file, name, defines, plan.shared, cut.slices, beside)
+            self.kernels[layer.name] = Kernel(self.file, name, defines, plan.shared, cut.slices)
         if out is None:
             out = torch.empty(len(x), shape.n, dtype=x.dtype, device="cuda")
         tensors = x, *w.tensors, self.norm if layer.norm else None, None, out
@@ -146,7 +147,7 @@ class Layer:
         )
         params = self.module._Params(*(None if t is None else t.data_ptr() for t in tensors), *sizes, 1e-6)
         grid = plan.grid if few else plan.parts * cut.slices
-        self.kernels[layer.name].launch(grid, 32 * cut.team if few else plan.threads, params)
+        self.kernels[layer.name].launch(grid, 32 * ig.WARPS if few else plan.threads, params)
         return out
 
     def run(self, hidden: Tensor, made: dict[str, list[Any]]) -> None:
@@ -176,6 +177,7 @@ def main() -> None:
                 sets["shared, after, early 1"] = few, ig, {"after": True, "early": 1}
             else:
                 sets["stationary"] = stationary, sg, {}
+                sets["stationary, k cut"] = stationary, sg, {"slices": 2, "beside": 2}
             for name, (file, module, chosen) in sets.items():
                 layer = Layer(file, module, chosen, args.kind)
                 graph = capture(functools.partial(layer.run, hidden, made))

@@ -37,7 +37,7 @@
 #ifndef SLICES  // blocks of a cluster that share the k of a tile
 #define SLICES 1
 #endif
-#ifndef UNIT  // blocks of channels that a warp loads at a time: 1, 2 or 4
+#ifndef UNIT  // blocks of channels that a warp loads at a time: 2 or 4
 #define UNIT 2
 #endif
 #ifndef WIDTH  // bytes of constants that a lane loads at a time
@@ -52,14 +52,8 @@
 #ifndef EARLY  // stages asked for before the wait for the previous kernel; x does not wait for the others
 #define EARLY (STAGES - !AFTER)
 #endif
-#ifndef WARPS  // of a block: 8 or 16
-#define WARPS 8
-#endif
 #ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
 #define RESIDENT 2
-#endif
-#ifndef LATE  // 1: the next kernel's blocks may come when this one has asked for its last weights
-#define LATE 0
 #endif
 #ifndef AT_ONCE  // loads of x that a lane has on their way
 #define AT_ONCE (NT == 1 || NORM ? 4 : 8)
@@ -74,15 +68,14 @@
 #define EPILOGUE 0
 #endif
 
-constexpr int THREADS = WARPS * 32;
+constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4, DIRECT = WK == 1 && SLICES == 1;
 constexpr int OWN = MT * 16, W_ROWS = WARPS / WK * OWN;  // weight rows of a warp, and of a tile
 constexpr int COLS = GATED ? W_ROWS / 2 : W_ROWS;        // output columns of a tile
 constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie together, of a row
 constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
-constexpr int MANY = (WARPS * RESIDENT > 24 ? 2 : 4) / (MT * NT);  // as registers allow
-constexpr int CHAINS = MANY < 1 ? 1 : MANY < STEPS ? MANY : STEPS;  // of sums
+constexpr int WANTED = 4 / (MT * NT), CHAINS = WANTED < STEPS ? WANTED : STEPS;  // of sums
 constexpr int AHEAD = STAGES - !AFTER;  // stages on their way
 constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4;
 constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
@@ -147,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
   const int first = int((long long)tiles * part / parts), last = int((long long)tiles * (part + 1) / parts);
   const int units = (p.blocks + UNIT - 1) / UNIT;
   const int begin = units * slice / SLICES, count = units * (slice + 1) / SLICES - begin;
-  const int channels = count * (UNIT * BLOCK), chunks = (channels + CHUNK - 1) / CHUNK;
+  const int chunks = count * (UNIT * BLOCK / CHUNK);
   const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
             kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES, red = kept_x + p.m * p.x_row,
             sums_of = red + (DIRECT ? 0 : 2 * WK * p.m * (RED_ROW * 4)),  // of groups of x, [groups][NT * 8]
@@ -182,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     for (int h = 0; h < 2; ++h)
       factors[i][h] = k < p.k ? *reinterpret_cast<const float4*>(p.norm + k + h * 4) : float4{};
   }
-  bool waited = false, ready = false;  // the kernel before has ended; x is there
+  bool ready = false;  // x is there
   auto bring = [&]() {
     if (threadIdx.x == 0 && p.ahead_piece)
 #pragma unroll 1
@@ -218,9 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
         in_unit = wk;
         if (++in_tile < last) {
           settle();
-        } else {
-          if (LATE && waited) pdl_launch();
-          if (ready) bring();
+        } else if (ready) {
+          bring();
         }
       }
     }
@@ -229,8 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
 #pragma unroll
   for (int s = 0; s < EARLY; ++s) load(s);
   pdl_wait();
-  waited = true;
-  if (!LATE || in_tile >= last) pdl_launch();
+  pdl_launch();
 
   // x, times the norm's weight, and the sums of its groups; zeros behind its end.
   int row = 0, chunk = warp;
@@ -257,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
       const int k = begin * (UNIT * BLOCK) + ats[i];
       v[i] = {};
       if (NORM && !KEEPS_NORM) n0[i] = n1[i] = {};
-      if (row < p.m && k < p.k && (UNIT > 1 || ats[i] < channels)) {
+      if (row < p.m && k < p.k) {
         v[i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         if (NORM && !KEEPS_NORM) {
           n0[i] = *reinterpret_cast<const float4*>(p.norm + k);
@@ -271,7 +262,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (rows[i] >= p.m) break;
-      const bool mine = UNIT > 1 || ats[i] < channels;
       if (NORM) {
         float square = square2(v[i].x) + square2(v[i].y) + square2(v[i].z) + square2(v[i].w);
 #pragma unroll
@@ -286,8 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
       float sum = add2(v[i].x) + add2(v[i].y) + add2(v[i].z) + add2(v[i].w);
 #pragma unroll
       for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-      if (mine) sts128(kept_x + rows[i] * p.x_row + ats[i] * 2, v[i]);
-      if (mine && ats[i] % GROUP == 0) sts32(sums_of + (ats[i] / GROUP * (NT * 8) + rows[i]) * 4, sum);
+      sts128(kept_x + rows[i] * p.x_row + ats[i] * 2, v[i]);
+      if (ats[i] % GROUP == 0) sts32(sums_of + (ats[i] / GROUP * (NT * 8) + rows[i]) * 4, sum);
     }
   }
   ask();

@@ -29,12 +29,6 @@
 #ifndef STAGES
 #define STAGES 6
 #endif
-#ifndef WARPS  // of a block, which is one of two that a multiprocessor has room for
-#define WARPS 8
-#endif
-#ifndef AFTER  // 1: a stage is asked for again when it has been multiplied; 0: when the next one has come
-#define AFTER 0
-#endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
 #endif
@@ -59,7 +53,7 @@
 #endif
 
 constexpr int TAPS = 4;
-constexpr int THREADS = WARPS * 32;
+constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int TILE_ROWS = HALF || GATED ? 8 : 16;  // output columns of a tile
 constexpr int COLS = MT * TILE_ROWS;               // and of a block at a time
@@ -68,7 +62,6 @@ constexpr int ROW_BYTES = HALF ? 256 : 128, CHUNK_K = ROW_BYTES / SIZE;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;  // pieces of a row
 constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a piece of the weights
 constexpr int WEIGHT_BYTES = 2048 * MT, CHUNK_BYTES = WEIGHT_BYTES + (GROUPED ? 64 * MT : 0);
-constexpr int AHEAD = STAGES - !AFTER;  // stages on their way
 constexpr bool HALVES = E4M3 && STAGED;
 constexpr int CHAINS = HALVES ? 2 : 1;  // of sums
 constexpr int KEPT = HALVES ? STAGED : NT * 8;  // rows of x whose sums are worth keeping
@@ -316,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     cp_async_commit();
   };
 #pragma unroll
-  for (int s = 0; s < AHEAD; ++s) load(s);
+  for (int s = 0; s < STAGES - 1; ++s) load(s);
 #if EPILOGUE == 5
   Window windows[PER_THREAD];
 #pragma unroll
@@ -422,10 +415,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
               b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
         }
-      cp_async_wait<AHEAD - 1>();
+      cp_async_wait<STAGES - 2>();
       __syncwarp();
-      if (!AFTER) load(stage == 0 ? STAGES - 1 : stage - 1);
-      const int used = stage;
+      load(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = ring + stage * CHUNK_BYTES;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       float by_chunk[MT][2];
@@ -480,7 +472,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         }
       }
       __syncwarp();
-      if (AFTER) load(used);
       if (GROUPED) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)

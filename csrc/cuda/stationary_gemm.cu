@@ -3,12 +3,12 @@
 // registers, in the order in which ``mma`` takes them, and weights stream past it.
 //
 // The WK warps of a block that share a tile of weight rows, and the SLICES blocks of a cluster, have all of k
-// between them, so a warp never needs other channels. It reads its part of each of the block's tiles by a
-// cp.async ring of its own, which begins before the wait for the previous kernel; a lane loads the very words
-// that it multiplies. Nothing of x is read from shared memory; what goes through it are weights and, of each
-// tile, the sums of the warps, in two buffers: one is added up while warps fill the other. The blocks of a
-// cluster then send each other the sums of their slices (st.async), and each finishes some columns a tile
-// later.
+// between them, so a warp never needs other channels; WN warps with the same ones load x for each other. A
+// warp reads its part of each of the block's tiles by a cp.async ring of its own, which begins before the wait
+// for the previous kernel; a lane loads the very words that it multiplies. Nothing of x is read from shared
+// memory again; what goes through it are weights and, of each tile, the sums of the warps, in two buffers: one
+// is added up while warps fill the other. The blocks of a cluster then send each other the sums of their
+// slices (st.async), and each finishes some columns a tile later.
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x, which is a product of x with ones. The sum of a group
@@ -90,7 +90,9 @@ constexpr int RED_WARP = NT * 8 * RED_ROW * 4, RED_TILE = WK * RED_WARP;  // byt
 constexpr int KEPT = 4;                    // tiles whose sums a cluster exchanges at a time, at most
 constexpr int GOT_SLICE = NT * 8 * OWNED * 4, GOT_TILE = SLICES * GOT_SLICE;  // bytes
 constexpr int X_ROW = BLOCK * 2 + 16;     // bytes of a row of x on its way to registers
-constexpr int SQUARES = NT * 4;           // rows of x of which a lane loads a part
+constexpr int PIECES_OF_X = 4 / WN;        // of 8 rows and 128 channels, that a lane loads: the others are WN's
+constexpr int SQUARES = NT * PIECES_OF_X;  // rows of x of which a lane loads a part
+constexpr int X_BYTES = 8 * X_ROW;         // of 8 rows and 128 channels on their way
 
 struct Params {
   const bf16* x;         // [m, x_stride]
@@ -142,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
   const int own_block = (slice * WK + wk) * KB, left = p.blocks - own_block;  // behind `left` there are none
   const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
             red = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES,
-            passing = red + warp * (8 * X_ROW),  // x on its way, before there are sums
+            // x on its way, before there are sums: one block of channels of a warp, or all of WN warps
+            passing = red + (WN == 1 ? warp : wk * NT * KB) * X_BYTES,
       got = red + RED_BYTES, squares = smem_addr(row_square), all = smem_addr(delivered);
   const int from_column = min(COLS, SHARE * slice), to_column = min(COLS, SHARE * (slice + 1));
   const int told = SLICES * p.m * (to_column - from_column) * (GATED ? 8 : 4);  // bytes of a tile
@@ -198,9 +201,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     }
     cp_async_commit();
   };
-#pragma unroll
-  for (int s = 0; s < EARLY; ++s) load(first + s, s);
-
   // Lane % 16 takes 8 channels of each block of k, of row lane / 16 of two.
   const int channel = own_block * BLOCK + lane % 16 * 8;
   float4 norm[NORM ? KB : 1][2];
@@ -211,47 +211,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
       norm[b][h] = channel + b * BLOCK < p.k
                        ? *reinterpret_cast<const float4*>(p.norm + channel + b * BLOCK + h * 4)
                        : float4{};
+#pragma unroll
+  for (int s = 0; s < EARLY; ++s) load(first + s, s);
+
   pdl_wait();
   if (!LATE) pdl_launch();
 
   u32 x[NT][KB][4][4];  // of 32 channels each
   float2 sums[KB * PER][NT];
   {
-    uint4 in[NT][KB][4];
+    uint4 in[NT][KB][PIECES_OF_X];
     float square[SQUARES] = {};
+    auto row_of_x = [&](int i) { return (i * WN + wn) * 2 + lane / 16; };  // of 8
 #pragma unroll
     for (int j = 0; j < NT; ++j)
 #pragma unroll
       for (int b = 0; b < KB; ++b)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = j * 8 + i * 2 + lane / 16, k = channel + b * BLOCK;
+        for (int i = 0; i < PIECES_OF_X; ++i) {
+          const int row = j * 8 + row_of_x(i), k = channel + b * BLOCK;
           in[j][b][i] = {};
           if (row < p.m && k < p.k)
             in[j][b][i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         }
 #pragma unroll
     for (int s = EARLY; s < STAGES - 1; ++s) load(first + s, s);
+    auto pass = [&](int j, int b) {
+#pragma unroll
+      for (int i = 0; i < PIECES_OF_X; ++i) {
+        uint4 v = in[j][b][i];
+        if (NORM) {
+          const float4 lo = norm[b][0], hi = norm[b][1];
+          square[j * PIECES_OF_X + i] += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
+          v = {mul2(v.x, lo.x, lo.y), mul2(v.y, lo.z, lo.w), mul2(v.z, hi.x, hi.y), mul2(v.w, hi.z, hi.w)};
+        }
+        sts128(passing + (WN == 1 ? 0 : j * KB + b) * X_BYTES + row_of_x(i) * X_ROW + lane % 16 * 16, v);
+      }
+    };
+    auto take = [&](int j, int b) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        ldmatrix(x[j][b][q], passing + (WN == 1 ? 0 : j * KB + b) * X_BYTES + lane % 8 * X_ROW +
+                                 lane / 8 * 16 + q * 64);
+    };
 #pragma unroll
     for (int j = 0; j < NT; ++j)
 #pragma unroll
       for (int b = 0; b < KB; ++b) {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          uint4 v = in[j][b][i];
-          if (NORM) {
-            const float4 lo = norm[b][0], hi = norm[b][1];
-            square[j * 4 + i] += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
-            v = {mul2(v.x, lo.x, lo.y), mul2(v.y, lo.z, lo.w), mul2(v.z, hi.x, hi.y), mul2(v.w, hi.z, hi.w)};
-          }
-          sts128(passing + (i * 2 + lane / 16) * X_ROW + lane % 16 * 16, v);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-          ldmatrix(x[j][b][q], passing + lane % 8 * X_ROW + lane / 8 * 16 + q * 64);
+        if (WN == 1) __syncwarp();
+        pass(j, b);
+        if (WN == 1) __syncwarp();
+        if (WN == 1) take(j, b);
       }
+    if (WN > 1) {
+      meet_at<WN * 32>(1 + wk);
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int b = 0; b < KB; ++b) take(j, b);
+    }
 #pragma unroll
     for (int b = 0; b < KB; ++b)
 #pragma unroll
@@ -272,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     if (NORM) {
       int row = 0;
       fold<SQUARES / 2, 1>(square, lane, row);
-      if (wn == 0) of_warps[wk][row / 4 * 8 + row % 4 * 2 + lane / 16] = square[0];
+      of_warps[wk][row / PIECES_OF_X * 8 + row_of_x(row % PIECES_OF_X)] = square[0];
     }
     __syncthreads();  // what is behind `passing` has been read, too
     if (NORM && threadIdx.x < NT * 8) {

@@ -23,7 +23,6 @@ from sgla.kernels.rehearsal import compilers, rehearsed
 
 SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a multiprocessor
 _ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_ATTRIBUTE_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _LAUNCH_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _LAUNCH_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -68,21 +67,13 @@ class Kernel:
     """One kernel that takes a single structure by value; its compilation begins at once, on another thread.
 
     ``defines`` set its compile-time parameters; ``shared`` is its dynamic shared memory in bytes; ``cluster``
-    blocks that follow each other see each other's shared memory. ``beside``: its multiprocessors have as much
-    shared memory as they can, for another kernel's blocks beside its own.
+    blocks that follow each other see each other's shared memory.
     """
 
     def __init__(
-        self,
-        file: str,
-        name: str,
-        defines: Mapping[str, int],
-        shared: int = 0,
-        cluster: int = 1,
-        beside: bool = False,
+        self, file: str, name: str, defines: Mapping[str, int], shared: int = 0, cluster: int = 1
     ) -> None:
         self._file, self._name, self.shared, self._cluster = file, name, shared, cluster
-        self._beside = beside
         self._cubin = compilers().submit(_compiled, file, tuple(sorted(defines.items())), _target())
         self._function: ctypes.c_void_p | None = None
         attributes = [_Attribute(_LAUNCH_CLUSTER, 0, (cluster, 1, 1))] if cluster > 1 else []
@@ -103,8 +94,6 @@ class Kernel:
             if self.shared > 48 << 10:
                 code = driver().cuFuncSetAttribute(function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, self.shared)
                 check(code, f"{self.shared} bytes of shared memory for {self._name}")
-            if self._beside:
-                check(driver().cuFuncSetAttribute(function, _ATTRIBUTE_CARVEOUT, 100), self._name)
             self._function = function
         return self._function
 

@@ -16,12 +16,10 @@ from sgla.kernels.integers import BLOCK, Integers
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
 MAX_ROWS = 16  # of x
-WARPS = 8  # of a block, where a cut says nothing else
+WARPS = 8  # of a block
 ALIGNED = 8  # channels that x is read by
 STAGES = 5  # at most
-SMALL_STAGES = 8  # of one block of channels
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
-UNEVEN = 4 << 10  # bytes that o and down take beyond a half, so that no two of them share a multiprocessor
 AHEAD, AHEAD_PIECES = 0, 8  # bytes of a weight to come; pieces that each block brings
 P = ctypes.c_void_p
 
@@ -38,11 +36,10 @@ class _Params(ctypes.Structure):
 
 class Config(NamedTuple):
     """How the work is cut. ``tiles`` of 16 weight rows are a warp's, 1 or 2, whose k ``warps`` of a block
-    share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 1, 2 or 4. ``per_sm``
+    share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 2 or 4. ``per_sm``
     blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
-    fetch weights there, if ``late`` when this one has asked for its last; ``early`` loads at most before this
-    one has ended. A block has ``team`` warps. ``after``: a stage is asked for again when it has been
-    multiplied, so that all are on their way."""
+    fetch weights there, ``early`` loads at most before this one has ended. ``after``: a stage is asked for
+    again when it has been multiplied, so that all are on their way."""
 
     tiles: int
     warps: int
@@ -50,15 +47,13 @@ class Config(NamedTuple):
     unit: int = 2
     per_sm: int = 2
     resident: int = 2
-    early: int = SMALL_STAGES
-    team: int = WARPS
-    late: bool = False
+    early: int = STAGES
     after: bool = False
 
     @property
     def weight_rows(self) -> int:
         """Of a tile."""
-        return self.team // self.warps * self.tiles * 16
+        return WARPS // self.warps * self.tiles * 16
 
 
 class Tiled(Protocol):
@@ -127,27 +122,11 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     alone = config.warps == config.slices == 1
     sums = 0 if alone else 8 * config.warps * shape.rows * (config.weight_rows + 4)
     x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
-    stage = config.team * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
-    room = SHARED // config.resident - 2048
-    pairs = config.per_sm == 1 and config.resident == 2
-    if pairs:
-        room += UNEVEN if shape.epilogue == ADD else -UNEVEN
-    stages = min(STAGES if config.unit > 1 else SMALL_STAGES, (room - x) // stage)
+    stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
+    stages = min(STAGES, (SHARED // config.resident - 2048 - x) // stage)
     if stages < 2:
         return None
-    shared = -(-(stages * stage + x) // 1024) * 1024
-    if pairs and shape.epilogue == ADD:
-        shared = max(shared, room // 1024 * 1024)
-    chunks = -(-here // 2)  # of x, of two blocks of channels
-    keeps = 0  # pieces of a warp, the same of all rows
-    if shape.norm and config.after and shape.blocks % (2 * config.slices) == 0:
-        whole = chunks % config.team == 0 or config.team % chunks == 0
-        keeps = -(-chunks // config.team) if whole and chunks <= 4 * config.team else 0
-    once = 4 if groups == 1 or (shape.norm and not keeps) else 8
-    if config.after and not shape.norm:
-        once = 6
-    once = min(once, -(-shape.rows * chunks // config.team))
-    once = -(-once // keeps) * keeps if keeps else once
+    once, keeps = _of_x(shape, config, here // 2)
     own, loaded = shape.blocks * per, config.unit * per  # words of constants
     tiles = -(-shape.n // shape.columns(config))
     defines = {
@@ -163,19 +142,32 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "STAGES": stages,
         "AFTER": int(config.after),
         "EARLY": min(config.early, stages - (not config.after)),
-        "WARPS": config.team,
         "RESIDENT": config.resident,
-        "LATE": int(config.late),
         "AT_ONCE": once,
         "KEEPS_NORM": keeps,
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,
     }
     parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
-    return Plan(defines, shared, x_row, parts * config.slices)
+    return Plan(defines, -(-(stages * stage + x) // 1024) * 1024, x_row, parts * config.slices)
 
 
-TEAM_ROWS = 0  # of x, at most, for which a block has 16 warps
+def _of_x(shape: Shape, config: Config, chunks: int) -> tuple[int, int]:
+    """Pieces of x that a lane has on their way, and how many of a row are its warp's, whose factors it has
+    before x is there (0: it reads them with x). ``chunks``: of a row."""
+    if not config.after:
+        return 4 if shape.rows <= 8 or shape.norm else 8, 0
+    most = -(-shape.rows * chunks // WARPS)
+    if not shape.norm:
+        return min(6, most), 0
+    own = -(-chunks // WARPS)
+    whole = chunks % WARPS == 0 or WARPS % chunks == 0
+    if not whole or own > 4 or shape.blocks % (config.unit * config.slices):
+        return min(4, most), 0
+    return -(-min(4, most) // own) * own, own
+
+
+AFTER = False  # whether ``default_config`` asks for stages after they have been multiplied
 WIDE = 1 << 13  # channels of a wide x
 MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8, 2), (4, 4), (2, 8)))
 
@@ -186,10 +178,7 @@ def default_config(shape: Shape) -> Config | None:
     (``bench/gpu_integers.py``); None: so many rows do not, and half of them would."""
     wide = shape.k > WIDE
     best: tuple[Config, ...]
-    if shape.rows <= TEAM_ROWS:
-        many = shape.n * (1 + shape.gated) > 4 * shape.k
-        best = (Config(1, 4 if many else 16, 1, 2, 1, 2, team=16, after=True), Config(1, 8, 1, 4))
-    elif shape.rows <= 2:
+    if shape.rows <= 2:
         best = (Config(1, 8, 1, 4), Config(1, 4)) if wide else (Config(1, 4, 1, 4), Config(1, 8))
     elif shape.rows <= 8:
         best = (Config(1, 4, 2), Config(1, 8, 2)) if wide else (Config(1, 2, 2, 4), Config(1, 4, 1, 4))
@@ -197,6 +186,8 @@ def default_config(shape: Shape) -> Config | None:
         many = shape.n * (1 + shape.gated) > 4 * shape.k
         best = (Config(1, 1, 8), Config(1, 2, 8)) if wide else (Config(1, 1, 4), Config(1, 2, 4))
         best = (Config(2, 2, 2, 2, 1, 1), *best) if many and not wide else best
+    if AFTER and shape.rows <= 8:
+        best = tuple(config._replace(after=True) for config in best)
     large = tuple(config._replace(per_sm=1, resident=1) for config in best)
     return next((config for config in (*best, *large, *MOST) if plan(shape, config) is not None), None)
 
@@ -237,7 +228,7 @@ def linear(
         words, pieces = ahead.tensors[0], made.grid * AHEAD_PIECES
         params.ahead, params.ahead_stride = words.data_ptr(), words.nbytes // pieces // 128 * 128
         params.ahead_piece = min(params.ahead_stride, AHEAD // pieces // 128 * 128)
-    kernel.launch(made.grid, 32 * config.team, params)
+    kernel.launch(made.grid, 32 * WARPS, params)
     return out
 
 
@@ -245,10 +236,9 @@ def linear(
 def _kernel(shape: Shape, config: Config) -> tuple[Kernel, Plan]:
     made = plan(shape, config)
     assert made is not None, f"{config} does not fit {shape}"
-    beside = config.resident > config.per_sm
-    return _compiled(tuple(made.defines.items()), made.shared, config.slices, beside), made
+    return _compiled(tuple(made.defines.items()), made.shared, config.slices), made
 
 
 @cache
-def _compiled(defines: tuple[tuple[str, int], ...], shared: int, slices: int, beside: bool) -> Kernel:
-    return Kernel("integer_gemm.cu", "integer_gemm", dict(defines), shared, slices, beside)
+def _compiled(defines: tuple[tuple[str, int], ...], shared: int, slices: int) -> Kernel:
+    return Kernel("integer_gemm.cu", "integer_gemm", dict(defines), shared, slices)

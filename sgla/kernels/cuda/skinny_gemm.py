@@ -50,18 +50,16 @@ class Convolution(NamedTuple):
 
 
 class Config(NamedTuple):
-    """``tiles`` of 16 weight rows (``half``: 8) share a load of x; ``per_sm`` blocks on a multiprocessor, of
-    ``warps``. With 16 there is room beside one for one of the next kernel."""
+    """``tiles`` of 16 weight rows (``half``: 8) share a load of x; ``per_sm`` blocks on a multiprocessor."""
 
     tiles: int
     half: bool
     stages: int
     per_sm: int
-    warps: int = 8
 
     def ring(self, grouped: bool) -> int:
         """Bytes of weights in shared memory, with their scales if they are ``grouped``."""
-        return self.warps * (2048 + 64 * grouped) * self.tiles * self.stages
+        return 8 * (2048 + 64 * grouped) * self.tiles * self.stages
 
 
 class Staged(NamedTuple):
@@ -77,9 +75,6 @@ E4M3_STAGED = 2, 4  # rows of x that are kept in shared memory where the weights
 E4M3_STAGED_BYTES = 32 << 10  # of x at most: more takes longer than it saves
 E4M3_CUT = Config(1, False, 4, 2)  # beside which there is room for so much
 E4M3_WIDE = Config(2, False, 4, 1)  # and for large weights
-TEAM, TEAM_ROWS = 16, 0  # warps of a block, and rows of x, at most, for which it has so many
-TEAM_BYTES = 110 << 10  # of o and down, with what the kernel has besides more than a half
-E4M3_TEAMS = Config(1, False, 3, 1, TEAM), Config(1, False, 2, 1, TEAM)
 
 
 class Gate(NamedTuple):
@@ -113,9 +108,8 @@ def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool, grouped: boo
         return Staged(1, STAGED_BYTES) if kept else Staged(0, 0)
     rows = next((rows for rows in E4M3_STAGED if m <= rows and m * k * 2 <= E4M3_STAGED_BYTES), 0)
     room = m * (2 * k + 16)
-    sums = 4 * 2 * config.warps * rows * (16 * config.tiles + 1) + 512  # and what else the kernel keeps
-    most = SHARED[1 if config.warps == TEAM else config.per_sm - 1]
-    fits = rows and config.ring(grouped) + room + sums <= most
+    sums = 4 * 2 * 8 * rows * (16 * config.tiles + 1) + 512  # and what else the kernel keeps
+    fits = rows and config.ring(grouped) + room + sums <= SHARED[config.per_sm - 1]
     return Staged(rows, room) if fits else Staged(0, 0)
 
 
@@ -135,22 +129,13 @@ def _kernel(
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
-    shared = config.ring(grouped) + staged.bytes
-    if config.warps == TEAM:
-        defines |= {"WARPS": TEAM, "AFTER": 1}
-        # No two blocks of o or down on a multiprocessor, where attention or gate and up have just ended.
-        shared = max(shared, TEAM_BYTES) if epilogue == ADD else shared
-    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, shared, beside=config.warps == TEAM)
+    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(grouped) + staged.bytes)
 
 
 def default_config(m: int, n: int, k: int, gated: bool, e4m3: bool = False) -> Config:
     """An estimate for ``n`` output columns, from measurements on an H200 (132 multiprocessors)."""
     if not e4m3:
         return _choose(m, n, k, gated)
-    if m <= TEAM_ROWS and 2048 < n < 100_000:
-        for team in E4M3_TEAMS:
-            if _staged(m, k, team, e4m3, True).rows:
-                return team
     config = _choose(m, n, k // 2, gated)
     for cut in (config, E4M3_CUT):
         if _staged(m, k, cut, e4m3, True).rows:
@@ -233,5 +218,5 @@ def linear(
     else:
         made = _Params(*params)
     columns = config.tiles * (8 if config.half or gated else 16)
-    kernel.launch(min(-(-n // columns), processors() * config.per_sm), 32 * config.warps, made)
+    kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, made)
     return out

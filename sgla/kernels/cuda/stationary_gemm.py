@@ -41,9 +41,10 @@ class _Params(ctypes.Structure):
 class Config(NamedTuple):
     """How the work is cut. A warp keeps ``blocks`` of 128 channels of x, and multiplies ``tiles`` of 16
     weight rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of
-    a block the same channels. ``per_sm`` blocks are on a multiprocessor that has room for ``resident``: those
-    of the next kernel fetch weights there, if ``late`` when this one has asked for its last; ``early`` loads
-    at most before this one has ended. ``behind``: a tile is added up when the next one is multiplied."""
+    a block (1, 2 or 4) the same channels. ``per_sm`` blocks are on a multiprocessor that has room for
+    ``resident``: those of the next kernel fetch weights there, if ``late`` when this one has asked for its
+    last; ``early`` loads at most before this one has ended. ``behind``: a tile is added up when the next one
+    is multiplied."""
 
     tiles: int = 1
     blocks: int = 2
@@ -75,6 +76,8 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     groups, per = -(-shape.rows // 8), BLOCK // shape.group
     deep = -(-shape.blocks // (config.slices * config.blocks))  # warps that share the k of a slice
     warps = deep * config.beside
+    if config.beside not in (1, 2, 4):
+        return None
     if warps > MOST_WARPS or shape.columns(config) > shape.n:
         return None
     if config.slices > 1 and (config.slices - 1) * deep * config.blocks >= shape.blocks:
@@ -83,7 +86,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     if held + 40 > min(255, REGISTERS // (warps * 32 * config.resident)):
         return None
     sums = 2 * deep * groups * 8 * (config.weight_rows + 4) * 4
-    passing = max(sums, warps * PASSING)
+    passing = max(sums, (warps if config.beside == 1 else deep * groups * config.blocks) * PASSING)
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
     stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
