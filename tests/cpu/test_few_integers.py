@@ -32,7 +32,7 @@ Few = integer_gemm.Config
         ("int4g128", 16, SILU, Config(1, 2, 2, 4)),
         ("int4g128", 1, STORE, Few(1, 8, 1, 2, early=0, after=True)),
         ("int4m32", 3, ADD, Few(1, 4, 2, 2, early=1, after=True)),
-        ("int4g128", 16, SILU, Few(2, 4, 2)),
+        ("int4g128", 16, SILU, Few(1, 4, 2)),
         ("int8g64", 1, SILU, Few(1, 4, 1, 2, after=True)),
     ],
 )
