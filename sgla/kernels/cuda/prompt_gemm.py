@@ -140,7 +140,7 @@ def _launch(
     tiles, row_tiles = -(-n // COLUMNS), -(-m // (TOKENS * CLUSTER))
     params = _Params(
         w=_weight_map(weight.data_ptr(), n, k),
-        x=tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, TOKENS)),
+        x=_map(x.data_ptr(), (k, m), (2 * k,), (64, TOKENS)),
         m=m, n=n // 2 if epilogue in (SILU, GELU) else n, k=k,
         out_stride=out.stride(0), tiles=tiles, row_tiles=row_tiles,
     )  # fmt: skip
@@ -148,6 +148,9 @@ def _launch(
         setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
     clusters = min(tiles * row_tiles, processors() // CLUSTER)
     _kernel(epilogue, dim).launch(clusters * CLUSTER, THREADS, params)
+
+
+_map = lru_cache(1 << 10)(tensor_map)
 
 
 @lru_cache(1 << 14)
