@@ -11,7 +11,7 @@ import torch
 from test_gpu_prompt_attention import BF16, SLOT, expected, to_gpu
 
 from sgla.attention.base import cut
-from sgla.kernels.cuda import batch_gemm, prompt_attention, prompt_gemm
+from sgla.kernels.cuda import act_mul, batch_gemm, prompt_attention, prompt_gemm
 from sgla.kernels.cuda.prompt_attention import KEYS, Chunks, Pages
 from sgla.kernels.gpu import invariant
 
@@ -40,6 +40,9 @@ def test_linear_is_invariant(n: int, k: int) -> None:
         whole = product(x)
         for begin, end in ROWS:
             assert torch.equal(product(x[begin:end]), whole[begin:end]), (begin, end)
+    for kind, epilogue in invariant.GATES.items() if n % 16 == 0 else ():
+        apart = act_mul.act_mul(invariant.linear(x, w, None), kind)
+        assert torch.equal(invariant.gated(x, w, epilogue), apart), kind
     wanted = x.double() @ w.double().t()
     assert relative(invariant.linear(x, w, bias), wanted + bias) < 5e-3
     assert relative(logits(x), wanted) < 1e-5

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor, bfloat16, float32
 
-from sgla.kernels.cuda import batch_gemm, prompt_gemm
+from sgla.kernels.cuda import act_mul, batch_gemm, prompt_gemm
 from sgla.kernels.cuda.batch_gemm import FLOAT32, MAX_ROWS, ROWS, STORE, Config
 from sgla.kernels.cuda.build import SHARED, processors
 from sgla.kernels.device import this_device
@@ -61,6 +61,12 @@ def gated(x: Tensor, weight: Tensor, epilogue: int) -> Tensor:
     return batch_gemm.linear(x.contiguous(), weight, cut, epilogue=epilogue, rounded=True)
 
 
+def activates(x: Tensor, kind: str) -> bool:
+    """Whether steps without adapters and pictures have the activation of ``x`` in a product, so that others
+    must have its bits."""
+    return this_device().wgmma and act_mul.takes(x, kind)
+
+
 def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
     if not work.asked.deterministic:
         return OTHER
@@ -69,7 +75,7 @@ def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
         return OTHER
     if linear.given["bias"] is not None or linear.given.get("addend") is not None:
         return "something is added to gate and up"
-    if w.n % 16 or act.given["kind"] not in GATES:
+    if w.n % 16 or act.given["kind"] not in act_mul.KINDS:
         return "its output width is no multiple of 16, or its activation another"
     return refuses(w.n, w.k)
 

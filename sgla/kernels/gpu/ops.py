@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgla.kernels import compressed, crossing, hyper, ops, picking
 from sgla.kernels.batch import out_loc_of
-from sgla.kernels.cuda import prompt_gemm
+from sgla.kernels.cuda import act_mul, prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.expert_counts import ExpertCounts
@@ -324,6 +324,8 @@ class GpuOps:
 
     @LOWERINGS.of(ops.act_mul)
     def act_mul(self, x: Tensor, kind: Activation) -> Tensor:
+        if self.deterministic and invariant.activates(x, kind):
+            return act_mul.act_mul(x, kind)
         return elementwise.act_mul(x, kind)
 
     @LOWERINGS.of(ops.gated_add)
