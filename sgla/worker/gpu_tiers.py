@@ -26,7 +26,10 @@ from sgla.worker.state import Int32s, column
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
-RUN = 8  # units that follow each other, on average, which cross without being staged
+ALONG = (
+    False  # units that follow each other cross without being staged: tests/gpu/test_gpu_tiers.py has not run
+)
+RUN = 8  # so many of them, on average
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # units of a copy that threads read or write at a time
 
@@ -127,7 +130,7 @@ class HostTier:
             group, width = section.group, section.beside.shape[1]
             name = group, max(1, STAGED // max(1, width))
             if name not in pieces:
-                order, along = orders[group], bool(section.parts)
+                order, along = orders[group], ALONG and bool(section.parts)
                 pieces[name] = list(_pieces(units[group][order], places[group][order], name[1], along))
             parts += ((number, piece) for piece in (pieces[name] if width else ()))
         parts = parts or [(0, Piece(units[0][:0], places[0][:0], []))]
