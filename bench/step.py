@@ -7,7 +7,8 @@
 ``graph_ms``: replays of the graph, back to back. ``step_ms``: launches as the worker makes them, two in
 flight. ``step_gap_ms``: idle time of the GPU between steps. Each batch is measured twice: with a temperature
 alone, whose draw is in the graph, and with Qwen3's ``top_k`` and ``top_p`` behind the graph. ``floor_ms``:
-weights and KV that must be read, at 4.34 TB/s. With several ranks the times are those of rank 0.
+weights and KV that must be read, at 4.34 TB/s. With several ranks the times are those of rank 0, and
+``--profile`` tells those of each.
 ``--guesses``: rows that n-grams guess so many tokens for, which need not be right; the graph is that of all
 decode rows, and ``finish_us``, as ``launch_us``, what the host does for a step.
 ``--profile``: see ``timeline.py``.
@@ -240,7 +241,9 @@ def profile_all(
 
 
 def run(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """One rank."""
+    """One rank. What others than the first tell is where their steps go: who waits in a sum waits for one of
+    them."""
+    shown = sys.stdout
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     begun = time.perf_counter()
@@ -287,7 +290,8 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
                 found = measure(runner, rows, args.context, DRAWN, args.steps, guesses)
                 lines.emit(base | {"guesses": guesses} | found)
         if args.profile:
-            profile_all(runner, base, batches, args)
+            sys.stdout = shown
+            profile_all(runner, base | ({"rank": rank} if args.tp > 1 else {}), batches, args)
     if args.tp > 1:
         sys.stdout.flush()
         os._exit(0)  # without asking the other ranks
