@@ -220,14 +220,28 @@ __device__ __forceinline__ void stage_gated(const Params& p, int row, u32 to) {
   }
 }
 
+// What a thread needs of the norm's weight for its first pieces of a row, which nothing has to be waited for.
+constexpr int FIRST = NORM ? 2 : 1;
+struct Factors {
+  float4 of[FIRST][2];
+  __device__ __forceinline__ void load(const Params& p) {
+#pragma unroll
+    for (int i = 0; i < FIRST; ++i) {
+      const int k = (i * THREADS + threadIdx.x) * 8;
+      if (k >= p.k) break;
+      of[i][0] = *reinterpret_cast<const float4*>(p.norm + k);
+      of[i][1] = *reinterpret_cast<const float4*>(p.norm + k + 4);
+    }
+  }
+};
 // A row of x, times the norm's weight if there is one, into shared memory. Returns what the thread has seen:
 // the sum of the squares, and the largest numbers, without signs.
 struct Seen {
   float squares = 0.f;
   u32 most = 0;
 };
-__device__ __forceinline__ Seen stage_row(const Params& p, int row, u32 to) {
-  constexpr int AT_ONCE = NORM ? 2 : 6;  // loads under way
+__device__ __forceinline__ Seen stage_row(const Params& p, int row, u32 to, const Factors& first) {
+  constexpr int AT_ONCE = NORM ? FIRST : 6;  // loads under way
   Seen seen;
   for (int begin = threadIdx.x * 8; begin < p.k; begin += AT_ONCE * THREADS * 8) {
     uint4 v[AT_ONCE];
@@ -237,8 +251,10 @@ __device__ __forceinline__ Seen stage_row(const Params& p, int row, u32 to) {
       const int k = begin + i * THREADS * 8;
       if (k >= p.k) break;
       v[i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
-      if (NORM) norm[i][0] = *reinterpret_cast<const float4*>(p.norm + k);
-      if (NORM) norm[i][1] = *reinterpret_cast<const float4*>(p.norm + k + 4);
+#pragma unroll
+      for (int h = 0; h < (NORM ? 2 : 0); ++h)
+        norm[i][h] = begin < THREADS * 8 ? first.of[i % FIRST][h]
+                                         : *reinterpret_cast<const float4*>(p.norm + k + h * 4);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -308,6 +324,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     }
     cp_async_commit();
   };
+  Factors factors;
+  if (HALVES && NORM && !GATE) factors.load(p);
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) load(s);
 #if EPILOGUE == 5
@@ -330,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       if (GATE) stage_gated(p, row, to);
       if (HALVES) {
         Seen seen;
-        if (!GATE) seen = stage_row(p, row, to);
+        if (!GATE) seen = stage_row(p, row, to, factors);
         for (int k = threadIdx.x * 8; GATE && k < p.k; k += THREADS * 8)
           seen.most = most8(seen.most, lds128(to + k * 2));
         sum = seen.squares;
