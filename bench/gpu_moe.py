@@ -33,7 +33,7 @@ from sgla.kernels.cuda import experts, grouped_gemm, router, skinny_gemm
 from sgla.kernels.gpu import mixture
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
-from sgla.kernels.triton.moe import Cut, Tile, Tiles
+from sgla.kernels.triton.moe import Cut, Few, Tile, Tiles
 from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 from sgla.quant.e2m1 import E2M1
@@ -246,7 +246,8 @@ def few(model: str, fp8: bool) -> None:
         p = torch.ones(tokens, layer.top_k, device="cuda")
         calls = list(zip(xs, layer.routings(tokens)))
         for n, k, warps in itertools.product((2, 4, 8), (1024, 2048), (2, 4, 8)):
-            moe.GATE_UP = Cut(n, k, warps)
+            cuts = Few(gate_up=Cut(n, k, warps))
+            moe.few_cuts = lambda *_, cuts=cuts: cuts
             us = time_us(
                 [
                     lambda c=c, p=p: moe.few_gate_up(c[0], p, c[1], *layer.gate_up, layer.f, "silu")
@@ -256,7 +257,8 @@ def few(model: str, fp8: bool) -> None:
             emit(bench="few_gate_up", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
         inner = [(torch.randn(tokens * layer.top_k, layer.f, dtype=BF16, device="cuda"), c[1]) for c in calls]
         for n, k, warps in itertools.product((1, 2, 4), (2048, 8192), (1, 2, 4, 8)):
-            moe.DOWN = Cut(n, k, warps)
+            cuts = Few(down=Cut(n, k, warps))
+            moe.few_cuts = lambda *_, cuts=cuts: cuts
             us = time_us(
                 [lambda i=i: moe.few_down(i[0], *layer.down, i[1], layer.d) for i in inner]  # type: ignore[misc]
             )
@@ -269,24 +271,18 @@ def few(model: str, fp8: bool) -> None:
 
 
 LAYERS = 5  # of a chain, whose experts are all in memory
-EARLY: dict[str, Any] = {"EARLY": 2}
-TWO: dict[str, Any] = {"EARLY": 2, "TWO_TILES": True}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "as it was": {},
-    "early": EARLY,
-    "early, down 1 x 2048": EARLY | {"DOWN": Cut(1, 2048, 1)},
-    "early, down 1 x 4096": EARLY | {"DOWN": Cut(1, 4096, 1)},
-    "two tiles, down 1 x 2048": TWO | {"DOWN": Cut(1, 2048, 1)},
-    "two tiles, down 1 x 4096": TWO | {"DOWN": Cut(1, 4096, 1)},
-    "two tiles, down 1 x 2048, gate and up 1 x 2048": TWO
-    | {"DOWN": Cut(1, 2048, 1), "GATE_UP": Cut(1, 2048, 1)},
-    "two tiles, down 1 x 4096, gate and up 2 x 2048": TWO
-    | {"DOWN": Cut(1, 4096, 1), "GATE_UP": Cut(2, 2048, 2)},
-    "two tiles, down 2 x 4096": TWO | {"DOWN": Cut(2, 4096, 2)},
-    "two tiles, down 4 x 2048": TWO | {"DOWN": Cut(4, 2048, 4)},
-    "down 1 x 2048": {"DOWN": Cut(1, 2048, 1)},
-    "early, router 1 x 2048": EARLY | {"ROUTER": Cut(1, 2048, 1)},
-    "early, router 2 x 2048": EARLY | {"ROUTER": Cut(2, 2048, 2)},
+ONE, WIDE = Cut(1, 2048, 1), Cut(1, 4096, 1)
+VARIANTS: dict[str, tuple[int, Few | None]] = {  # EARLY, and a cut
+    "as it is": (moe.EARLY, None),
+    "late": (0, None),
+    "one tile": (2, Few()),
+    "two tiles": (2, Few(two=True)),
+    "down 1 x 2048": (2, Few(down=ONE)),
+    "down 1 x 4096": (2, Few(down=WIDE)),
+    "two tiles, down 1 x 2048": (2, Few(down=ONE, two=True)),
+    "two tiles, down 1 x 4096": (2, Few(down=WIDE, two=True)),
+    "two tiles, down 1 x 4096, gate and up 2 x 2048": (2, Few(Cut(2, 2048, 2), WIDE, True)),
+    "two tiles, down 4 x 2048": (2, Few(down=Cut(4, 2048, 4), two=True)),
 }
 
 
@@ -318,7 +314,7 @@ def layers(model: str, fp8: bool) -> None:
     norm = torch.ones(d, device="cuda")
     correction = torch.zeros(moe_spec.experts, device="cuda") if routing.score == "sigmoid" else None
     biases = ops.Biases(correction=correction)
-    kept = {name: getattr(moe, name) for name in ("TWO_TILES", "EARLY", "GATE_UP", "DOWN", "ROUTER")}
+    kept = moe.EARLY, moe.few_cuts
     for tokens in (1, 2):
         seen = torch.randn(tokens, heads, dtype=BF16, device="cuda")
         stream = torch.randn(tokens, d, dtype=BF16, device="cuda")
@@ -331,9 +327,8 @@ def layers(model: str, fp8: bool) -> None:
 
         size = 1 if fp8 else 2
         read = tokens * (routing.top_k + parts) * 3 * f * d * size + 2 * d * (heads + count)
-        for name, given in VARIANTS.items():
-            for key, value in (kept | given).items():
-                setattr(moe, key, value)
+        for name, (early, cut) in VARIANTS.items():
+            moe.EARLY, moe.few_cuts = early, kept[1] if cut is None else lambda *_, cut=cut: cut
             stream.normal_()
             us = time_us([lambda each=each: body(each) for each in chain * 3], repeats=15)  # type: ignore[misc]
             emit(
@@ -345,8 +340,7 @@ def layers(model: str, fp8: bool) -> None:
                 us=round(us, 2),
                 floor_us=round(read / 4.34e6, 2),
             )
-    for key, value in kept.items():
-        setattr(moe, key, value)
+    moe.EARLY, moe.few_cuts = kept
 
 
 def decode(model: str) -> None:

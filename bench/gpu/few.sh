@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
-# way to cut and to start, and steps with what is off (moe.py: TWO_TILES, EARLY; latent.py: EARLY) and without; a step of Qwen3-0.6B that
+# way to cut and to start, and steps with what is off (convolution.py: SERVES) and without what is new (EARLY); a step of Qwen3-0.6B that
 # verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all)
+#   parts: tests early layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all)
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
@@ -15,10 +15,8 @@ from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
 sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
-experts='moe.EARLY, moe.DOWN = 2, moe.Cut(1, 2048, 1)'
-tiles="$experts; moe.TWO_TILES = True"
+before='moe.EARLY, latent.EARLY, moe.few_cuts = 0, False, lambda *_: moe.Few()'
 convolved='convolution.SERVES = True'
-latents='latent.EARLY = True'
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
@@ -40,10 +38,17 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
                 --tokens 512 --repeat 3 --kv 2 --algorithm ngram --accept 0.8 --always --guesses 8,7,5 --extra "{\"depth\": $depth}"
         done
         ;;
+    last)  # 45 s
+        part depth 18 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 \
+            --kv 2 --algorithm ngram --accept 0.8 --always --guesses 7,5 --extra '{"depth": 3}'
+        $python -c 'import json; print(json.dumps([*range(0, 248320, 8)] + [*range(1, 1729)]))' >"$out/map.json"
+        part mtp 40 bench/drafts.py --dummy --device cuda --model bench/models/qwen3.6-35b-a3b --alone --kv 8 --texts loop --algorithm mtp \
+            --accept 0.8 --all --guesses 3 --rows 1 --tokens 256 --repeat 2 --extra '{"speculative_token_map": "'"$out/map.json"'"}'
+        ;;
     *)
         given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given
-        for more in ${WITH:-experts tiles convolved latents}; do
+        for more in ${WITH:-before convolved}; do
             part "$each-$more" 60 -c "$with" "${!more}" $given
         done
         ;;

@@ -162,12 +162,11 @@ def test_few_tokens_of_shared_experts_in_two_tiles(monkeypatch: pytest.MonkeyPat
         inner = moe.few_gate_up(x, p, ids, gate_up, None, f, "silu", shared=1)
         return moe.few_down(inner, down, None, ids, d)
 
-    monkeypatch.setattr(moe, "DOWN", moe.Cut(2, 64, 2))  # several tiles of k
-    monkeypatch.setattr(moe, "GATE_UP", moe.Cut(4, 16, 4))
-    monkeypatch.setattr(moe, "TWO_TILES", False)
+    cut = moe.Few(moe.Cut(4, 16, 4), moe.Cut(2, 64, 2))  # several tiles of k
+    monkeypatch.setattr(moe, "few_cuts", lambda *_: cut)
     monkeypatch.setattr(moe, "EARLY", 0)
     expected = computed()
-    monkeypatch.setattr(moe, "TWO_TILES", True)
+    monkeypatch.setattr(moe, "few_cuts", lambda *_: cut._replace(two=True))
     monkeypatch.setattr(moe, "EARLY", 2)
     torch.testing.assert_close(computed(), expected, rtol=1e-5, atol=1e-6)
     each = gate_up.view(experts, 2, f, d)[ids.clamp(min=0).long()] @ x[:, None, None, :, None]
@@ -176,8 +175,7 @@ def test_few_tokens_of_shared_experts_in_two_tiles(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(expected, made[..., 0].sum(1), rtol=1e-4, atol=1e-5)
 
 
-def test_places_of_few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "TWO_TILES", True)
+def test_places_of_few_experts() -> None:
     assert [moe.split(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13)] == [
         *((1, 0), (2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (8, 0), (8, 0), (8, 1), (8, 2), (8, 4), (16, 0))
     ]

@@ -182,7 +182,6 @@ def test_experts_of_few_tokens_in_a_chain_of_layers(
         shapes = [(others, d, "bf16"), (count * 2 * f, d, kind), (count * d, f, kind)]
         drawn = [torch.empty(n, k, dtype=BF16, device="cuda").normal_(0, k**-0.5) for n, k, _ in shapes]
         layers.append([pack(w, storage) for w, (_, _, storage) in zip(drawn, shapes)])
-    monkeypatch.setattr(moe, "TWO_TILES", True)
 
     def chain(begin: torch.Tensor) -> torch.Tensor:
         stream = begin.clone()

@@ -62,11 +62,30 @@ class Cut(NamedTuple):
     warps: int
 
 
-GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 2048, 2)  # of DOWN: k of a token's experts together
+class Few(NamedTuple):
+    """How both products of few tokens are cut. ``two``: a token's experts lie in two tiles of ``down`` where
+    fewer places stay empty so."""
+
+    gate_up: Cut = Cut(4, 2048, 4)
+    down: Cut = Cut(2, 2048, 2)  # k of a token's experts together
+    two: bool = False
+
+
 ROUTER = Cut(4, 2048, 4)  # fewer experts where a row is wider
-# Off until they have run on a GPU (bench/gpu/few.sh): nine experts of a token in places for 8 and 1, not 16;
-# and up to how many tokens (2) shared experts are loaded before it is known who else is chosen.
-TWO_TILES, EARLY = False, 0
+EARLY = 2  # tokens up to which shared experts are loaded before it is known who else is chosen
+
+
+def few_cuts(tokens: int, top_k: int, f: int, size: int) -> Few:
+    """As measured on an H200 with nine experts of 512, eight of 1408 and five of 1536 (``bench/gpu_moe.py
+    layers``). ``size``: bytes of a weight."""
+    full, narrow = top_k == triton.next_power_of_2(top_k), f <= 512
+    if size == 2 and full and top_k > 4:
+        return Few(down=Cut(1, 4096, 1))
+    if size == 2 and narrow:
+        return Few(Cut(2, 2048, 2), Cut(1, 4096, 1), True)
+    if size == 1 and not full and narrow and tokens == 1:
+        return Few(down=Cut(1, 2048, 1), two=True)
+    return Few()
 
 
 @triton.jit
@@ -637,13 +656,14 @@ def few_gate_up(
     """The inner activations times the experts' probabilities: x ``[T, d]``, ids int32 ``[T, top_k]``, w ``[E
     * 2 f, d]`` -> ``[T * top_k, f]``. ``shared``: so many of each token's experts, the last ones, are the
     last of all."""
-    d, top_k = x.shape[1], ids.shape[1]
+    (tokens, d), top_k = x.shape, ids.shape[1]
     out = torch.empty(ids.numel(), f, dtype=x.dtype, device=x.device)
-    _few_gate_up[(triton.cdiv(f, GATE_UP.n), ids.numel())](
+    cut = few_cuts(tokens, top_k, f, w.element_size()).gate_up
+    _few_gate_up[(triton.cdiv(f, cut.n), ids.numel())](
         x, probabilities, ids, w, w_scale if w_scale is not None else x, out, f, w.shape[0] // (2 * f),
-        TOP_K=top_k, SHARED=shared if len(x) <= EARLY else 0, GELU=activation == "gelu_tanh",
-        SCALED=w_scale is not None, D=d, BN=GATE_UP.n, BK=min(GATE_UP.k, triton.next_power_of_2(d)),
-        num_warps=GATE_UP.warps, **_pdl(),
+        TOP_K=top_k, SHARED=shared if tokens <= EARLY else 0, GELU=activation == "gelu_tanh",
+        SCALED=w_scale is not None, D=d, BN=cut.n, BK=min(cut.k, triton.next_power_of_2(d)),
+        num_warps=cut.warps, **_pdl(),
     )  # fmt: skip
     return out
 
@@ -655,13 +675,14 @@ def few_down(
     ``[T, d]``; with ``out`` added to that in place."""
     (tokens, top_k), f = ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
-    places, rest = split(top_k)
-    k = min(DOWN.k // places, triton.next_power_of_2(f))
+    _, cut, two = few_cuts(tokens, top_k, f, w.element_size())
+    places, rest = split(top_k) if two else (triton.next_power_of_2(top_k), 0)
+    k = min(cut.k // places, triton.next_power_of_2(f))
     if top_k < places and f >= 6 * k:  # as much is on its way although some places are empty
         k *= 2
-    _few_down[(tokens, triton.cdiv(d, DOWN.n))](
+    _few_down[(tokens, triton.cdiv(d, cut.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
-        SCALED=w_scale is not None, F=f, K=places, REST=rest, BN=DOWN.n, BK=k, num_warps=DOWN.warps, **_pdl(),
+        SCALED=w_scale is not None, F=f, K=places, REST=rest, BN=cut.n, BK=k, num_warps=cut.warps, **_pdl(),
     )  # fmt: skip
     return total
 
@@ -671,5 +692,5 @@ def split(top_k: int) -> tuple[int, int]:
     empty so."""
     whole = triton.next_power_of_2(top_k)
     first = whole // 2
-    rest = triton.next_power_of_2(top_k - first) if TWO_TILES and first < top_k < whole else whole
+    rest = triton.next_power_of_2(top_k - first) if first < top_k < whole else whole
     return (first, rest) if first + rest < whole else (whole, 0)
