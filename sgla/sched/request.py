@@ -268,10 +268,11 @@ class Request:
         return self.keys[:count]
 
     def rest(self, page_size: int) -> bytes:
-        """The key of the page in which its prompt ends, up to there, if it may read some of its tokens; else
-        nothing."""
+        """The key of the page in which its prompt ends, up to there, if it may read some of its tokens and has
+        room for an output, as who reads the prompt for it needs; else nothing."""
         whole, more = divmod(self.prompt_len - 1, page_size)
-        if not more or self.known > self.prompt_len or self.cacheable < self.prompt_len - 1 or self.marks:
+        begins = self.limit > self.prompt_len == self.known and self.cacheable == self.prompt_len - 1
+        if not (more and begins) or self.marks:
             return b""
         keys = self.chain(page_size, whole).copy()
         return chain(keys, self.namespace, self.data, page_size * TOKEN_BYTES, whole + 1)[-1]
