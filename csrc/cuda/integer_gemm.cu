@@ -83,7 +83,6 @@ constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of th
 constexpr int SHARE = (COLS + SLICES - 1) / SLICES;                     // columns that a block finishes
 constexpr int PER_THREAD = (NT * 8 * SHARE + THREADS - 1) / THREADS;
 constexpr int RED_ROW = W_ROWS + 4;  // floats that a warp leaves of a tile, for a row of x
-constexpr int AHEAD_PIECES = 8;
 constexpr int CHUNK = 256;                                   // channels of x that a warp loads at a time
 
 struct Params {
@@ -96,8 +95,6 @@ struct Params {
   int m, n, k, x_stride, out_stride;  // n: output columns
   int blocks, x_row;                  // of k; bytes of a row of x in shared memory
   float eps;
-  const char* ahead;  // weights of a kernel to come, of which each block brings pieces to the L2 cache
-  int ahead_stride, ahead_piece;  // bytes; piece 0: none
 };
 
 #include "integers.cuh"
@@ -116,9 +113,6 @@ __device__ __forceinline__ float lds_of(u32 addr, int rank) {
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, "
                  "[there];\n}" : "=f"(r) : "r"(addr), "r"(rank) : "memory");
   return r;
-}
-__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
 }
 __device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
 
@@ -175,13 +169,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     for (int h = 0; h < 2; ++h)
       factors[i][h] = k < p.k ? *reinterpret_cast<const float4*>(p.norm + k + h * 4) : float4{};
   }
-  bool ready = false;  // x is there
-  auto bring = [&]() {
-    if (threadIdx.x == 0 && p.ahead_piece)
-#pragma unroll 1
-      for (int i = blockIdx.x * AHEAD_PIECES; i < int(blockIdx.x + 1) * AHEAD_PIECES; ++i)
-        prefetch_bytes(p.ahead + (long long)i * p.ahead_stride, p.ahead_piece);
-  };
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
@@ -209,11 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
       for (int j = 0; j < LOADS; ++j) own[j] += WK * UNIT * PER;
       if (in_unit >= count) {
         in_unit = wk;
-        if (++in_tile < last) {
-          settle();
-        } else if (ready) {
-          bring();
-        }
+        if (++in_tile < last) settle();
       }
     }
     cp_async_commit();
@@ -282,8 +265,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
   }
   ask();
   __syncthreads();
-  ready = true;
-  if (in_tile >= last) bring();
   if (NORM) {
     for (int m = warp; m < p.m; m += WARPS) {
       float sum = 0.f;

@@ -208,7 +208,6 @@ inline void copy(unsigned to, const void* from, unsigned bytes, unsigned size) {
   if (bytes && reinterpret_cast<uintptr_t>(from) % size) emulated::fail("a source of a copy");
   emulated::me->copies.push_back({to, from, bytes, size});
 }
-inline void prefetch_bytes(const void*, int) {}
 inline void cp_async16(unsigned to, const void* from, unsigned bytes) { copy(to, from, bytes, 16); }
 inline void cp_async_commit() {
   emulated::me->groups.push_back(std::move(emulated::me->copies));

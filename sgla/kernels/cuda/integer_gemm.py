@@ -20,7 +20,6 @@ WARPS = 8  # of a block
 ALIGNED = 8  # channels that x is read by
 STAGES = 5  # at most
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
-AHEAD, AHEAD_PIECES = 0, 8  # bytes of a weight to come; pieces that each block brings
 P = ctypes.c_void_p
 
 
@@ -29,8 +28,6 @@ class _Params(ctypes.Structure):
         *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride", "blocks", "x_row")),
         ("eps", ctypes.c_float),
-        ("ahead", P),
-        *((name, ctypes.c_int) for name in ("ahead_stride", "ahead_piece")),
     )
 
 
@@ -202,11 +199,9 @@ def linear(
     epilogue: int = STORE,
     out: Tensor | None = None,
     config: Config | None = None,
-    ahead: Integers | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= ``MAX_ROWS``; see ``refuses``, and
-    ``skinny_gemm.linear`` for the rest. ``ahead``: of whose words ``AHEAD`` bytes are brought to the L2
-    cache, for a kernel to come."""
+    ``skinny_gemm.linear`` for the rest."""
     m, k = x.shape
     n = weight.n // 2 if epilogue in (SILU, GELU) else weight.n
     if out is None:
@@ -224,10 +219,6 @@ def linear(
         *(None if t is None else t.data_ptr() for t in tensors),
         m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row, eps,
     )  # fmt: skip
-    if AHEAD and ahead is not None:
-        words, pieces = ahead.tensors[0], made.grid * AHEAD_PIECES
-        params.ahead, params.ahead_stride = words.data_ptr(), words.nbytes // pieces // 128 * 128
-        params.ahead_piece = min(params.ahead_stride, AHEAD // pieces // 128 * 128)
     kernel.launch(made.grid, 32 * WARPS, params)
     return out
 

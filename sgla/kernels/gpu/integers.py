@@ -41,24 +41,14 @@ def few(work: Work, *chain: Node) -> list[Node]:
     if len(chain) == 2:
         norm = chain[0].given
         made |= {"x": norm["x"], "norm": norm["weight"], "eps": norm["eps"]}
-    made |= {"bias": linear.given["bias"], "epilogue": integer_gemm.STORE, "out": None, "ahead": None}
+    made |= {"bias": linear.given["bias"], "epilogue": integer_gemm.STORE, "out": None}
     return [Node(NAME, _few, made, linear.results, linear.rows)]
 
 
-def settle(work: Work) -> None:
-    """While attention runs, memory has little to do: what comes before it brings weights of what follows the
-    product behind it."""
-    products = [node for node in work.nodes.values() if node.fn is _few]
-    for node, then in zip(products, products[2:]):
-        if node.given["epilogue"] == integer_gemm.STORE and node.given["norm"] is not None:
-            node.given["ahead"] = then.given["weight"]
-
-
-def _few(x: Tensor, weight: Integers, ahead: Integers | None, **given: Any) -> Tensor:
-    x = x if x.stride(1) == 1 else x.contiguous()
-    if stationary_gemm.refuses(x.shape[0], weight.n, weight.k, weight.bits, weight.group) is None:
-        return stationary_gemm.linear(x, weight, **given)
-    return integer_gemm.linear(x, weight, ahead=ahead, **given)
+def _few(x: Tensor, weight: Integers, **given: Any) -> Tensor:
+    stationary = stationary_gemm.refuses(x.shape[0], weight.n, weight.k, weight.bits, weight.group) is None
+    kernel = stationary_gemm if stationary else integer_gemm
+    return kernel.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
 
 
 def many_refuses(work: Work, linear: Node) -> str | None:

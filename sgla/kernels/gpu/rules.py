@@ -178,5 +178,4 @@ def apply(record: Record, asked: Asked) -> Work:
         if not work.uses.get(node.results[0]):
             work.drop(node)
     delta.settle(work)
-    integers.settle(work)
     return work
