@@ -268,8 +268,8 @@ class Request:
         return self.keys[:count]
 
     def rest(self, page_size: int) -> bytes:
-        """The key of the page in which its prompt ends, up to there, if it may read some of its tokens and has
-        room for an output, as who reads the prompt for it needs; else nothing."""
+        """The key of the page in which its prompt ends, up to there, if it may read tokens of it and has room
+        for an output, as who reads the prompt for it needs; else nothing."""
         whole, more = divmod(self.prompt_len - 1, page_size)
         begins = self.limit > self.prompt_len == self.known and self.cacheable == self.prompt_len - 1
         if not (more and begins) or self.marks:
