@@ -26,6 +26,7 @@ from lora import ATTENTION, MLP
 from step import DRAWN, admit, plan
 
 from sgla.config import Config
+from sgla.kernels.gpu import adapters, tiles
 from sgla.kernels.triton import lora as kernels
 from sgla.loading.source import open_source
 from sgla.worker.cuda import CudaRunner
@@ -111,33 +112,33 @@ class Other:
 
 
 @contextmanager
-def changed(**changes: Any) -> Iterator[None]:
-    kept = {name: getattr(kernels, name) for name in changes}
-    for name, value in changes.items():
-        setattr(kernels, name, value)
+def changed(changes: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    kept = {place: getattr(*place) for place in changes}
+    for place, value in changes.items():
+        setattr(*place, value)
     try:
         yield
     finally:
-        for name, value in kept.items():
-            setattr(kernels, name, value)
+        for place, value in kept.items():
+            setattr(*place, value)
 
 
-def variants() -> dict[str, dict[str, Any]]:
-    shrink, expand = kernels._shrink, kernels._expand
+def variants() -> dict[str, dict[tuple[Any, str], Any]]:
+    shrink, expand = (kernels, "_shrink"), (kernels, "_expand")
+    behind: dict[tuple[Any, str], Any] = {(adapters, "_joined"): lambda *_: {}}
+    warps: dict[tuple[Any, str], Any] = {shrink: Other(kernels._shrink, num_warps=2)}
     return {
         "as it is": {},
-        "shrink: 2 warps": {"_shrink": Other(shrink, num_warps=2)},
-        "256 inputs at a time": {"SHRUNK": 256},
-        "expand to 256": {"EXPANDED": 256},
-        "splits of 256": {"SHRUNK": 256, "SPLIT": 256, "SPLITS": 16},
-        "expand to 256, 2 warps": {"EXPANDED": 256, "_expand": Other(expand, num_warps=2)},
-        "splits of 1024": {"SPLIT": 1024},
-        "expand to 1024, 8 warps": {"EXPANDED": 1024, "_expand": Other(expand, num_warps=8)},
-        "256 inputs at a time, 2 warps": {"SHRUNK": 256, "_shrink": Other(shrink, num_warps=2)},
-        "no early launches": {
-            "_shrink": Other(shrink, PDL=False, launch_pdl=False),
-            "_expand": Other(expand, PDL=False, launch_pdl=False),
+        "before the layer": {(tiles, "beside_refuses"): lambda *_: "here it is not"},
+        "shrink: 2 warps": warps,
+        "o and down as q, k and v": behind,
+        "expand to 256, 2 warps": {
+            (kernels, "EXPANDED"): 256,
+            expand: Other(kernels._expand, num_warps=2),
         },
+        "shrink: 2 warps, splits of 256": warps | {(kernels, "SPLIT"): 256, (kernels, "SPLITS"): 16},
+        "512 inputs at a time": {(kernels, "SHRUNK"): 512},
+        "splits of 1024": {(kernels, "SPLIT"): 1024},
     }
 
 
@@ -150,7 +151,10 @@ def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, s
             print("sweep: no time for", name, flush=True)
             continue
         try:
-            with changed(**changes):
+            with changed(changes):
+                runner.steps.forward._programs.clear()
+                runner.steps.forward._records.clear()
+                runner.graphs._forward_adapted(adapted, rows)  # compiles
                 graph = Capture()(partial(runner.graphs._forward_adapted, adapted, rows))
         except Exception as error:
             print("sweep:", name, repr(error)[:300], flush=True)

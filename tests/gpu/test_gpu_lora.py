@@ -131,3 +131,21 @@ def test_a_batch_without_adapters_has_the_same_bits_as_a_server_without() -> Non
     plain = [replace(one, adapter=0, namespace="") for one in requests()]
     with_room, without = adapted_runner(), adapted_runner(enable_lora=False, max_loras=8)
     assert answers(with_room, plain) == answers(without, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("modules", [["q_proj", "k_proj", "v_proj", "o_proj"], []])
+def test_what_is_shrunk_beside_a_layer_is_as_before_it(
+    monkeypatch: pytest.MonkeyPatch, modules: list[str]
+) -> None:
+    """In bfloat16, graphs and eager steps."""
+    from sgla.kernels.gpu import tiles
+
+    asked = [replace(one, rid=f"{one.rid} {i}") for i in range(3) for one in requests()]
+    runner = adapted_runner(lora_target_modules=modules)
+    found = [answers(runner, asked) for _ in range(3)]
+    monkeypatch.setattr(tiles, "beside_refuses", lambda *_: "here it is not")
+    before = answers(adapted_runner(lora_target_modules=modules), asked)
+    for rid, expected in before.items():
+        for one in found:
+            assert abs(one[rid][0] - expected[0]) < 0.05

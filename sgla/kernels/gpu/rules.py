@@ -16,7 +16,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.cuda.decode_attention import rotates
 from sgla.kernels.gpu import convolution, delta, e4m3, experts, few, integers, invariant, tiles, whole_step
-from sgla.kernels.gpu.adapters import SHRINK
+from sgla.kernels.gpu.adapters import EXPAND, SHRINK
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
 from sgla.kernels.ops import AddedNorm, Ranks, Scoring, Together
@@ -117,6 +117,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("norm + few rows + logits", (ops.rms_norm, ops.logits), few.refuses, few.logits),
         Rule("few rows + logits", (ops.logits,), few.refuses, few.logits),
     ),
+    EXPAND: (Rule("beside", (tiles.NAME, EXPAND), tiles.beside_refuses, tiles.beside),),
     ops.act_mul: (
         Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (integers.NAME, ops.act_mul), few.gate_refuses, few.gate),

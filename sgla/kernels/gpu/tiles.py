@@ -9,11 +9,12 @@ from torch import Tensor
 
 from sgla.kernels.cuda import batch_gemm, prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
+from sgla.kernels.gpu.adapters import SHRINK
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
 from sgla.kernels.ops import AddedNorm, Ranks
-from sgla.kernels.triton import elementwise
+from sgla.kernels.triton import elementwise, lora
 
 NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
@@ -88,6 +89,22 @@ def by_library(node: Node) -> Node:
 
 def library(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def beside_refuses(work: Work, linear: Node, expand: Node) -> str | None:
+    shrink = work.maker(expand.given["inner"])
+    if shrink is None or shrink.op != SHRINK or shrink.given["x"] != linear.given["x"]:
+        return "the layer reads something else than its adapters"
+    return None if _algorithm(work, linear).kernel == "tiles" else SLOWER
+
+
+def beside(work: Work, linear: Node, expand: Node) -> list[Node]:
+    """What adapters shrink stands behind the layer, whose kernel lets its successor start when x is there."""
+    shrink = work.maker(expand.given["inner"])
+    assert shrink is not None
+    work.drop(shrink)
+    shrink.fn = lora.shrink_beside
+    return [linear.but({}), shrink, expand]
 
 
 def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:

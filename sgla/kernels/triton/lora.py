@@ -4,7 +4,8 @@
 First x is *shrunk* to the adapter's rank, then that is *expanded* to the layer's width. Rows of one adapter
 are computed together, in tiles (SGMV of Punica, arXiv 2310.18547). Which rows these are is read on the
 device, so steps of decode rows are graphs: there may be as many tiles as rows, and those of no row end at
-once. x is there before the layer begins, whose kernel fetches weights while x is shrunk.
+once. x is there before the layer begins, whose kernel fetches weights while x is shrunk; or x is shrunk
+beside a kernel that lets its successor start when x is there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sgla.kernels.triton.common import _begin, _pdl
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
-SHRUNK, EXPANDED = 512, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
+SHRUNK, EXPANDED = 256, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
 GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
 SORTED = 16  # rows that a program finds the places of
 
@@ -62,10 +63,13 @@ def _shrink(
     x, a, order, runs, experts, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares,
     squares_count, eps, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, MORE: tl.constexpr, EXPERTS: tl.constexpr, SQUARES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, THERE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
-    a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``."""
+    a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``. ``THERE``: x is,
+    too, and who waits for this kernel waits for the one before. It waits for nothing, so it must not find
+    older values in the cache of its multiprocessor."""
+    CACHED: tl.constexpr = ".cg" if THERE else ""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -86,25 +90,39 @@ def _shrink(
     begin, end = split * span, tl.minimum(split * span + span, k)
     j = begin + i
     w = tl.load(source + j[None, :], mask=(r < R)[:, None] & (j < k)[None, :], other=0.0)
-    if PDL:
+    if PDL and not THERE:
         tl.extra.cuda.gdc_wait()
     scale = tl.full((BM,), 1.0, tl.float32)
     if SQUARES:
         p = tl.arange(0, SQUARES)
         live = (p < squares_count)[:, None] & own[None, :]
-        sums = tl.load(squares + p[:, None] * s_squares + rows[None, :], mask=live, other=0.0)
+        sums = tl.load(
+            squares + p[:, None] * s_squares + rows[None, :], mask=live, other=0.0, cache_modifier=CACHED
+        )
         scale = tl.rsqrt(tl.sum(sums, 0) / k + eps)
-    v = tl.load(x + rows[None, :] * s_x + j[:, None], mask=(j < k)[:, None] & own[None, :], other=0.0)
+    v = tl.load(
+        x + rows[None, :] * s_x + j[:, None],
+        mask=(j < k)[:, None] & own[None, :],
+        other=0.0,
+        cache_modifier=CACHED,
+    )
     total = tl.dot(w.to(v.dtype), v, input_precision=PRECISION)
     if MORE:
         for start in range(begin + BK, end, BK):
             j = start + i
             w = tl.load(source + j[None, :], mask=(r < R)[:, None] & (j < k)[None, :], other=0.0)
-            v = tl.load(x + rows[None, :] * s_x + j[:, None], mask=(j < k)[:, None] & own[None, :], other=0.0)
+            v = tl.load(
+                x + rows[None, :] * s_x + j[:, None],
+                mask=(j < k)[:, None] & own[None, :],
+                other=0.0,
+                cache_modifier=CACHED,
+            )
             total = tl.dot(w.to(v.dtype), v, total, input_precision=PRECISION)
     total *= scale[None, :]
     at = inner + split * s_inner + (rows[None, :] * PARTS + part) * R + r[:, None]
     tl.store(at, total, mask=(r < R)[:, None] & own[None, :])
+    if THERE:
+        _wait_at(tile + part + split == 0, PDL)
 
 
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
@@ -214,7 +232,12 @@ def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Ten
     return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes))
 
 
-def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int) -> Tensor:
+def shrink_beside(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+    """``shrink`` beside the kernel before, which reads x, too, and lets this one start when x is there."""
+    return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes), there=True)
+
+
+def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there: bool = False) -> Tensor:
     """``parts``: of a row."""
     squares, eps = None, 0.0
     if isinstance(x, Unscaled):
@@ -234,7 +257,8 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int) -> Ten
         0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
         MORE=span > width, EXPERTS=experts is not None,
         SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
-        PRECISION="ieee" if exact else "tf32", num_stages=2 if exact or size == FEW else 3, **_pdl(),
+        PRECISION="ieee" if exact else "tf32", THERE=there,
+        num_stages=2 if exact or size == FEW else 3, **_pdl(),
     )  # fmt: skip
     return inner
 
