@@ -15,7 +15,7 @@ from sgla.bench.workloads import Session
 
 
 def run(
-    target: load.Target, sessions: Sequence[Session], at_once: int, processes: int = 4
+    target: load.Target, sessions: Sequence[Session], at_once: int, processes: int = 8
 ) -> tuple[list[load.Record], float]:
     """``load.run`` by so many processes, each with its part of the sessions."""
     pipes = []
