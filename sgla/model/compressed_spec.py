@@ -172,8 +172,14 @@ def _ropes(c: Reader, rotated: int, positions: int) -> tuple[RopeSpec, RopeSpec]
     """Of layers with a window alone, and of the others, whose table may be stretched."""
     table: dict[str, Any] = c.table("rope_scaling") or c.table(ROPE)
     parts = [table.get(part) for part in ("main", "compress")]
-    if not all(isinstance(part, dict) for part in parts):
-        table = {key: x for key, x in table.items() if key not in ("main", "compress", "rope_theta")}
+    if parts != [None, None]:
+        if not all(isinstance(part, dict) for part in parts):
+            raise c.error(ROPE, "one object, or an object for each of main and compress")
+        beside = table.keys() - {"main", "compress", "rope_type", "rope_theta"}
+        if beside:
+            raise c.error(ROPE, f"without {min(beside)} beside main and compress")
+    else:
+        table = {key: x for key, x in table.items() if key != "rope_theta"}
         main = {"rope_theta": c.number("rope_theta")}
         compressed = {**table, "rope_theta": c.number("compress_rope_theta")}
         if "yarn" in (table.get("rope_type"), table.get("type")):

@@ -225,8 +225,11 @@ class DeepseekV4(Decoder):
 
         def take(source: SourceTensor) -> None:
             found = source.dense()
-            if not found.is_floating_point():  # as made up weights are
-                table.copy_(found)
+            if found.is_floating_point():  # as made up weights are
+                return
+            if not bool(((found >= 0) & (found < moe.experts)).all()):
+                raise ValueError(f"it names experts that are not among the {moe.experts}")
+            table.copy_(found)
 
         build.declare(f"{name}.gate.tid2eid", shape, take)
         return made, table

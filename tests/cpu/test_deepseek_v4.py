@@ -12,7 +12,7 @@ from checkpoints import SMALL, Eager, decided, random_prompts, save_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
 from sgla.loading.load import load_model
 from sgla.model.compressed_spec import CompressedSpec
@@ -132,6 +132,17 @@ def test_a_file_may_have_the_names_it_was_published_with(tmp_path: Path) -> None
     assert torch.equal(found.prompt_logprobs(PROMPTS), own.prompt_logprobs(PROMPTS))
 
 
+def test_a_table_of_experts_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, name = load_file(path), "model.layers.0.ffn.gate.tid2eid"
+    for wrong in (-1, 8):
+        tensors[name][7, 1] = wrong
+        save_file(tensors, path, {"format": "pt"})
+        with pytest.raises(WeightError, match="not among the 8"):
+            load_model(open_source(tmp_path))
+
+
 @torch.no_grad()
 def test_experts_in_e2m1_beside_layers_in_e4m3(tmp_path: Path) -> None:
     """As it is published: numbers of 4 and of 8 bits with powers of two."""
@@ -180,6 +191,8 @@ def test_experts_in_e2m1_beside_layers_in_e4m3(tmp_path: Path) -> None:
         ({"compress_rates": {"compressed_sparse_attention": 4}}, "compress_rates"),
         ({"compress_rates": RATES | {"compressed_sparse_attention": 12}}, "compressed_sparse_attention"),
         ({"compress_rates": RATES | {"heavily_compressed_attention": 0}}, "heavily_compressed_attention"),
+        ({"rope_parameters": {"main": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"rope_parameters": {"main": {}, "compress": {}, "factor": 2.0}}, "factor"),
         ({"o_groups": 3}, "o_groups"),
         ({"head_dim": 24}, "head_dim"),
         ({"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
