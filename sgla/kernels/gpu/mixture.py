@@ -140,7 +140,7 @@ def run(
     assert activation == "silu" or activation == "gelu_tanh"
     if one_kernel:
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
-    shared = routing.common if biases.places is None else 0
+    shared = routing.common if biases.places is None and routing.held is None else 0
     return _products(sent, count, shared, gate_up, down, activation, rounded)
 
 
