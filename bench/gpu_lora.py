@@ -125,20 +125,19 @@ def changed(changes: dict[tuple[Any, str], Any]) -> Iterator[None]:
 
 def variants() -> dict[str, dict[tuple[Any, str], Any]]:
     shrink, expand = (kernels, "_shrink"), (kernels, "_expand")
-    behind: dict[tuple[Any, str], Any] = {(adapters, "_joined"): lambda *_: {}}
+    beside: dict[tuple[Any, str], Any] = {(tiles, "BESIDE"): True}
+    behind = beside | {(adapters, "_joined"): lambda *_: {}}
     warps: dict[tuple[Any, str], Any] = {shrink: Other(kernels._shrink, num_warps=2)}
     return {
         "as it is": {},
-        "before the layer": {(tiles, "beside_refuses"): lambda *_: "here it is not"},
-        "shrink: 2 warps": warps,
-        "o and down as q, k and v": behind,
-        "expand to 256, 2 warps": {
-            (kernels, "EXPANDED"): 256,
-            expand: Other(kernels._expand, num_warps=2),
-        },
-        "shrink: 2 warps, splits of 256": warps | {(kernels, "SPLIT"): 256, (kernels, "SPLITS"): 16},
+        "beside the layer": beside,
+        "beside the layer, 2 warps": beside | warps,
+        "o and down, too": behind,
+        "2 warps": warps,
+        "beside, expand to 256, 2 warps": beside
+        | {(kernels, "EXPANDED"): 256, expand: Other(kernels._expand, num_warps=2)},
+        "beside, 2 warps, splits of 256": beside | warps | {(kernels, "SPLIT"): 256, (kernels, "SPLITS"): 16},
         "512 inputs at a time": {(kernels, "SHRUNK"): 512},
-        "splits of 1024": {(kernels, "SPLIT"): 1024},
     }
 
 
