@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
-# way to cut and to start, and steps with what is off (convolution.py: SERVES) and without what is new (EARLY); a step of Qwen3-0.6B that
+# way to cut and to start, and steps with what is off (convolution.py: SERVES, decode_attention.py: FINE) and without what is new (EARLY); a step of Qwen3-0.6B that
 # verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
@@ -10,6 +10,7 @@ LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
 # with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
 with='import runpy, sys
+from sgla.kernels.cuda import decode_attention
 from sgla.kernels.gpu import convolution
 from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
@@ -17,6 +18,8 @@ sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
 before='moe.EARLY, latent.EARLY, moe.few_cuts = 0, False, lambda *_: moe.Few()'
 convolved='convolution.SERVES = True'
+fine='decode_attention.FINE = True'
+off="$convolved; $fine"
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
@@ -48,7 +51,7 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
     *)
         given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given
-        for more in ${WITH:-before convolved}; do
+        for more in ${WITH:-before convolved fine}; do
             part "$each-$more" 60 -c "$with" "${!more}" $given
         done
         ;;

@@ -74,6 +74,9 @@
 #ifndef MIN_TILES  // tiles a block takes at least: heads of 256 leave twice as much to merge
 #define MIN_TILES (HD > 128 ? 16 : 8)
 #endif
+#ifndef MOST_PARTS  // of a pair, if equal ones keep nearly all blocks busy or pairs are short
+#define MOST_PARTS 65536
+#endif
 #ifndef SNAP  // borders so close to the edge of a pair are moved there
 #define SNAP 12
 #endif
@@ -230,7 +233,7 @@ struct Shares {
       const bool alike = total == cum[1] * pairs;
       blocks = alike && whole * 10 >= most * 9 ? whole : most;
     } else {  // equal parts of pairs, if that keeps nearly all busy or pairs are short
-      const int even = pairs * max(1, min(fit, int(u32(total) / (pairs * MIN_TILES))));
+      const int even = pairs * max(1, min(min(fit, MOST_PARTS), int(u32(total) / (pairs * MIN_TILES))));
       blocks = even * 20 >= most * 17 || total < most * 24 ? even : most;
     }
     blocks = min(blocks, total);
