@@ -191,6 +191,28 @@ inline unsigned sub2(unsigned a, unsigned b) {
   return pack2(emulated::lower(a) - emulated::lower(b), emulated::upper(a) - emulated::upper(b));
 }
 
+// e4m3, of ``skinny_gemm.cu``.
+inline unsigned half_of(float x) { return emulated::bits<uint16_t>(_Float16(x)); }
+inline unsigned half_of_e4m3(unsigned byte) {
+  const int exponent = byte >> 3 & 15, rest = byte & 7;
+  const float size = exponent ? std::ldexp(8.f + rest, exponent - 10) : std::ldexp(float(rest), -9);
+  return half_of(byte & 128 ? -size : size);
+}
+inline void halves(unsigned w, unsigned& lo, unsigned& hi) {
+  lo = half_of_e4m3(w & 255) | half_of_e4m3(w >> 8 & 255) << 16;
+  hi = half_of_e4m3(w >> 16 & 255) | half_of_e4m3(w >> 24) << 16;
+}
+inline unsigned halved(unsigned x, float by) {
+  return half_of(emulated::lower(x) * by) | half_of(emulated::upper(x) * by) << 16;
+}
+inline unsigned widen(unsigned bits, unsigned shifted) {
+  const unsigned r = (bits & 0x80008000u) | (shifted & 0x07f007f0u);
+  return pack2(std::ldexp(emulated::lower(r), 120), std::ldexp(emulated::upper(r), 120));
+}
+inline unsigned most2(unsigned most, unsigned x) {
+  return std::max(most & 0xffff, x & 0x7fff) | std::max(most >> 16, x >> 16 & 0x7fff) << 16;
+}
+
 // Shared memory.
 inline unsigned __cvta_generic_to_shared(const void* p) {
   const auto at = static_cast<const unsigned char*>(p) - emulated::block().memory.data();
@@ -200,6 +222,7 @@ inline uint4 lds128(unsigned address) { return emulated::read<uint4>(address); }
 inline void sts128(unsigned address, const uint4& v) { emulated::write(address, v); }
 inline unsigned lds32(unsigned address) { return emulated::read<unsigned>(address); }
 inline void sts32(unsigned address, float v) { emulated::write(address, v); }
+inline float lds_float(unsigned address) { return emulated::read<float>(address); }
 inline float2 lds64(unsigned address) { return emulated::read<float2>(address); }
 inline float lds_of(unsigned address, int rank) { return emulated::read<float>(emulated::there(address, rank)); }
 
@@ -209,6 +232,7 @@ inline void copy(unsigned to, const void* from, unsigned bytes, unsigned size) {
   emulated::me->copies.push_back({to, from, bytes, size});
 }
 inline void cp_async16(unsigned to, const void* from, unsigned bytes) { copy(to, from, bytes, 16); }
+inline void cp_async4(unsigned to, const float* from) { copy(to, from, 4, 4); }
 inline void cp_async_commit() {
   emulated::me->groups.push_back(std::move(emulated::me->copies));
   emulated::me->copies.clear();
@@ -279,19 +303,25 @@ inline void ldmatrix(unsigned (&r)[4], unsigned address) {
       }
   }, 0);
 }
-inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+// Halves: of float16, or of bfloat16.
+template <bool Halves>
+void mma_of(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   unsigned given[10] = {a0, a1, a2, a3, b0, b1}, made[4];
   std::memcpy(given + 6, d, 16);
   emulated::meet(given, made, [](emulated::Warp& w, int) {
     float a[16][16], b[16][8];
+    auto number = [](unsigned x, int place) {
+      if (Halves) return float(emulated::bits<_Float16>(uint16_t(x >> place * 16)));
+      return place ? emulated::upper(x) : emulated::lower(x);
+    };
     for (int l = 0; l < 32; ++l) {
       const int g = l / 4, t = l % 4 * 2;
       for (int i = 0; i < 4; ++i)
         for (int e = 0; e < 2; ++e)
-          a[g + i % 2 * 8][t + i / 2 * 8 + e] = e ? emulated::upper(w.given[l][i]) : emulated::lower(w.given[l][i]);
+          a[g + i % 2 * 8][t + i / 2 * 8 + e] = number(w.given[l][i], e);
       for (int i = 0; i < 2; ++i)
         for (int e = 0; e < 2; ++e)
-          b[t + i * 8 + e][g] = e ? emulated::upper(w.given[l][4 + i]) : emulated::lower(w.given[l][4 + i]);
+          b[t + i * 8 + e][g] = number(w.given[l][4 + i], e);
     }
     for (int l = 0; l < 32; ++l)
       for (int i = 0; i < 4; ++i) {
@@ -301,6 +331,9 @@ inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
       }
   }, 0);
   std::memcpy(d, made, 16);
+}
+inline void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  mma_of<false>(d, a0, a1, a2, a3, b0, b1);
 }
 inline void mma_first(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
   d[0] = d[1] = d[2] = d[3] = 0.f;

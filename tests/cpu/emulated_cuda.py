@@ -26,13 +26,9 @@ OWN = {
     "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes) "
     "{ copy(to, from, bytes, WIDTH); }\n",
     "forget": "void forget(Self&, Place&) {}\n",
-    # Those of e4m3, which is not emulated.
-    "widen": 'u32 widen(u32, u32) { emulated::fail("e4m3"); return 0; }\n',
-    "most2": 'u32 most2(u32, u32) { emulated::fail("e4m3"); return 0; }\n',
-    "halved": 'u32 halved(u32, float) { emulated::fail("e4m3"); return 0; }\n',
-    "lds_float": 'float lds_float(u32) { emulated::fail("e4m3"); return 0; }\n',
-    "cp_async4": 'void cp_async4(u32, const void*) { emulated::fail("e4m3"); }\n',
-    "mma_halves": 'void mma_halves(float (&)[4], u32, u32, u32, u32) { emulated::fail("e4m3"); }\n',
+    "mma_halves": "void mma_halves(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) { u32 a[4] = {}; "
+    "halves(lo, a[0], a[2]); if (!HALF) halves(hi, a[1], a[3]); "
+    "mma_of<true>(d, a[0], a[1], a[2], a[3], x0, x1); }\n",
 }
 
 
