@@ -100,6 +100,8 @@ def _found(record: Record) -> Found:
     if not shape.pays(len(layers), head.shape[0]):
         raise Refused("its blocks or bytes do not fit this model or GPU")
     ranks, inbox = layers[0].ranks, None
+    if ranks is not None and len(words.data) != len(head) * ranks.size:
+        raise Refused("ranks have more or less of the output layer than others, and must all do alike")
     if ranks is not None and (inbox := ranks.for_steps(shape)) is None:
         raise Refused("the ranks cannot store into each other's memory")
     weights, kv = [layer.weights for layer in layers], [layer.kv for layer in layers]
