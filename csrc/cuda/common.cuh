@@ -112,6 +112,11 @@ template <int COUNT>
 __device__ __forceinline__ void meet_at(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory");
 }
+// This thread is there, and does not wait.
+template <int COUNT>
+__device__ __forceinline__ void arrive_at(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory");
+}
 // Until all threads of a cluster have arrived: what they wrote before is seen behind the wait. `aligned`: a
 // warp's threads do so together.
 __device__ __forceinline__ void cluster_arrive() {

@@ -91,16 +91,16 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, in
 #else
 #define FACTORS "bf16.bf16"
 #endif
-#define HELD(OUT, MORE)                                                                                      \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." FACTORS " {" S8                                \
-               "}, {%64,%65,%66,%67}, %68, " MORE ", 1, 1, 0;"                                               \
-               : D_8(OUT)                                                                                    \
-               : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k))
-__device__ __forceinline__ void wgmma_held(float (&d)[BN / 2], const u32 (&q)[4], u64 k) { HELD("+f", "1"); }
-__device__ __forceinline__ void wgmma_held_first(float (&d)[BN / 2], const u32 (&q)[4], u64 k) {
-  HELD("=f", "0");
+__device__ __forceinline__ void wgmma_held(float (&d)[BN / 2], const u32 (&q)[4], u64 k) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." FACTORS " {" S8
+               "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+               : D_8("+f") : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k));
 }
-
+__device__ __forceinline__ void wgmma_held_first(float (&d)[BN / 2], const u32 (&q)[4], u64 k) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." FACTORS " {" S8
+               "}, {%64,%65,%66,%67}, %68, 0, 1, 1, 0;"
+               : D_8("=f") : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k));
+}
 // d += weights v.
 __device__ __forceinline__ void wgmma_values(float (&d)[WIDTH / 2], const u32 (&w)[4], u64 v) {
 #if !FP8
@@ -438,7 +438,7 @@ struct Rows {
   }
 
   __device__ __forceinline__ void yield() {
-    if (GROUPS > 1) asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory");
+    if (GROUPS > 1) arrive_at<256>(2 - group);
   }
 
   __device__ __forceinline__ void fetch_q(int item) {
@@ -508,10 +508,7 @@ struct Rows {
     barrier_wait(shared.v_full + v.stage * 8, v.parity);
     for (int i = threadIdx.x % 128; i < (BN - from) * 8 * HALVES; i += 128) {
       const int half = i / ((BN - from) * 8), chunk = i % ((BN - from) * 8);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared.v + v.stage * KV_BYTES +
-                                                                    half * KV_HALF + from * 128 + chunk * 16),
-                   "r"(0)
-                   : "memory");
+      sts128(shared.v + v.stage * KV_BYTES + half * KV_HALF + from * 128 + chunk * 16, make_uint4(0, 0, 0, 0));
     }
     fence_shared();
     meet_at<128>(3 + group);
@@ -587,11 +584,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
   }
   __syncthreads();
   if (threadIdx.x >= CONSUMERS) {
-    if (!DECODE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (!DECODE) fewer_registers<40>();
     if (threadIdx.x < CONSUMERS + 32) Loader{p, shared}.run();
     else if (FP8) Maker{p, shared, int(threadIdx.x - CONSUMERS) / 32 - 1}.run();
   } else {
-    if (!DECODE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (!DECODE) more_registers<232>();
     Rows{p, shared}.run();
   }
 }

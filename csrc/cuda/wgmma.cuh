@@ -108,6 +108,16 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[SIZE]) {
   for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// How many registers each thread of a group of warps has from here on.
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // A place in a ring of COUNT stages.
 template <int COUNT>
 struct Slot {

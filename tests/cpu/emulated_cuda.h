@@ -19,10 +19,12 @@
 #define __global__
 #define __launch_bounds__(...)
 #define __align__(bytes)
+#define __grid_constant__
 using std::max;
 using std::min;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { unsigned x; };
@@ -412,3 +414,95 @@ inline uint4 look(const unsigned* from) { return look_at<uint4>(from); }
 inline uint4 look4_far(const unsigned* from) { return look_at<uint4>(from); }
 inline uint2 look2(const unsigned* from) { return look_at<uint2>(from); }
 inline unsigned look_far(const unsigned* from) { return look_at<unsigned>(from); }
+
+// The copy engine: a tensor with its strides in bytes, and the box of a copy, whose rows of 64 or 128 bytes are
+// swizzled. What lies outside is zero.
+struct Tensor {
+  const unsigned char* data;
+  long long rank, size, dims[5], strides[5], box[5];
+};
+inline unsigned swizzled(unsigned address, long long row) {
+  return row == 128 ? address ^ (address >> 7 & 7) << 4 : row == 64 ? address ^ (address >> 7 & 3) << 4 : address;
+}
+template <class Map, class... Places> void copy_box(unsigned to, const Map& map, unsigned bar, Places... places) {
+  const Tensor& t = **reinterpret_cast<const Tensor* const*>(&map);
+  const long long at[] = {places...}, row = t.box[0] * t.size;
+  if (to % 128) emulated::fail("where a copy goes");
+  long long count = 1;
+  for (int d = 0; d < t.rank; ++d) count *= t.box[d];
+  for (long long i = 0; i < count; ++i) {
+    long long rest = i, from = 0;
+    bool inside = true;
+    for (int d = 0; d < t.rank; ++d) {
+      const long long place = at[d] + rest % t.box[d];
+      rest /= t.box[d], inside &= place >= 0 && place < t.dims[d], from += place * t.strides[d];
+    }
+    for (int b = 0; b < t.size; ++b)
+      *emulated::memory(swizzled(to + unsigned(i * t.size + b), row), 1) = inside ? t.data[from + b] : 0;
+  }
+  emulated::counted(bar, 0, -int(count * t.size));
+}
+template <class Map> void copy_2d(unsigned to, const Map& map, unsigned bar, int x, int y) {
+  copy_box(to, map, bar, (long long)x, (long long)y);
+}
+template <class Map> void copy_q(unsigned to, const Map& map, unsigned bar, int x, int y, int z) {
+  copy_box(to, map, bar, (long long)x, (long long)y, (long long)z);
+}
+inline void fence_shared() {}
+
+// Products of groups of warps, done where they are issued. A warp has 16 rows of a in registers; b lies in
+// swizzled rows of 128 bytes, its columns by rows, or (`across`) its k.
+#if FP8
+inline float factor(unsigned x) { return half2f(x); }
+#else
+inline float factor(unsigned x) { return emulated::lower(x); }
+#endif
+inline unsigned pack_half(float lo, float hi) {
+  return emulated::bits<uint16_t>(_Float16(lo)) | unsigned(emulated::bits<uint16_t>(_Float16(hi))) << 16;
+}
+inline float of_e4m3(unsigned b) {
+  const int exponent = b >> 3 & 15, rest = b & 7;
+  const float x = exponent ? std::ldexp(1.f + rest / 8.f, exponent - 7) : std::ldexp(rest / 8.f, -6);
+  return (exponent == 15 && rest == 7 ? NAN : x) * (b & 128 ? -1.f : 1.f);
+}
+inline uint2 halves_of(unsigned x) {
+  return {pack_half(of_e4m3(x & 255), of_e4m3(x >> 8 & 255)), pack_half(of_e4m3(x >> 16 & 255), of_e4m3(x >> 24))};
+}
+template <int SIZE> void held(float (&d)[SIZE], const unsigned (&a)[4], uint64_t b, bool first, bool across) {
+  const int lane = emulated::me->number % 32;
+  float rows[2][16];
+  for (int i = 0; i < 4; ++i)
+    for (int t = 0; t < 4; ++t) {
+      const unsigned x = from_lane(a[i], lane / 4 * 4 + t);
+      for (int e = 0; e < 2; ++e) rows[i % 2][i / 2 * 8 + t * 2 + e] = factor(x >> 16 * e & 0xffff);
+    }
+  const unsigned base = unsigned(b & 0x3fff) << 4 | unsigned(emulated::me->block) << 20;
+  const unsigned far = unsigned(b >> 16 & 0x3fff) << 4;
+  for (int i = 0; i < SIZE; ++i) {
+    const int n = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    double sum = first ? 0. : d[i];
+    for (int k = 0; k < 16; ++k) {
+      const unsigned at = across ? base + n / 64 * far + k * 128 + n % 64 * 2 : base + n * 128 + k * 2;
+      sum += double(rows[i / 2 % 2][k]) * factor(emulated::read<uint16_t>(swizzled(at, 128)));
+    }
+    d[i] = float(sum);
+  }
+}
+template <int SIZE> void wgmma_held(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) { held(d, q, k, false, false); }
+template <int SIZE> void wgmma_held_first(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) {
+  held(d, q, k, true, false);
+}
+template <int SIZE> void wgmma_values(float (&d)[SIZE], const unsigned (&w)[4], uint64_t v) { held(d, w, v, false, true); }
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int PENDING, int SIZE> void wgmma_wait(float (&)[SIZE]) {}
+template <int COUNT> void fewer_registers() {}
+template <int COUNT> void more_registers() {}
+template <int COUNT> void arrive_at(int barrier) {
+  auto& b = emulated::block();
+  if (++b.count[barrier] == COUNT) b.count[barrier] = 0, ++b.turns[barrier];
+}
+inline bool __any_sync(unsigned, bool v) { return __reduce_max_sync(~0u, v); }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }

@@ -49,18 +49,18 @@ def compile_kernel(
         "".join(f"#define {macro} {value}\n" for macro, value in sorted(defines.items()))
     )
     source = FUNCTION.sub(_without_ptx, source)
+    source = re.sub(r"^WGMMA\(.*\n", "", source, flags=re.M)
     arrays = iter(range(APART, 256 << 10, room))
     memory = "emulated::block().memory.data()"
-    source = source.replace(
-        "extern __shared__ __align__(128) unsigned char smem[];", f"unsigned char* smem = {memory};"
-    )
+    dynamic = r"extern __shared__ (?:__align__\(128\) )?unsigned char smem\[\];"
+    source = re.sub(dynamic, f"unsigned char* smem = {memory};", source)
     source = SHARED.sub(
         lambda found: (
             f"auto& {found[2]} = *reinterpret_cast<{found[1]} (*){found[3]}>({memory} + {next(arrays)});"
         ),
         source,
     )
-    path = folder / f"{key}.cpp"
+    path = folder / f"{name}-{key}.cpp"
     path.write_text(
         f'{macros}#include "{FOLDER / "emulated_cuda.h"}"\n{source}\n'
         f"static const Params* given;\n"
@@ -72,6 +72,31 @@ def compile_kernel(
     library = path.with_suffix(".so")
     subprocess.run(["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-o", library, path], check=True)
     return ctypes.CDLL(str(library))
+
+
+class Tensor(ctypes.Structure):
+    """What the emulated copy engine knows of a tensor: see the header."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("rank", ctypes.c_longlong),
+        ("size", ctypes.c_longlong),
+        *((name, ctypes.c_longlong * 5) for name in ("dims", "strides", "box")),
+    )
+
+
+_tensors: list[Tensor] = []  # that kernels point to
+
+
+def tensor_map(
+    data: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], bytes_: bool = False
+) -> ctypes.Array[ctypes.c_uint64]:
+    """In the place of ``sgla.kernels.cuda.tensor_map``."""
+    made = Tensor(data, len(dims), 1 if bytes_ else 2)
+    for to, values in ((made.dims, dims), (made.strides, (made.size, *strides)), (made.box, box)):
+        to[: len(values)] = values
+    _tensors.append(made)
+    return (ctypes.c_uint64 * 16)(ctypes.addressof(made))
 
 
 def _without_ptx(found: re.Match[str]) -> str:
