@@ -4,11 +4,11 @@
 //
 // The WK warps of a block that share a tile of weight rows, and the SLICES blocks of a cluster, have all of k
 // between them, so a warp never needs other channels; WN warps with the same ones load x for each other. A
-// warp reads its part of each of the block's tiles by a cp.async ring of its own, which begins before the wait
-// for the previous kernel; a lane loads the very words that it multiplies. Nothing of x is read from shared
-// memory again; what goes through it are weights and, of each tile, the sums of the warps, in two buffers: one
-// is added up while warps fill the other. The blocks of a cluster then send each other the sums of their
-// slices (st.async), and each finishes some columns a tile later.
+// warp reads its part of each of the block's tiles by a cp.async ring of its own, which begins before the
+// wait for the previous kernel; a lane loads the very words that it multiplies. Nothing of x is read from
+// shared memory again; what goes through it are weights and, of each tile, the sums of the warps, in two
+// buffers: one is added up while warps fill the other. The blocks of a cluster then send each other the sums
+// of their slices (st.async), and each finishes some columns a tile later.
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x, which is a product of x with ones. The sum of a group
@@ -90,7 +90,7 @@ constexpr int RED_WARP = NT * 8 * RED_ROW * 4, RED_TILE = WK * RED_WARP;  // byt
 constexpr int KEPT = 4;                    // tiles whose sums a cluster exchanges at a time, at most
 constexpr int GOT_SLICE = NT * 8 * OWNED * 4, GOT_TILE = SLICES * GOT_SLICE;  // bytes
 constexpr int X_ROW = BLOCK * 2 + 16;     // bytes of a row of x on its way to registers
-constexpr int PIECES_OF_X = 4 / WN;        // of 8 rows and 128 channels, that a lane loads: the others are WN's
+constexpr int PIECES_OF_X = 4 / WN;        // of 8 rows and 128 channels, that a lane loads
 constexpr int SQUARES = NT * PIECES_OF_X;  // rows of x of which a lane loads a part
 constexpr int X_BYTES = 8 * X_ROW;         // of 8 rows and 128 channels on their way
 
