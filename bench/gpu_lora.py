@@ -126,18 +126,20 @@ def changed(changes: dict[tuple[Any, str], Any]) -> Iterator[None]:
 def variants() -> dict[str, dict[tuple[Any, str], Any]]:
     shrink, expand = (kernels, "_shrink"), (kernels, "_expand")
     beside: dict[tuple[Any, str], Any] = {(tiles, "BESIDE"): True}
-    behind = beside | {(adapters, "_joined"): lambda *_: {}}
+    both = beside | {(tiles, "BEHIND"): True}
     warps: dict[tuple[Any, str], Any] = {shrink: Other(kernels._shrink, num_warps=2)}
+    narrow = {(kernels, "EXPANDED"): 256, expand: Other(kernels._expand, num_warps=2)}
     return {
         "as it is": {},
         "beside the layer": beside,
-        "beside the layer, 2 warps": beside | warps,
-        "o and down, too": behind,
-        "2 warps": warps,
-        "beside, expand to 256, 2 warps": beside
-        | {(kernels, "EXPANDED"): 256, expand: Other(kernels._expand, num_warps=2)},
-        "beside, 2 warps, splits of 256": beside | warps | {(kernels, "SPLIT"): 256, (kernels, "SPLITS"): 16},
-        "512 inputs at a time": {(kernels, "SHRUNK"): 512},
+        "and behind": both,
+        "and behind, 2 warps": both | warps,
+        "and behind, expand to 256, 2 warps": both | narrow,
+        "and behind, 8 warps": both | {(kernels, "_expand_norm"): Other(kernels._expand_norm, num_warps=8)},
+        "o and down as q, k and v": beside | {(adapters, "_joined"): lambda *_: {}},
+        "and behind, 2 warps, splits of 256": both
+        | warps
+        | {(kernels, "SPLIT"): 256, (kernels, "SPLITS"): 16},
     }
 
 

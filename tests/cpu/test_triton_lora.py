@@ -21,7 +21,7 @@ from sgla.kernels.gpu.adapters import EXPAND, SHRINK, settle
 from sgla.kernels.gpu.record import Recorder, Ref
 from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
 from sgla.kernels.trace import STAND_INS
-from sgla.kernels.triton.lora import FEW, MANY, add, add_experts, grouped, pairs, sort
+from sgla.kernels.triton.lora import FEW, MANY, add, add_experts, expand_norm, grouped, pairs, shrink, sort
 from sgla.quant.weight import storage
 
 
@@ -60,6 +60,12 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
     scale = ((squares.sum(0) / k + 0.01) ** -0.5)[: len(places), None]
     made = add(y.clone(), Unscaled(x, squares, 0.01), stack, rows, False)
     torch.testing.assert_close(made, y + (expected - y) * scale, atol=1e-3, rtol=1e-4)
+    if len(sizes) == 1:
+        stream, weight = torch.randn(y.shape, generator=generator), torch.rand(stack.n, generator=generator)
+        normed, total = ops.add_rms_norm.body(expected, stream, weight, 1e-5)
+        inner = shrink(x, stack, rows, False)
+        found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
+        torch.testing.assert_close(found, (normed, total), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

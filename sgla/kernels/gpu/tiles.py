@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda import batch_gemm, prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
-from sgla.kernels.gpu.adapters import SHRINK
+from sgla.kernels.gpu.adapters import EXPAND, SHRINK
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
@@ -20,6 +20,8 @@ NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
 BESIDE = False  # what adapters shrink stands behind the layer; not measured yet
+BEHIND = False  # and so does all that they do, where the layer joins the residual; not measured yet
+MOST_RANK = 16  # whose second matrix a program that has a row whole has registers for
 SENT = 64  # rows up to which tiles send what they make to other ranks (bench/allreduce.py --layers)
 
 
@@ -133,6 +135,8 @@ def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
 
 def add(work: Work, linear: Node, add: Node) -> list[Node]:
     residual, (normed, total) = add.given["residual"], add.results
+    if (found := _behind(work, linear, residual)) is not None:
+        return _expanded(work, linear, add, *found)
     given = {name: linear.given[name] for name in ("x", "weight", "bias")}
     given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
     unscaled = work.value()
@@ -141,6 +145,30 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
         Node("tiles, added", _added, given, [unscaled, total], add.rows, residual.number, linear.rule),
         Node(UNSCALED, _scaled, rest, [normed], add.rows),
     ]
+
+
+def _behind(work: Work, linear: Node, residual: Ref) -> tuple[Node, Node] | None:
+    """What shrinks and expands onto the residual before the layer, if both may stand behind it."""
+    expand = work.maker(residual) if BEHIND else None
+    if expand is None or expand.op != EXPAND:
+        return None
+    shrink = work.maker(expand.given["inner"])
+    if shrink is None or shrink.op != SHRINK or shrink.given["x"] != linear.given["x"]:
+        return None
+    small = len(shrink.given["stack"].sizes) == 1 and shrink.given["stack"].a.shape[2] <= MOST_RANK
+    return (shrink, expand) if small else None
+
+
+def _expanded(work: Work, linear: Node, add: Node, shrink: Node, expand: Node) -> list[Node]:
+    """The layer, what is shrunk beside it, and one kernel that expands that, adds and norms."""
+    work.drop(expand)
+    work.drop(shrink)
+    shrink.fn, made = lora.shrink_beside, work.value()
+    given = {"y": Ref(made), "inner": Ref(shrink.results[0]), "residual": expand.given["y"]}
+    given |= {name: shrink.given[name] for name in ("stack", "rows", "sampled")}
+    given |= {"weight": add.given["weight"], "eps": add.given["eps"]}
+    last = Node("expanded, added", lora.expand_norm, given, add.results, add.rows, expand.given["y"].number)
+    return [linear.but({}, [made]), shrink, last]
 
 
 def _added(

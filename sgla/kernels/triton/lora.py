@@ -172,6 +172,35 @@ def _expand(
     tl.store(to, tl.load(to, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["places"])
+def _expand_norm(
+    inner, b, places, y, residual, weight, out, n, s_place, s_rank, s_inner, eps, R: tl.constexpr,
+    RP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a row of a stack of one part, with the residual that it joins and the norm behind that. It
+    loads what the adapter has before it waits."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.load(places + row).to(tl.int64)
+    i, r, s = tl.arange(0, BLOCK), tl.arange(0, RP), tl.arange(0, SP)
+    live, own = i < n, r < tl.where(place > 0, R, 0)
+    source = b + (place - 1) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
+    w = tl.load(source, mask=own[:, None] & live[None, :], other=0.0)
+    norm = tl.load(weight + i, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    parts = inner + s[:, None] * s_inner + row * R + r[None, :]
+    u = tl.sum(tl.load(parts, mask=(s < SPLITS)[:, None] & own[None, :], other=0.0), 0)
+    v = tl.load(y + row * n + i, mask=live, other=0.0).to(tl.float32)
+    v += tl.sum(w.to(tl.float32) * u[:, None], 0)
+    v += tl.load(residual + row * n + i, mask=live, other=0.0).to(tl.float32)
+    h = v.to(residual.dtype.element_ty)
+    tl.store(residual + row * n + i, h, mask=live)
+    v = h.to(tl.float32)
+    tl.store(out + row * n + i, v * tl.rsqrt(tl.sum(v * v) / n + eps) * norm, mask=live)
+
+
 @triton.jit(do_not_specialize_on_alignment=["places", "ids"])
 def _pair(places, ids, order, runs, pairs, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Each pair of a token and an expert here is a tile."""
@@ -281,6 +310,28 @@ def _expanded(y: Tensor, inner: Tensor, stack: Stack, tiles: Tiles) -> Tensor:
         ALIGNED=aligned, EXPERTS=experts is not None, PRECISION="ieee" if exact else "tf32", **_pdl(),
     )  # fmt: skip
     return y
+
+
+def expand_norm(
+    y: Tensor,
+    inner: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    stack: Stack,
+    rows: Rows,
+    sampled: bool,
+) -> tuple[Tensor, Tensor]:
+    """``ops.add_rms_norm`` of ``expand`` [T, n], of one part: the residual takes the sum in its place."""
+    splits, tokens, parts, rank = inner.shape
+    assert parts == 1
+    n, out = y.shape[1], torch.empty_like(y)
+    _expand_norm[(tokens,)](
+        inner, stack.b, rows.places[sampled], y, residual, weight, out, n, stack.b.stride(0),
+        stack.b.stride(2), inner.stride(0), eps, R=rank, RP=triton.next_power_of_2(rank), SPLITS=splits,
+        SP=triton.next_power_of_2(splits), BLOCK=triton.next_power_of_2(n), num_warps=16, **_pdl(),
+    )  # fmt: skip
+    return out, residual
 
 
 def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
