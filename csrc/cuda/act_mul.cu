@@ -1,5 +1,5 @@
-// out[m, f] = act(gate) * up of x[m, 2 f], gate then up in each row: the activation that kernels of products do
-// behind gate and up that they have rounded, in the same bits.
+// out[m, f] = act(gate) * up of x[m, 2 f], gate then up in each row: the activation that kernels of products
+// do behind gate and up that they have rounded, in the same bits.
 #include "common.cuh"
 
 #ifndef GELU

@@ -15,8 +15,8 @@
 // it goes. DECODE: tiles of one token, whose parts, chunks too, go to several blocks; merged in that order
 // they give the same bits.
 //
-// WHOLE: of texts that lie behind each other with their keys and values every token sees all of its own, as in
-// towers of pictures.
+// WHOLE: of texts that lie behind each other with their keys and values every token sees all of its own, as
+// in towers of pictures.
 //
 // FP8: pages of e4m3. They come into rings of their own, from which three warps make fp16 of them, which is
 // exact, for the rings that are multiplied; q and the weights are fp16 then, too.
@@ -67,8 +67,8 @@ struct Params {
   TensorMap k_beside, v_beside;  // dims: column of all KV heads, token; WHOLE: as of q
   bf16* out;                     // [T, Hq * HD]
   const int* page_table;
-  // Slot (-1: keys and values lie beside q; WHOLE: how many keys), first token in q, its position, tokens; the
-  // longest first.
+  // Slot (-1: keys and values lie beside q; WHOLE: how many keys), first token in q, its position, tokens;
+  // the longest first.
   const int4* tiles;   // merge_parts: first token in q, tokens, first part, parts
   const int4* parts;   // null, or of each tile: its first and last block of keys, its part (-1: all keys)
   float* sums;         // of parts: [part][KV heads][PART]; CHUNKED: [blocks][KEPT][CONSUMERS]
@@ -508,7 +508,8 @@ struct Rows {
     barrier_wait(shared.v_full + v.stage * 8, v.parity);
     for (int i = threadIdx.x % 128; i < (BN - from) * 8 * HALVES; i += 128) {
       const int half = i / ((BN - from) * 8), chunk = i % ((BN - from) * 8);
-      sts128(shared.v + v.stage * KV_BYTES + half * KV_HALF + from * 128 + chunk * 16, make_uint4(0, 0, 0, 0));
+      sts128(shared.v + v.stage * KV_BYTES + half * KV_HALF + from * 128 + chunk * 16,
+             make_uint4(0, 0, 0, 0));
     }
     fence_shared();
     meet_at<128>(3 + group);

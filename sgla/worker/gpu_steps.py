@@ -273,7 +273,7 @@ class GpuSteps:
                 hidden = self.forward.hidden(batch, None if whole else at)
         else:
             hidden = divides.hidden(self.forward, batch, None if whole else host[0])
-        experts = self._chosen(len(hidden)) if routed else None
+        experts = _chosen(self.model, len(hidden)) if routed else None
         if self.hidden is not None:
             self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         picked = hidden[at[: count + len(tails)]] if whole else hidden
@@ -315,13 +315,6 @@ class GpuSteps:
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         self.forward.hidden(self.extend_batch(np.full(1, self.slots, np.int32), zero, one))
 
-    def _chosen(self, tokens: int) -> Tensor:
-        """Experts of all tokens of the step that has been launched: see ``chosen``."""
-        assert self.model.spec.moe is not None
-        counts = {number_of(name): each for name, each in self.model.counts.items()}
-        rows = torch.arange(tokens, device="cuda")
-        return chosen(counts, self.model.spec.layers, self.model.spec.moe.routing.top_k, rows)
-
     def _vectors(
         self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, shift: Any
     ) -> list[tuple[int, Vector]]:
@@ -359,7 +352,7 @@ class GpuSteps:
         np.cumsum(q_lens, out=q_start[1:])
         kv_lens = starts + q_lens
         prefixes, skip = self._shared_prefixes(slots[:decodes], starts[:decodes])
-        cums = [self._tiles(kv_lens[:decodes], window, skip) for window in self.windows]
+        cums = [_tiles(kv_lens[:decodes], window, skip) for window in self.windows]
         packed = upload_columns([slots, starts, q_start, kv_lens, *cums])
         d_slots, d_starts, d_q_start, d_kv_len = packed[:4]
         cum = dict(zip(self.windows, packed[4:]))
@@ -427,16 +420,6 @@ class GpuSteps:
         plan = self._plan_prefixes(slots, starts)
         return plan is not None and plan.gain * len(self.kv) > EAGER
 
-    def _tiles(self, kv_lens: Any, window: int, skip: Any) -> Any:
-        """``DeviceBatch.cum`` on the host."""
-        tile = attention.TILE
-        tiles = -(-kv_lens // tile)
-        if window:
-            tiles = tiles - np.where(kv_lens > window, (kv_lens - window) // tile, 0)
-        else:
-            tiles = tiles - skip // tile
-        return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)
-
     def logits_of(self, hidden: Any) -> Tensor:
         """Of this rank's part of the vocabulary."""
         return self.forward.logits(hidden)
@@ -455,3 +438,22 @@ class GpuSteps:
             values, ranks, ids, tops = (to_host(torch.cat(column)) for column in zip(*parts))
             others = 0 if asked is None else len(asked)
             yield Scored(span.row, True, span.start, others, values, ranks, ids, tops)
+
+
+def _tiles(kv_lens: Any, window: int, skip: Any) -> Any:
+    """``DeviceBatch.cum`` on the host."""
+    tile = attention.TILE
+    tiles = -(-kv_lens // tile)
+    if window:
+        tiles = tiles - np.where(kv_lens > window, (kv_lens - window) // tile, 0)
+    else:
+        tiles = tiles - skip // tile
+    return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)
+
+
+def _chosen(model: CausalLM, tokens: int) -> Tensor:
+    """Experts of all tokens of the step that has been launched: see ``chosen``."""
+    assert model.spec.moe is not None
+    counts = {number_of(name): each for name, each in model.counts.items()}
+    rows = torch.arange(tokens, device="cuda")
+    return chosen(counts, model.spec.layers, model.spec.moe.routing.top_k, rows)
