@@ -135,7 +135,7 @@ def variants() -> dict[str, dict[tuple[Any, str], Any]]:
         "and behind": both,
         "and behind, 2 warps": both | warps,
         "and behind, expand to 256, 2 warps": both | narrow,
-        "and behind, 8 warps": both | {(kernels, "_expand_norm"): Other(kernels._expand_norm, num_warps=8)},
+        "and behind, 16 warps": both | {(kernels, "_expand_norm"): Other(kernels._expand_norm, num_warps=16)},
         "o and down as q, k and v": beside | {(adapters, "_joined"): lambda *_: {}},
         "and behind, 2 warps, splits of 256": both
         | warps

@@ -21,7 +21,6 @@ GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
 BESIDE = False  # what adapters shrink stands behind the layer; not measured yet
 BEHIND = False  # and so does all that they do, where the layer joins the residual; not measured yet
-MOST_RANK = 16  # whose second matrix a program that has a row whole has registers for
 SENT = 64  # rows up to which tiles send what they make to other ranks (bench/allreduce.py --layers)
 
 
@@ -155,8 +154,7 @@ def _behind(work: Work, linear: Node, residual: Ref) -> tuple[Node, Node] | None
     shrink = work.maker(expand.given["inner"])
     if shrink is None or shrink.op != SHRINK or shrink.given["x"] != linear.given["x"]:
         return None
-    small = len(shrink.given["stack"].sizes) == 1 and shrink.given["stack"].a.shape[2] <= MOST_RANK
-    return (shrink, expand) if small else None
+    return (shrink, expand) if len(shrink.given["stack"].sizes) == 1 else None
 
 
 def _expanded(work: Work, linear: Node, add: Node, shrink: Node, expand: Node) -> list[Node]:

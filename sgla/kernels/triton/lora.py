@@ -175,26 +175,41 @@ def _expand(
 @triton.jit(do_not_specialize_on_alignment=["places"])
 def _expand_norm(
     inner, b, places, y, residual, weight, out, n, s_place, s_rank, s_inner, eps, R: tl.constexpr,
-    RP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, SOME: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a row of a stack of one part, with the residual that it joins and the norm behind that. It
-    loads what the adapter has before it waits."""
+    asks for what the adapter has before it waits, ``LINES`` of each rank, and takes ``SOME`` at a time."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     place = tl.load(places + row).to(tl.int64)
-    i, r, s = tl.arange(0, BLOCK), tl.arange(0, RP), tl.arange(0, SP)
-    live, own = i < n, r < tl.where(place > 0, R, 0)
-    source = b + (place - 1) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
-    w = tl.load(source, mask=own[:, None] & live[None, :], other=0.0)
+    source, count = b + tl.maximum(place - 1, 0) * s_place, tl.where(place > 0, R, 0)
+    i, r, s = tl.arange(0, BLOCK), tl.arange(0, SOME), tl.arange(0, SP)
+    live = i < n
     norm = tl.load(weight + i, mask=live, other=0.0).to(tl.float32)
     if PDL:
+        for first in range(0, count):
+            line = (source + first * s_rank + tl.arange(0, LINES) * (BLOCK // LINES)).to(tl.int64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [line],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
         tl.extra.cuda.gdc_wait()
-    parts = inner + s[:, None] * s_inner + row * R + r[None, :]
-    u = tl.sum(tl.load(parts, mask=(s < SPLITS)[:, None] & own[None, :], other=0.0), 0)
     v = tl.load(y + row * n + i, mask=live, other=0.0).to(tl.float32)
-    v += tl.sum(w.to(tl.float32) * u[:, None], 0)
     v += tl.load(residual + row * n + i, mask=live, other=0.0).to(tl.float32)
+    for first in range(0, count, SOME):
+        own = first + r < R
+        w = tl.load(
+            source + (first + r)[:, None] * s_rank + i[None, :], mask=own[:, None] & live[None, :], other=0.0
+        )
+        parts = inner + s[:, None] * s_inner + row * R + first + r[None, :]
+        u = tl.sum(tl.load(parts, mask=(s < SPLITS)[:, None] & own[None, :], other=0.0), 0)
+        v += tl.sum(w.to(tl.float32) * u[:, None], 0)
     h = v.to(residual.dtype.element_ty)
     tl.store(residual + row * n + i, h, mask=live)
     v = h.to(tl.float32)
@@ -326,10 +341,11 @@ def expand_norm(
     splits, tokens, parts, rank = inner.shape
     assert parts == 1
     n, out = y.shape[1], torch.empty_like(y)
+    block = triton.next_power_of_2(n)
     _expand_norm[(tokens,)](
         inner, stack.b, rows.places[sampled], y, residual, weight, out, n, stack.b.stride(0),
-        stack.b.stride(2), inner.stride(0), eps, R=rank, RP=triton.next_power_of_2(rank), SPLITS=splits,
-        SP=triton.next_power_of_2(splits), BLOCK=triton.next_power_of_2(n), num_warps=16, **_pdl(),
+        stack.b.stride(2), inner.stride(0), eps, R=rank, SPLITS=splits, SP=triton.next_power_of_2(splits),
+        BLOCK=block, LINES=max(1, block // 64), SOME=4, num_warps=8, **_pdl(),
     )  # fmt: skip
     return out, residual
 
