@@ -26,7 +26,7 @@ YIELDING_SHARE = 0.25  # by this part of its time a step may get longer for rows
 DECODE_SHARE = 0.1  # prefill may always take this part of the decode time, or it would never end
 # Of steps with prompts beside decode rows: how fast errors of the model are learned; by how many mean errors
 # more a step may take longer than it should, about one of a hundred; and the largest error that counts.
-LEARNED, MARGIN, LARGEST = 0.1, 3.0, 0.15
+LEARNED, MARGIN, LARGEST = 0.1, 3.0, 0.05
 
 Coefficients = tuple[float, float, float]
 
