@@ -78,6 +78,7 @@ async def test_fields_that_hold_nothing_may_be_there(site: Site) -> None:
             },
             "text",
         ),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a", "images": DATA}]}, "input[0].images"),
         ("/v1/messages", chat(WORDS | {"source": SOURCE}), "messages[0].content[0].source"),
         (
             "/v1/messages",

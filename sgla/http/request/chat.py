@@ -75,10 +75,7 @@ def _check_message(message: Message, path: str) -> None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise _wrong(f"{path}.role must be one of {', '.join(ROLES)}")
-    if strange := sorted(name for name in message.keys() & BESIDE if message[name]):
-        raise unsupported(
-            f"{path}.{strange[0]}", ": texts, pictures, sounds and videos are parts of a message's content"
-        )
+    check_beside(message, path)
     calls = message.get("tool_calls")
     _check_calls(calls, f"{path}.tool_calls")
     if isinstance(content, list):
@@ -89,6 +86,14 @@ def _check_message(message: Message, path: str) -> None:
             raise _wrong(f"{path}.content is required: a string or a list of text parts")
     elif not isinstance(content, str):
         raise _wrong(f"{path}.content must be a string or a list of text parts")
+
+
+def check_beside(message: Message, path: str) -> None:
+    """Raise UnsupportedField for what is beside the content of a message instead of in it."""
+    if strange := sorted(name for name in message.keys() & BESIDE if message[name]):
+        raise unsupported(
+            f"{path}.{strange[0]}", ": texts, pictures, sounds and videos are parts of a message's content"
+        )
 
 
 def reasons(message: Message) -> bool:

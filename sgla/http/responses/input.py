@@ -15,6 +15,7 @@ from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.media.parts import Source, may_be, source_of
 from sgla.http.request.chat import (
     allowed_references,
+    check_beside,
     check_named,
     check_parts,
     check_tool_name,
@@ -451,6 +452,7 @@ class Turns:
         role = item.get("role")
         if role not in ROLES:
             raise InvalidField(f"{path}.role must be one of {', '.join(ROLES)}", param=root(path))
+        check_beside(item, path)
         content = message_content(item.get("content"), path)
         if role == "assistant":
             turn = self._turn(fresh=False)
