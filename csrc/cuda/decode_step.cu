@@ -33,14 +33,13 @@
 #ifndef DEPTH  // places of a warp's ring
 #define DEPTH 12
 #endif
-#ifndef FLYING  // pieces of a warp that are on their way at a time
-#define FLYING 2
-#endif
 #include "one_row.cuh"
 
 constexpr int PIECE = 1024, PIECE_BYTES = PIECE * 2;  // of a weight row: a place of the ring
 constexpr int OWN = HIDDEN / ALL_WARPS;  // places of the residual stream that a warp owns
 constexpr int WIDE = ATTENDED > INTER ? ATTENDED : INTER;
+
+constexpr int FLYING = 2;                // pieces of a warp that are on their way at a time
 
 static_assert(OWN <= 8 && HIDDEN % ALL_WARPS == 0 && QKV % ALL_WARPS == 0 && INTER % ALL_WARPS == 0 &&
               ATTENDED % PIECE == 0);
@@ -54,7 +53,6 @@ struct Layer {
 };
 
 constexpr int END = Exchange::INNER + INTER;  // in `words`: the residual stream behind a layer
-constexpr int ADDED_MIDDLE = 0, ADDED_END = RANKS * HIDDEN;  // in an inbox: what each rank adds to it
 
 // --- the matrices: which rows are whose, and in which order they are read
 
@@ -237,35 +235,6 @@ __device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, Ge
   }
 }
 
-// The sum over the ranks of what this warp's places of the stream are to get, `own` and every fourth after it:
-// from what words say, in the order of the ranks, so that all have the same.
-#if RANKS > 1
-__device__ __forceinline__ void add_ranks(const Params& p, int added, int own, int lane,
-                                          float (&y)[(OWN + 3) / 4], u32 tag) {
-  u32 tries = 0;
-#pragma unroll
-  for (int i = 0; i < (OWN + 3) / 4; ++i)
-    if (lane % 8 == 0 && 4 * i + lane / 8 < OWN)
-      tell_ranks<false>(p, added + p.rank * HIDDEN + own + 4 * i, y[i], tag);
-#pragma unroll
-  for (int i = 0; i < (OWN + 3) / 4; ++i) {
-    float sum = 0.f;
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r) {
-      u32 word = rounded(y[i]) | tag;
-      if (r != p.rank && 4 * i + lane / 8 < OWN)
-        do {
-          patience(tries);
-          word = look_far(p.own + added + r * HIDDEN + own + 4 * i);
-        } while ((word ^ tag) & 0xffu);
-      sum += value(word);
-    }
-    y[i] = sum;
-  }
-  __syncwarp();
-}
-#endif
-
 // --- the step
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const Params p) {
@@ -344,20 +313,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
       tell_part(p, at, s, tag, self.tid);
     }
     if (!at.few) merge_slice(p, at, tag, self.tid);
-    auto add_to = [&](int added) {
-      return [&, added](float(&y)[(OWN + 3) / 4], int) {
-#if RANKS > 1
-        add_ranks(p, added, own, self.lane, y, tag);
-#endif
+    auto add = [&](const float(&y)[(OWN + 3) / 4], int) {
 #pragma unroll
-        for (int i = 0; i < (OWN + 3) / 4; ++i) h[i] += y[i];
-      };
+      for (int i = 0; i < (OWN + 3) / 4; ++i) h[i] += y[i];
     };
     auto get_attended = [&](u32 x) {
       if (at.few) receive_parts(p, at, tag, x, self.warp, self.lane);
       else receive<ATTENDED, false>(p.words + Exchange::ATTENDED_AT, tag, x, nullptr, nullptr, self.tid);
     };
-    times<1>(p, s, self, get_attended, add_to(ADDED_MIDDLE));
+    times<1>(p, s, self, get_attended, add);
     tell_h(Exchange::MIDDLE);
     auto get_middle = [&](u32 x) {
       receive<HIDDEN, true>(p.words + Exchange::MIDDLE, tag, x, layer.mlp_norm, s.square, self.tid);
@@ -374,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     auto get_inner = [&](u32 x) {
       receive<INTER, false>(p.words + Exchange::INNER, tag, x, nullptr, nullptr, self.tid);
     };
-    times<3>(p, s, self, get_inner, add_to(ADDED_END));
+    times<3>(p, s, self, get_inner, add);
     tell_h(END);
   }
 

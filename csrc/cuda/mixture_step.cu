@@ -219,7 +219,7 @@ __device__ __forceinline__ const u32* updates(const Params& p) {
 __device__ __forceinline__ void tell_update(const Params& p, int at, int parts, int part, int place, float x,
                                             u32 tag) {
 #if RANKS > 1
-  tell_ranks<true>(p, at + (p.rank * parts + part) * HIDDEN + place, x, tag);
+  tell_ranks(p, at + (p.rank * parts + part) * HIDDEN + place, x, tag);
 #else
   tell(p.words + UPDATES + at + part * HIDDEN + place, x, tag);
 #endif
@@ -239,7 +239,7 @@ __device__ __forceinline__ void receive_updates(Shared& s, const u32* words, u32
     any = false;
 #pragma unroll
     for (int i = 0; i < PARTS * 2; ++i)
-      if (missing[i / 2][i % 2]) got[i / 2][i % 2] = look4_far(words + i / 2 * HIDDEN + i % 2 * THREADS * 4);
+      if (missing[i / 2][i % 2]) got[i / 2][i % 2] = look_far(words + i / 2 * HIDDEN + i % 2 * THREADS * 4);
 #pragma unroll
     for (int i = 0; i < PARTS * 2; ++i) any |= missing[i / 2][i % 2] = !fresh(got[i / 2][i % 2], tag);
   } while (any);

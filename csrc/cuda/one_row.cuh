@@ -10,9 +10,10 @@
 // fetched into registers before q is there. A block merges its warps. A few blocks' results everyone merges
 // by himself; if there are more, each block merges an equal slice of the head's outputs first.
 //
-// With RANKS each GPU has its heads and its columns of o and down, and runs the same kernel. What these add to
-// the residual stream they store into each other's `inbox`, in such words too: whoever tells the next part has
-// heard from all ranks, each of which has read the part before, so no word is overwritten too early.
+// With RANKS (mixture_step.cu) each GPU has its heads and its columns of o and down, and runs the same kernel.
+// What these add to the residual stream all store into each other's `inbox`, in such words too: whoever tells
+// the next part has heard from all ranks, each of which has read the part before, so no word is overwritten
+// too early.
 #pragma once
 #include "common.cuh"
 
@@ -113,22 +114,16 @@ __device__ __forceinline__ void tell4(u32* to, const float4& x, u32 tag) {
 }
 
 #if RANKS > 1
-// To place `at` of the other ranks' inboxes, and with ALL of this one's.
-template <bool ALL, class Params>
+// To place `at` of all ranks' inboxes.
+template <class Params>
 __device__ __forceinline__ void tell_ranks(const Params& p, int at, float x, u32 tag) {
   const u32 word = rounded(x) | tag;
 #pragma unroll
-  for (int r = 0; r < RANKS; ++r)
-    if (ALL || r != p.rank) put_far(p.inbox[r] + at, word);
+  for (int r = 0; r < RANKS; ++r) put_far(p.inbox[r] + at, word);
 }
 #endif
-// A word, or four, that may come from another rank.
-__device__ __forceinline__ u32 look_far(const u32* from) {
-  u32 word;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
-  return word;
-}
-__device__ __forceinline__ uint4 look4_far(const u32* from) {
+// Words that may come from another rank.
+__device__ __forceinline__ uint4 look_far(const u32* from) {
   if (RANKS == 1) return look(from);
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"

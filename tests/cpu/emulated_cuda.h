@@ -411,9 +411,8 @@ inline void put4(unsigned* to, unsigned a, unsigned b, unsigned c, unsigned d) {
   to[0] = a, to[1] = b, to[2] = c, to[3] = d;
 }
 inline uint4 look(const unsigned* from) { return look_at<uint4>(from); }
-inline uint4 look4_far(const unsigned* from) { return look_at<uint4>(from); }
 inline uint2 look2(const unsigned* from) { return look_at<uint2>(from); }
-inline unsigned look_far(const unsigned* from) { return look_at<unsigned>(from); }
+inline uint4 look_far(const unsigned* from) { return look_at<uint4>(from); }
 
 // The copy engine: a tensor with its strides in bytes, and the box of a copy, whose rows of 64 or 128 bytes are
 // swizzled. What lies outside is zero.

@@ -1,4 +1,4 @@
-"""A decode step of one row as one kernel of two ranks: the CUDA kernels, emulated, against torch."""
+"""A decode step of one row as one kernel of two ranks: the CUDA kernel, emulated, against torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import decode_step, mixture_step
-from sgla.kernels.cuda.decode_step import BLOCKS, DecodeStep, DenseShape, StepInbox, told
+from sgla.kernels.cuda.decode_step import BLOCKS, DecodeStep, StepInbox, told
 from sgla.kernels.cuda.mixture_step import MixtureShape
 from sgla.kernels.ops import KVLayer
 
@@ -32,44 +32,39 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Layer:
-    """Weights of all ranks. A mixture's have a dimension of experts before the others."""
+    """Weights of all ranks."""
 
-    def __init__(self, shape: Any) -> None:
-        hidden, inner = shape.hidden, RANKS * shape.inner
+    def __init__(self, shape: MixtureShape) -> None:
+        hidden, inner, experts = shape.hidden, RANKS * shape.inner, shape.experts
         heads, kv = RANKS * shape.heads, RANKS * shape.kv_heads
-        many = (shape.experts,) if isinstance(shape, MixtureShape) else ()
         self.q, self.k, self.v = weight(heads * HD, hidden), weight(kv * HD, hidden), weight(kv * HD, hidden)
-        self.out, self.router = weight(hidden, heads * HD), weight(*many, hidden) if many else None
-        self.gate, self.up = weight(*many, inner, hidden), weight(*many, inner, hidden)
-        self.down = weight(*many, hidden, inner)
+        self.out, self.router = weight(hidden, heads * HD), weight(experts, hidden)
+        self.gate, self.up = weight(experts, inner, hidden), weight(experts, inner, hidden)
+        self.down = weight(experts, hidden, inner)
         self.norms = [1 + 0.1 * torch.randn(n) for n in (hidden, hidden, HD, HD)]
 
     def of(self, rank: int) -> tuple[Tensor, ...]:
-        """As the kernels take them."""
+        """As the kernel takes them."""
 
         def part(x: Tensor, dim: int) -> Tensor:
             return x.chunk(RANKS, dim)[rank]
 
         qkv = torch.cat([part(x, 0) for x in (self.q, self.k, self.v)])
-        gate_up = torch.cat([part(self.gate, -2), part(self.up, -2)], -2)
-        routers = () if self.router is None else (self.router,)
-        found = qkv, part(self.out, 1), *routers, gate_up, part(self.down, -1), *self.norms
+        gate_up = torch.cat([part(self.gate, 1), part(self.up, 1)], 1)
+        found = qkv, part(self.out, 1), self.router, gate_up, part(self.down, 2), *self.norms
         return tuple(x.contiguous() for x in found)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        gate, up, down, shares = self.gate, self.up, self.down, torch.ones(())
-        if self.router is not None:
-            best = (self.router.float() @ x).topk(8)
-            gate, up, down = (w[best.indices] for w in (gate, up, down))
-            shares = best.values.softmax(0)[:, None]
-        inner = F.silu(gate.float() @ x) * (up.float() @ x) * shares
-        return torch.einsum("...df,...f->d", down.float(), inner)
+    def experts(self, x: Tensor) -> Tensor:
+        best = (self.router.float() @ x).topk(8)
+        gate, up, down = (w[best.indices].float() for w in (self.gate, self.up, self.down))
+        inner = F.silu(gate @ x) * (up @ x) * best.values.softmax(0)[:, None]
+        return torch.einsum("edf,ef->d", down, inner)
 
 
 class Model:
     """Random weights and a random history; ranks are threads of this machine."""
 
-    def __init__(self, shape: Any, tokens: int) -> None:
+    def __init__(self, shape: MixtureShape, tokens: int) -> None:
         pages, heads = -(-tokens // 16), RANKS * shape.kv_heads
         self.layers = [Layer(shape) for _ in range(LAYERS)]
         self.embedding, self.head = weight(VOCAB, shape.hidden), weight(VOCAB, shape.hidden)
@@ -123,23 +118,16 @@ class Model:
             keys, values = torch.cat([past[0], k[None]]), torch.cat([past[1], v[None]])
             scores = torch.einsum("hgd,nhd->hgn", q.view(-1, self.group, HD), keys) * HD**-0.5
             h = h + layer.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
-            h = h + layer.mlp(ops.rms_norm(h, second, EPS))
+            h = h + layer.experts(ops.rms_norm(h, second, EPS))
         return self.head.float() @ ops.rms_norm(h, self.norm, EPS)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
-@pytest.mark.parametrize(
-    "shape",
-    [
-        DenseShape(1024, 8, 4, 2048, True, 16, RANKS),
-        MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, RANKS),
-    ],
-    ids=["dense", "mixture"],
-)
-def test_two_ranks_equal_the_model(shape: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_equal_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens before, and more than blocks have tiles for; steps that follow each other."""
     torch.manual_seed(0)
+    shape = MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, RANKS)
     libraries, params = [], list[Any]()
 
     class Emulated:
@@ -150,7 +138,6 @@ def test_two_ranks_equal_the_model(shape: Any, tmp_path: Path, monkeypatch: pyte
         def launch(self, grid: int, threads: int, given: Any) -> None:
             params.append(given)
 
-    monkeypatch.setattr(decode_step, "Kernel", Emulated)
     monkeypatch.setattr(mixture_step, "Kernel", Emulated)
     model = Model(shape, 1120)
     for token, length in ((7, 17), (8, 1100)):

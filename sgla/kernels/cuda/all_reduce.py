@@ -6,14 +6,14 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Sending
 from sgla.kernels.cuda.build import Kernel
-from sgla.kernels.cuda.decode_step import MAX_RANKS, StepInbox, StepShape, told
+from sgla.kernels.cuda.decode_step import MAX_RANKS, StepInbox, told
+from sgla.kernels.cuda.mixture_step import MixtureShape
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import AddedNorm
 
@@ -110,7 +110,7 @@ class AllReduce:
         self._key_inboxes = (P * MAX_RANKS)(*inboxes, *pad)
         self._half = (inbox_bytes(self._ranks, message) - before) // 2
         self._step_inboxes = [address + KEYS_BYTES for address in inboxes]
-        self._steps = dict[Any, StepInbox]()
+        self._steps = dict[MixtureShape, StepInbox]()
         self._step_bytes = 0
         self._state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device="cuda")
         self._key_state = self._state.data_ptr() + STATE_BYTES // 2
@@ -122,7 +122,7 @@ class AllReduce:
         memory[:KEYS_BYTES].zero_()
         memory[KEYS_BYTES:].view(torch.int32).fill_(EMPTY)
 
-    def for_steps(self, shape: StepShape) -> StepInbox | None:
+    def for_steps(self, shape: MixtureShape) -> StepInbox | None:
         """Where whole steps of this shape exchange what they add, or None if there is no room. All ranks must
         ask for the same shapes in the same order."""
         if shape not in self._steps:

@@ -18,8 +18,7 @@ from sgla.kernels.ops import KVLayer
 BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads at a time
 HEAD_DIM, MAX_RANKS = 128, 8
 MAX_LAYERS, LEAST_DEPTH = 64, 8
-FLYING = 2  # pieces of a warp that are on their way at a time: what blocks tell each other waits behind them
-MOST_BYTES = 64 << 20  # of a layer's weights on a rank; beyond that reading them takes longer than all else
+MOST_BYTES = 64 << 20  # of a layer's weights; beyond that reading them takes longer than all else
 P = ctypes.c_void_p
 
 
@@ -37,21 +36,14 @@ class StepShape(Protocol):
         """Of a block."""
 
     @property
-    def ranks(self) -> int: ...
-
-    @property
     def words(self) -> int:
         """Of the vectors that blocks exchange."""
-
-    @property
-    def inbox(self) -> int:
-        """Words of what ranks tell each other."""
 
     def kernel(self) -> Kernel: ...
 
 
 class DenseShape(NamedTuple):
-    """What ``decode_step.cu`` is compiled for: heads and ``inner`` are those of one of the ``ranks``."""
+    """What ``decode_step.cu`` is compiled for."""
 
     hidden: int
     heads: int
@@ -59,7 +51,6 @@ class DenseShape(NamedTuple):
     inner: int
     qk_norm: bool
     page_size: int
-    ranks: int = 1
 
     @property
     def group(self) -> int:
@@ -82,11 +73,6 @@ class DenseShape(NamedTuple):
         """Of the vectors that blocks exchange."""
         parts = BLOCKS * self.group * (HEAD_DIM + 2)
         return self.qkv + parts + self.heads * HEAD_DIM + 2 * self.hidden + self.inner
-
-    @property
-    def inbox(self) -> int:
-        """Words of what ranks tell each other."""
-        return 2 * self.ranks * self.hidden
 
     @property
     def shared(self) -> int:
@@ -175,8 +161,6 @@ def _kernel(shape: DenseShape) -> Kernel:
         "PAGE_TILES": shape.page_size // 16,
         "MAX_LAYERS": MAX_LAYERS,
         "DEPTH": shape.depth,
-        "FLYING": FLYING,
-        "RANKS": shape.ranks,
     }
     rings = WARPS * shape.depth * (2 * PIECE + 8)
     return Kernel("decode_step.cu", "decode_step", defines, rings + shape.shared)
@@ -218,7 +202,6 @@ class DecodeStep:
         scale: float,
         inbox: StepInbox | None = None,
     ) -> None:
-        assert (shape.ranks > 1) == (inbox is not None)
         k = kv[0].k
         assert k.stride(1) == HEAD_DIM, "tokens of one page and head must be contiguous"
         pointers = [

@@ -126,7 +126,7 @@ def _layer(
         raise Refused("attention has a window, a soft cap, sinks or slopes")
     norms = norm, added.given["weight"], q_norm, k_norm
     hidden, width, kv_heads, page_size = qkv.shape[1], out.given["w"].k, kv.k.shape[2], kv.k.shape[1]
-    counts, size = (hidden, width // HEAD_DIM, kv_heads), 1 if ranks is None else ranks.size
+    counts = hidden, width // HEAD_DIM, kv_heads
     node = next(nodes)
     weights: LayerWeights | MixtureWeights
     if node.op is ops.moe and node.given["x"] == Ref(added.results[0]) and node.given["activation"] == "silu":
@@ -136,7 +136,10 @@ def _layer(
         router, gate_up, down = (_bf16(node.given[name]) for name in ("router", "gate_up", "down"))
         weights = MixtureWeights(qkv, _plain(out), router, gate_up, down, *norms)
         numbers = node.given["down"].k, node.given["router"].n, routing.top_k, routing.normalize
+        size = 1 if ranks is None else ranks.size
         shape: Any = MixtureShape(*counts, *numbers, q_norm is not None, page_size, size)
+    elif ranks is not None:
+        raise Refused("several ranks are slower with it, but for mixtures")
     else:
         gate_up = _linear(node, Ref(added.results[0]))
         act = _next(nodes, ops.act_mul, Ref(node.results[0]))
@@ -144,7 +147,7 @@ def _layer(
         if act.given["kind"] != "silu":
             raise Refused("gates are not SiLU")
         weights = LayerWeights(qkv, _plain(out), gate_up, _plain(node), *norms)
-        shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size, size)
+        shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size)
     after, others = _added(nodes, node)
     if others is not ranks:
         raise Refused("not both halves of a layer are summed over the ranks")
