@@ -67,7 +67,10 @@ def few(m: int, role: str) -> dict[Any, Body]:
 def runs(config: skinny_gemm.Config, m: int, gated: bool) -> bool:
     """Whether the cut makes sense, and fits into shared memory with the sums."""
     sums = 4 * 2 * 8 * (2 if m <= 2 else 8 * -(-m // 8)) * (16 * config.tiles + 1)
-    return not (gated and config.half) and config.ring + sums + 512 <= (227, 113)[config.per_sm - 1] << 10
+    return (
+        not (gated and config.half)
+        and config.ring(grouped=False) + sums + 512 <= (227, 113)[config.per_sm - 1] << 10
+    )
 
 
 def tiles(m: int, role: str, most: int) -> dict[Any, Body]:
