@@ -165,7 +165,8 @@ def tower(args: argparse.Namespace) -> None:
         for ours in args.ours_from or [tower_kernels.OURS_FROM]:
             tower_kernels.OURS_FROM = ours
             groups = [max(1, most // size) if pinned else 1 for most in args.abreast or [seeing.ABREAST]]
-            kinds = [("tower", 1, alone, 1), *(("towers", n, partial(abreast, n), 4 * n) for n in groups)]
+            kinds: list[tuple[str, int, Callable[[], None], int]] = [("tower", 1, alone, 1)]
+            kinds += [("towers", n, partial(abreast, n), 4 * n) for n in groups]
             for kind, group, once, count in kinds:
                 took = seconds_of(once, device) / count
                 emit(
