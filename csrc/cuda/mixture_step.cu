@@ -16,8 +16,8 @@
 // one expert's gate and up. Of down, a block has the same rows of all experts, each of its warps one
 // expert's.
 //
-// Several ranks (see one_row.cuh) tell each other's blocks their updates as they tell their own, and all choose
-// for themselves.
+// Several ranks (see one_row.cuh) tell each other's blocks their updates as they tell their own, and all
+// choose for themselves.
 #ifndef HIDDEN
 #define HIDDEN 2048
 #endif

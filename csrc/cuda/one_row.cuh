@@ -10,8 +10,8 @@
 // fetched into registers before q is there. A block merges its warps. A few blocks' results everyone merges
 // by himself; if there are more, each block merges an equal slice of the head's outputs first.
 //
-// With RANKS (mixture_step.cu) each GPU has its heads and its columns of o and down, and runs the same kernel.
-// What these add to the residual stream all store into each other's `inbox`, in such words too: whoever tells
+// With RANKS (mixture_step.cu) each GPU has its heads and its columns of o and down, and runs the same
+// kernel. What these add to the residual stream all store into each other's `inbox`, in such words too: whoever tells
 // the next part has heard from all ranks, each of which has read the part before, so no word is overwritten
 // too early.
 #pragma once
@@ -102,7 +102,8 @@ __device__ __forceinline__ void put(u32* to, u32 word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }
 __device__ __forceinline__ void put4(u32* to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
 __device__ __forceinline__ void put_far(u32* to, u32 word) {

@@ -47,8 +47,8 @@
 #ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF)
 #define GROUPED 0
 #endif
-#ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up; 5: bf16,
-                  // and the first columns go through a convolution over TAPS tokens of their row, and silu
+#ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up;
+                  // 5: bf16, and the first columns go through a convolution over TAPS tokens of their row, and silu
 #define EPILOGUE 0
 #endif
 
@@ -94,7 +94,8 @@ struct Params {
 };
 
 #if EPILOGUE == 5
-// Of a row the units that it begins with (0: none) and leaves; of one of its channels weights and last inputs.
+// Of a row the units that it begins with (0: none) and leaves; of one of its channels weights and last
+// inputs.
 struct Window {
   int read = 0, write, mark;
   bf16 taps[TAPS], before[TAPS - 1];
