@@ -11,9 +11,9 @@
 // by himself; if there are more, each block merges an equal slice of the head's outputs first.
 //
 // With RANKS (mixture_step.cu) each GPU has its heads and its columns of o and down, and runs the same
-// kernel. What these add to the residual stream all store into each other's `inbox`, in such words too: whoever tells
-// the next part has heard from all ranks, each of which has read the part before, so no word is overwritten
-// too early.
+// kernel. What these add to the residual stream all store into each other's `inbox`, in such words too:
+// whoever tells the next part has heard from all ranks, each of which has read the part before, so no word
+// is overwritten too early.
 #pragma once
 #include "common.cuh"
 

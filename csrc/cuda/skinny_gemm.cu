@@ -48,7 +48,8 @@
 #define GROUPED 0
 #endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up;
-                  // 5: bf16, and the first columns go through a convolution over TAPS tokens of their row, and silu
+                  // 5: bf16, and the first columns go through a convolution over TAPS tokens of their
+                  // row, and silu
 #define EPILOGUE 0
 #endif
 
