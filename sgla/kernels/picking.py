@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,14 +73,21 @@ def best(scores: Tensor, most: int) -> Tensor:
     return torch.where(ranked.values == float("-inf"), -1, ranked.indices)[:, :most].to(torch.int32)
 
 
-def _seen(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, picked: Tensor) -> Tensor:
+def _seen(q: Tensor, kv: KVLayer, *_: Any, **__: Any) -> Tensor:
     return ops.outcome(q, kv)
 
 
 @op(like=_seen)
-def picked_attention(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, picked: Tensor) -> Tensor:
+def picked_attention(
+    q: Tensor,
+    kv: KVLayer,
+    batch: ForwardBatch,
+    scale: float,
+    picked: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of all heads to one key of each of the tokens ``picked`` int32 ``[T, most]``: q ``[T, Hq *
-    hd]`` -> ``[T, Hq * vd]``."""
+    hd]`` -> ``[T, Hq * vd]``. ``sinks``: as in ``ops.attention``."""
     out, dim, most = ops.outcome(q, kv), kv.k.shape[3], picked.shape[1]
     for start, end, pages, length in spans(batch, kv):
         keys, values = (x.flatten(0, 2)[:length] for x in (kv.keys(pages), kv.values(pages)))
@@ -90,7 +97,10 @@ def picked_attention(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, 
             absent, at = (chosen < 0)[:, None], chosen.clamp(min=0)
             seen, read = keys[at], values[at]
             scores = q[part].unflatten(1, (-1, dim)).float() @ seen.transpose(1, 2) * scale
-            shares = scores.masked_fill(absent, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(absent, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None].expand(len(scores), -1, 1)], 2)
+            shares = scores.softmax(-1)[..., :count]
             odd = ~read.isfinite().all(-1) & (chosen >= 0)  # as a wrong guess may be
             result = shares @ read.masked_fill(odd[..., None] | absent.transpose(1, 2), 0.0)
             result = result.masked_fill(odd.any(1)[:, None, None], torch.nan)

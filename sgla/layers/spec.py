@@ -70,11 +70,13 @@ class AltUp(NamedTuple):
 
 class HyperConnections(NamedTuple):
     """The residual stream is ``streams`` wide (mHC, arXiv 2512.24880). The matrix by which a layer mixes them
-    becomes doubly stochastic in so many ``iterations``; ``eps`` is added to what is divided by."""
+    becomes doubly stochastic in so many ``iterations``, 0: it does not mix them. ``eps`` is added to what is
+    divided by, and to what is read; ``magnitude``: the most that a stream gets of what a layer makes."""
 
     streams: int
     iterations: int
     eps: float
+    magnitude: float = 2.0
 
 
 class StateTensor(NamedTuple):

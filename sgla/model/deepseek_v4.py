@@ -180,7 +180,7 @@ class Block:
         seen, ids = self.attention(self.attention_norm(taken.x), batch, kv), batch.ids
         if rows is not None:
             seen, h = ops.gather(seen, rows), ops.gather(h, rows)
-            taken, ids = type(taken)(*(part[rows.long()] for part in taken)), ids[rows.long()]
+            taken, ids = taken.of(rows.long()), ids[rows.long()]
         h = self.around_attention.write(h, taken, self.attention.out(seen))
         taken = self.around_mlp.read(h)
         fixed = None if self.hashed is None else self.hashed[ids.long()]

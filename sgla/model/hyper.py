@@ -17,11 +17,16 @@ from sgla.quant.weight import SourceTensor
 
 class Taken(NamedTuple):
     """What a layer reads, x ``[T, d]``, and how the streams take what it makes: float32 ``writes [T, n]`` and
-    ``mixed [T, n, n]``."""
+    ``mixed [T, n, n]``, or None where they stay as they are."""
 
     x: Tensor
     writes: Tensor
-    mixed: Tensor
+    mixed: Tensor | None = None
+
+    def of(self, rows: Tensor) -> Taken:
+        """Of these tokens, int64[S]."""
+        mixed = None if self.mixed is None else self.mixed[rows]
+        return Taken(self.x[rows], self.writes[rows], mixed)
 
 
 class Streams:
@@ -30,22 +35,26 @@ class Streams:
     def __init__(
         self, build: Build, names: tuple[str, str, str], hidden: int, hyper: HyperConnections, eps: float
     ) -> None:
-        matrix, base, scale = names
-        width = (2 + hyper.streams) * hyper.streams
+        (matrix, base, scale), mixes = names, hyper.iterations > 0
+        width = (2 + hyper.streams * mixes) * hyper.streams
         self.matrix = values(build, matrix, (width, hyper.streams * hidden))
-        self.base, self.scale = build.vector(base, width), build.vector(scale, 3)
+        self.base, self.scale = build.vector(base, width), build.vector(scale, 2 + mixes)
         self.hyper, self.eps = hyper, eps
 
     def read(self, h: Tensor) -> Taken:
-        n = self.hyper.streams
-        x = stream_weights(projected(h, self.matrix, self.eps), self.scale, self.base, *self.hyper)
+        n, iterations, eps, magnitude = self.hyper
+        x = projected(h, self.matrix, self.eps)
+        if not iterations:
+            reads, writes = (x.unflatten(1, (2, n)) * self.scale[:, None] + self.base.view(2, n)).unbind(1)
+            return Taken(collapsed(h, reads.sigmoid() + eps), magnitude * writes.sigmoid() + eps)
+        x = stream_weights(x, self.scale, self.base, n, iterations, eps)
         reads, writes, mixed = x.split([n, n, n * n], 1)
         return Taken(collapsed(h, reads), writes, mixed.unflatten(1, (n, n)))
 
     def write(self, h: Tensor, taken: Taken, made: Tensor) -> Tensor:
         """The streams behind the layer, which has ``made`` ``[T, d]``."""
         streams = h.unflatten(1, (self.hyper.streams, -1)).float()
-        mixed = taken.mixed.transpose(1, 2) @ streams
+        mixed = streams if taken.mixed is None else taken.mixed.transpose(1, 2) @ streams
         return (mixed + taken.writes[..., None] * made[:, None].float()).flatten(1).to(h.dtype)
 
 

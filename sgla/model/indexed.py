@@ -3,6 +3,8 @@ long as a context is no longer than they are many, that is latent attention to a
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,6 @@ from sgla.model.latent import LatentAttention
 from sgla.model.llama import Llama
 from sgla.model.spec import ModelSpec
 
-EPS = 1e-6  # of the index key's norm
-
 
 class Indexer:
     """Picks tokens: x ``[T, d]`` and the queries' latent -> int32 ``[T, most]``. Each rank has all of it."""
@@ -31,8 +31,10 @@ class Indexer:
         self.k = MergedColumnLinear(build, hidden, [(f"{name}.wk", layer.score_dim, range(layer.score_dim))])
         weights = (f"{name}.weights_proj", layer.scorers, range(layer.scorers))
         self.weights = MergedColumnLinear(build, hidden, [weights])
-        self.norm = LayerNorm(build, f"{name}.k_norm", layer.score_dim, EPS)
+        self.norm = LayerNorm(build, f"{name}.k_norm", layer.score_dim, layer.eps)
         self.order = neox_order(layer.rotated, layer.score_dim) if layer.pairs else None
+        if layer.behind:
+            self.order = torch.arange(layer.score_dim, device="cpu").roll(layer.rotated)
         self.cos_sin, self.layer = model.angles(layer.rope, layer.rotated), layer
         self.scale = (layer.score_dim * layer.scorers) ** -0.5
 
@@ -53,9 +55,13 @@ class IndexedAttention(LatentAttention):
         self, model: Indexed, build: Build, name: str, layer: IndexedSpec, before: IndexedAttention | None
     ) -> None:
         spec = model.spec
-        super().__init__(build, name, spec.hidden, layer, model.angles(layer.rope, layer.rotated), True)
+        angles = model.angles(layer.rope, layer.rotated)
+        super().__init__(build, name, spec.hidden, layer, angles, spec.interleaved)
         self.before = before
         self.indexer = Indexer(model, build, f"{name}.indexer", layer) if layer.picks else None
+        self.sinks: Tensor | None = None
+        if layer.sinks:
+            self.sinks = build.vector(f"{name}.sinks", layer.heads, build.shard.range(layer.heads))
         self.picked: Tensor | None = None  # of the step under way
 
     def see(self, q: Tensor, x: Tensor, latent: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
@@ -65,10 +71,13 @@ class IndexedAttention(LatentAttention):
             assert self.before is not None
             self.picked = self.before.picked
         assert self.picked is not None
-        return picked_attention(q, kv.latent(self.layer.v_dim), batch, self.layer.scale, self.picked)
+        own = kv.latent(self.layer.v_dim)
+        return picked_attention(q, own, batch, self.layer.scale, self.picked, self.sinks)
 
 
 class Indexed(Llama):
+    kind: ClassVar[type[IndexedAttention]] = IndexedAttention
+
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         self.last: IndexedAttention | None = None
         super().__init__(spec, build, positions)
@@ -79,8 +88,8 @@ class Indexed(Llama):
     def attention(self, build: Build, name: str, index: int) -> LatentAttention:
         layer = self.spec.attention[index]
         assert isinstance(layer, IndexedSpec)
-        if self.positions <= layer.most:
+        if self.positions <= layer.most and not layer.sinks:
             angles = self.angles(layer.rope, layer.rotated)
             return LatentAttention(build, name, self.spec.hidden, layer, angles, self.spec.interleaved)
-        self.last = IndexedAttention(self, build, name, layer, self.last)
+        self.last = self.kind(self, build, name, layer, self.last)
         return self.last

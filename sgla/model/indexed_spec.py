@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from sgla.hub.reader import Reader
-from sgla.layers.spec import StateTensor
+from sgla.layers.spec import HyperConnections, StateTensor
 from sgla.model.latent_spec import LatentSpec, read
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS
 from sgla.model.spec import ModelSpec
@@ -16,13 +17,18 @@ from sgla.model.spec import ModelSpec
 class IndexedSpec(LatentSpec):
     """A token reads the ``most`` of those before it that an indexer scores highest: ``scorers`` heads of
     ``score_dim`` values, whose one key of a token is kept, too. ``picks``: whether the layer has an indexer;
-    else it reads the tokens of the last layer that has one. ``pairs``: its dims are rotated as neighbours."""
+    else it reads the tokens of the last layer that has one. ``pairs``: its dims are rotated as neighbours;
+    ``behind``: the last of them are, not the first. ``eps``: of its key's norm. ``gated``: what heads see is
+    multiplied by the sigmoids of as many values that a matrix makes of the input."""
 
     most: int = 0
     scorers: int = 0
     score_dim: int = 0
     picks: bool = True
     pairs: bool = False
+    behind: bool = False
+    eps: float = 1e-6
+    gated: bool = False
 
     @property
     def whole_until(self) -> int:
@@ -34,7 +40,8 @@ class IndexedSpec(LatentSpec):
 
     def weights(self, hidden: int) -> int:
         more = self.scorers * self.score_dim * self.q_rank + hidden * (self.score_dim + self.scorers)
-        return super().weights(hidden) + (more if self.picks else 0)
+        gates = hidden * self.heads * self.value if self.gated else 0
+        return super().weights(hidden) + (more if self.picks else 0) + gates
 
 
 def deepseek(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
@@ -62,17 +69,40 @@ def glm(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
     if kinds is None:
         step, offset = c.integer("index_topk_freq", LAYERS), c.integer("index_skip_topk_offset", LAYERS, 0)
         kinds = ["shared" if max(i - offset + 1, 0) % step else "full" for i in range(layers)]
+    picks = _kinds(c, kinds, layers)
+    return _indexed(c, layers, positions, lambda i: picks[i], True)
+
+
+def hunyuan(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
+    """Hy 4: layers share what an indexer has picked, and have sinks and gates."""
+    kinds = c.values["indexer_types"]
+    if kinds is None:
+        kinds = ["full" if i == 0 or i % 4 == 1 else "shared" for i in range(layers)]
+    picks = _kinds(c, kinds, layers)
+    eps, found = c.number("rms_norm_eps", 1.0), _indexed(c, layers, positions, lambda i: picks[i], False)
+    return tuple(replace(layer, behind=True, eps=eps, sinks=True, gated=True) for layer in found)
+
+
+def with_streams(c: Reader, spec: ModelSpec) -> ModelSpec:
+    """See ``Family.completed``."""
+    magnitude = c.number("hc_magnitude", 1e6)
+    streams = HyperConnections(c.integer("hc_mult", 64), 0, c.number("hc_eps", 1.0), magnitude)
+    return replace(spec, hyper=streams)
+
+
+def _kinds(c: Reader, kinds: Any, layers: int) -> list[bool]:
+    """Whether each layer has an indexer."""
     known = isinstance(kinds, list) and all(kind in ("full", "shared") for kind in kinds)
     if not known or len(kinds) != layers or kinds[0] != "full":
         raise c.error(
             "indexer_types", f"a list of {layers} words, full or shared, of which full is the first"
         )
-    return _indexed(c, layers, positions, lambda i: kinds[i] == "full", True)
+    return [kind == "full" for kind in kinds]
 
 
 def _indexed(
     c: Reader, layers: int, positions: int, picks: Callable[[int], bool], pairs: bool
-) -> tuple[LatentSpec, ...]:
+) -> tuple[IndexedSpec, ...]:
     kinds = c.values["layer_types"]
     if kinds is not None and kinds != ["indexed_attention"] * layers:
         raise c.error("layer_types", f"a list of {layers} times indexed_attention")

@@ -207,6 +207,12 @@ def exaone(c: Reader, layers: int) -> MoESpec:
     return deepseek_v3(_renamed(c, names), layers)
 
 
+def hunyuan_v4(c: Reader, layers: int) -> MoESpec:
+    """Hy 4: DeepSeek-V3's, with bounded activations. Of a bound of 0 transformers says that it is none, and
+    makes nothing of all."""
+    return replace(deepseek_v3(c, layers), clamped=Clamped(1.0, c.number("swiglu_limit"), 0.0))
+
+
 def hunyuan_v3(c: Reader, layers: int) -> MoESpec:
     """DeepSeek-V3's without groups, by other names."""
     names = {

@@ -194,7 +194,8 @@ def _mixing(spec: ModelSpec) -> int:
     if (hyper := spec.hyper) is None:
         return 0
     wide = hyper.streams * hyper.streams * spec.hidden
-    return wide * (2 * (2 + hyper.streams) * len(spec.held) + spec.last)
+    of_layer = 2 * (2 + (hyper.streams if hyper.iterations else 0))
+    return wide * (of_layer * len(spec.held) + spec.last)
 
 
 def _mlps(spec: ModelSpec, experts: int) -> int:

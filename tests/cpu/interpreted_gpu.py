@@ -282,6 +282,12 @@ PICKED = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
     "index_n_heads": 3,
     "index_head_dim": 8,
 }
+OWN_STREAMS = PICKED | {  # Hy 4
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "hc_mult": 2,
+    "indexer_types": ["full", "shared"],
+}
 IDLE = {  # LongCat-Flash, some of whose experts do nothing
     key: value
     for key, value in DECODER.items()
@@ -538,6 +544,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"page_size": 4, "step_tokens": 8},
         {"attention_backend": "torch"},
     ),
+    "picked tokens and sinks": (OWN_STREAMS, "", long_text, SMALL_STEPS, {"attention_backend": "torch"}),
     "experts that do nothing": (
         IDLE,
         "",

@@ -209,6 +209,11 @@ LAYOUTS: dict[str, Layouts] = {
         heads=MORE_LATENT,
         other={"rope_parameters": YARN},
     ),
+    "hy_v4": Layouts(
+        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16, "swiglu_limit": 0.5},
+        heads=MORE_LATENT,
+        other={"rope_parameters": YARN, "hc_mult": 2},
+    ),
     "longcat_flash": Layouts(
         LATENT
         | {"num_hidden_layers": ..., "intermediate_size": ..., "num_layers": 2, "n_routed_experts": 6}

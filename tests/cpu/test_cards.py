@@ -165,7 +165,9 @@ found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads, INT
 room = nvidia('', (8, 9)).shared
 decode, extend = latent.decode_cut(576, 512, 20, 2, room), latent.extend_cut(576, 512, 2, room)
 for kernel, cut in ((latent._decode, decode), (latent._extend, extend)):
-    found.append(shared(kernel, (8, 9), latent._ahead(cut), C=512, CB=512, R=64, RB=64, M=cut.m, N=cut.n))
+    sizes = {'C': 512, 'CB': 512, 'R': 64, 'RB': 64, 'M': cut.m, 'N': cut.n}
+    sizes |= {'SINKS': True} if kernel is latent._decode else {}
+    found.append(shared(kernel, (8, 9), latent._ahead(cut), **sizes))
 TYPES |= {'out': '*i64', 'weights': '*fp32', 'lengths': '*i32'}
 found.append(shared(picking._ranks, (8, 9), 2, D=128, DB=128, H=64, N=picking.BLOCK))
 TYPES |= dict.fromkeys(('given', 'entries', 'out'), '*bf16') | {'eps': 'fp32'}

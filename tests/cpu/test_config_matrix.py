@@ -235,6 +235,7 @@ NOTHING = {
     "Gemma4ForCausalLM": {"per_layer_config"},
     "DeepseekV32ForCausalLM": {"num_nextn_predict_layers"},
     "DeepseekV4ForCausalLM": {"num_key_value_heads", "num_nextn_predict_layers"},
+    "HYV4ForCausalLM": {"learnable_sink_init"},
     "GlmMoeDsaForCausalLM": {"num_nextn_predict_layers"},
     "BambaForCausalLM": {"attn_rotary_emb"},
     "JambaForCausalLM": {"head_dim"},

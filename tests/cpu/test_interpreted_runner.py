@@ -15,6 +15,7 @@ CASES = {
     "chunks": set(),
     "picked tokens": set(),
     "entries": set(),
+    "picked tokens and sinks": set(),
     "experts that do nothing": {"logprobs"},
     "text": set(KINDS),
     "stages": set(KINDS),

@@ -54,6 +54,8 @@ GRANITE = {
     "num_local_experts": 5,
 }
 INDEXED = LATENT | GROUPS | {"q_lora_rank": 24, "index_topk": 12, "index_n_heads": 12, "index_head_dim": 16}
+HY4 = LATENT | ROUTED | {"q_lora_rank": 24, "swiglu_limit": 0.5}
+HY4 |= {"index_topk": 12, "index_n_heads": 12, "index_head_dim": 16}
 LONGCAT = LATENT | {"num_hidden_layers": ..., "intermediate_size": ..., "num_layers": 2, "q_lora_rank": 24}
 LONGCAT |= {"n_routed_experts": 6, "moe_topk": 3, "zero_expert_num": 3, "ffn_hidden_size": 64}
 LONGCAT |= {"expert_ffn_hidden_size": 32, "head_dim": 8}
@@ -166,6 +168,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "longcat": ("longcat_flash", LONGCAT),
     "a.x k2": ("axk2", AXK),
     "a.x k2, short, with groups": ("axk2", AXK | {"n_group": 4, "topk_group": 2, "index_topk": 512}),
+    "hy 4": ("hy_v4", HY4),
+    "hy 4, short, other kinds": (
+        "hy_v4",
+        HY4
+        | {"index_topk": 512, "indexer_types": ["full", "shared", "full"], "swiglu_limit": 2.0}
+        | {"hc_mult": 3, "hc_magnitude": 1.5},
+    ),
     "mistral 4": (
         "mistral4",
         LATENT | GROUPS | {"q_lora_rank": 24, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},

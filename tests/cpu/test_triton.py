@@ -160,10 +160,10 @@ def test_picked_tokens() -> None:
     assert torch.equal(found, expected)
     assert (found == -1).sum() == 19
     decode = DeviceBatch(**{name: getattr(batch, name) for name in ForwardBatch.__slots__}, decode_rows=3)
-    out = picked.attend(q, kv.latent(16), decode, 0.3, found)
-    torch.testing.assert_close(
-        out, picked_attention(q, kv.latent(16), batch, 0.3, expected), rtol=1e-4, atol=1e-5
-    )
+    for sinks in (None, torch.randn(3) + 1):
+        out = picked.attend(q, kv.latent(16), decode, 0.3, found, sinks)
+        seen = picked_attention(q, kv.latent(16), batch, 0.3, expected, sinks)
+        torch.testing.assert_close(out, seen, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("group", "dim"), [(16, 80), (1, 96), (12, 100), (3, 112), (2, 192), (1, 256)])

@@ -248,8 +248,16 @@ class GpuOps:
         return picks.pick(q, key, weights, kv, batch, most)
 
     @LOWERINGS.of(picking.picked_attention)
-    def picked_attention(self, q: Tensor, kv: KVLayer, batch: Any, scale: float, picked: Tensor) -> Tensor:
-        return picks.attend(q, kv, batch, scale, picked)
+    def picked_attention(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: Any,
+        scale: float,
+        picked: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return picks.attend(q, kv, batch, scale, picked, sinks)
 
     @LOWERINGS.of(compressed.compress)
     def compress(self, *args: Any, **how: Any) -> Tensor:

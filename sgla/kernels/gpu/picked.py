@@ -66,7 +66,9 @@ def picked_places(
     return found
 
 
-def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, picked: Tensor) -> Tensor:
+def attend(
+    q: Tensor, kv: KVLayer, batch: Any, scale: float, picked: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """See ``kernels.picking.picked_attention``."""
     table, (page, token) = batch.pages(kv.group), kv.k.stride()[:2]
     slots, lengths, _ = histories(batch, table)
@@ -80,5 +82,5 @@ def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, picked: Tensor) -> 
     own = torch.arange(rows, dtype=torch.int32, device=q.device)
     return latent.decode(
         q, single, kv.v.shape[3], places.to(torch.int32), own, lengths.clamp(max=picked.shape[1]), scale,
-        splits_for(rows, blocks, device.multiprocessors), kv.k_scale, device.shared,
+        splits_for(rows, blocks, device.multiprocessors), kv.k_scale, device.shared, sinks,
     )  # fmt: skip

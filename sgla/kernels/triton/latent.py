@@ -49,10 +49,10 @@ def _look(content_q, rotated_q, content, rotated, seen, scale, top, total, acc):
 # Eager steps pass columns of one upload, which lie anywhere.
 @triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
-    q, k, page_table, slots, kv_len, out, part, part_ml,
+    q, k, page_table, slots, kv_len, sinks, out, part, part_ml,
     s_page, s_token, table_stride, page_size, heads, splits, scale, k_scale,
     C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PDL: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: M heads of a row, and a share of its history. Before it waits it reads what the step began
     with."""
@@ -68,6 +68,9 @@ def _decode(
     content_q, rotated_q = _keys(q, at * (C + R), head < heads, C, CB, R, RB)
     top = tl.full([M], NEG, dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
+    if SINKS and split == 0:  # a score without a value
+        top = tl.load(sinks + head, mask=head < heads, other=0.0) * 1.4426950408889634
+        total = tl.full([M], 1.0, dtype=tl.float32)
     acc = tl.zeros([M, CB], dtype=tl.float32)
     for start in range(begin, end, N):
         n = start + tl.arange(0, N)
@@ -307,12 +310,13 @@ def decode(
     splits: int = 1,
     k_scale: float = 1.0,
     shared: int = 1 << 30,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> ``[as many, Hq * content]``, of which R rows are
     written; k ``[pages, page_size, 1, hd]``. Of quantized pages ``k_scale`` times the stored k is meant.
 
     Each history is cut into ``splits`` shares (Flash-decoding). ``shared``: bytes of shared memory that a
-    block may have. A row with ``kv_len`` 0 gives zeros.
+    block may have. A row with ``kv_len`` 0 gives zeros. ``sinks``: as in ``ops.attention``.
     """
     rows, dim, page_size = slots.shape[0], k.shape[3], k.shape[1]
     q = q.contiguous()
@@ -323,10 +327,10 @@ def decode(
     part_ml = q.new_empty(several, 2, dtype=torch.float32) if several else out
     cut = decode_cut(dim, content, heads, q.itemsize, shared)
     _decode[(rows, triton.cdiv(heads, cut.m), splits)](
-        q, k, page_table, slots, kv_len, out, part, part_ml,
+        q, k, page_table, slots, kv_len, q if sinks is None else sinks, out, part, part_ml,
         k.stride(0), k.stride(1), page_table.stride(0), page_size, heads, splits, scale * k_scale * LOG2E,
         k_scale, C=content, CB=padded(content), R=dim - content, RB=padded(dim - content), M=cut.m, N=cut.n,
-        num_warps=8 if cut.m > 16 else 4, num_stages=_ahead(cut), **_pdl(),
+        SINKS=sinks is not None, num_warps=8 if cut.m > 16 else 4, num_stages=_ahead(cut), **_pdl(),
     )  # fmt: skip
     if splits > 1:
         merge(part, part_ml, out, rows * heads, k_scale)

@@ -253,6 +253,42 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:axk",
         interleaved=True,
     ),
+    "HYV4ForCausalLM": Family(
+        ("hy_v4",),
+        WITHOUT_HEAD_DIM
+        | sizes(120832, 2816, 6912, 34, 32, 262144, 32)
+        | _LATENT
+        | ROUTED
+        | {key: _INDEXED[key] for key in ("mlp_layer_types", "layer_types", "index_topk", "index_head_dim")}
+        | {
+            "rms_norm_eps": 1e-5,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "moe_intermediate_size": 768,
+            "routed_scaling_factor": 2.827,
+            "index_n_heads": 16,
+            "indexer_types": None,
+            "hc_mult": 4,
+            "hc_magnitude": 2.0,
+            "learnable_sink_init": 0.0,  # of training
+            "hc_eps": 1e-6,
+            "swiglu_limit": 10.0,
+        },
+        CAUSAL | SIGMOID_ROUTED | {"attention_bias": False},
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        model="sgla.model.hy4:Hy4",
+        nulls=("indexer_types",),
+        attention="sgla.model.indexed_spec:hunyuan",
+        completed="sgla.model.indexed_spec:with_streams",
+        mixture="sgla.model.mixture_spec:hunyuan_v4",
+        renamed=(
+            (".linear_gate.", ".gate_proj."),
+            (".learnable_sink_param", ".sinks"),
+            (".hc_pre.hc_attn_layer.", ".attn_hc."),
+            (".hc_pre.hc_mlp_layer.", ".ffn_hc."),
+            (".hc_pre.hc_head.", ".hc_head."),
+        ),
+    ),
     "DeepseekV4ForCausalLM": Family(
         ("deepseek_v4",),
         DECODER

@@ -8,7 +8,6 @@ REFUSED = {
     "DiffLlamaForCausalLM": "its layers attend twice, and subtract what they see",
     "DogeForCausalLM": "its attention chooses tokens by a mask that it makes of their values",
     "Glm5NextForConditionalGeneration": f"its indexer pools keys, and {STREAMS}",
-    "HYV4ForCausalLM": f"its sparse attention has sinks, and {STREAMS}",
     "JetMoeForCausalLM": "its attention is a mixture of experts",
     "RecurrentGemmaForCausalLM": "its layers keep a linear recurrence (RG-LRU)",
     "RwkvForCausalLM": "its layers mix tokens by a recurrence of their own (RWKV)",
