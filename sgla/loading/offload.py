@@ -111,16 +111,19 @@ class Offload:
 
 
 class _Block:
-    """A block that calls ``before`` and ``behind``, each with its residual update, as nodes of a record."""
+    """A block that calls ``before`` and ``behind``, each with its residual update, or with the streams that
+    are all it is given and makes, as nodes of a record."""
 
     def __init__(
         self, block: Any, before: Callable[[Tensor], None], behind: Callable[[Tensor], None] | None
     ) -> None:
         self._block, self._before, self._behind = block, before, behind
 
-    def __call__(self, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        x, h = self._block(ops.inplace(self._before, x), *others)
-        return x if self._behind is None else ops.inplace(self._behind, x), h
+    def __call__(self, x: Tensor, *others: Any) -> Tensor | tuple[Tensor, Tensor]:
+        made = self._block(ops.inplace(self._before, x), *others)
+        x = made if isinstance(made, Tensor) else made[0]
+        x = x if self._behind is None else ops.inplace(self._behind, x)
+        return x if isinstance(made, Tensor) else (x, made[1])
 
 
 def copying(layers: int, of: int, nbytes: int, seconds: float) -> str:

@@ -239,8 +239,8 @@ class DeepseekV4(Decoder):
         blocks = cast(list[Block], self.blocks)
         beside = iter(kv[len(blocks) :])
         h: Tensor = self.embed(batch.ids).repeat(1, self.spec.hyper.streams)
-        for block, layer in zip(blocks, kv):
-            entries = next(beside) if block.attention.layer.rate else None
+        for block, layer, spec in zip(blocks, kv, self.spec.attention):
+            entries = next(beside) if spec.beside() else None
             kept = Kept(cast(KVLayer, layer), cast(KVLayer | None, entries))
             h = block(h, batch, kept, rows if block is blocks[-1] else None)
         return self.norm.add(self.collapse(h), None)[0]

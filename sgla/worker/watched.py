@@ -30,7 +30,8 @@ States = dict[str, NDArray[np.float32]]
 
 class Watch:
     """Keeps what goes into the first block of a model and the sum of the residual stream and the update
-    behind each, of the latest step. The last layer may have some of the rows alone."""
+    behind each, or all streams ``[T, n * d]``, of the latest step. The last layer may have some of the rows
+    alone."""
 
     def __init__(self, model: CausalLM) -> None:
         if not hasattr(model, "blocks"):
@@ -55,11 +56,14 @@ class _Block:
     def __init__(self, watch: Watch, block: Any, index: int) -> None:
         self._watch, self._block, self._index = watch, block, index
 
-    def __call__(self, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, *others: Any) -> Tensor | tuple[Tensor, Tensor]:
         keep, name = self._watch.keep, f"layer {self._index}"
         if self._index == 0:
             x = ops.inplace(partial(keep, "embedding"), x)
-        x, h = self._block(x, *others)
+        made = self._block(x, *others)
+        if isinstance(made, Tensor):
+            return ops.inplace(partial(keep, name), made)
+        x, h = made
         return ops.inplace(partial(keep, name), x), ops.inplace(partial(self._watch.add, name), h)
 
 
@@ -106,7 +110,7 @@ def reference(source: ModelSource, tokens: list[int]) -> tuple[States, int, floa
     found: dict[str, Tensor] = {}
 
     def keep(name: str, value: Any) -> None:
-        found[name] = (value[0] if isinstance(value, tuple) else value)[0].float()
+        found[name] = (value[0] if isinstance(value, tuple) else value)[0].float().flatten(1)
 
     def enter(_: Any, args: Any, kwargs: Any) -> None:
         keep("embedding", args[0] if args else kwargs["hidden_states"])

@@ -454,6 +454,14 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {},
         {"attention_backend": "torch", "cpu_offload_gb": 4e-4},
     ),
+    "streams, weights on the host": (
+        OWN_STREAMS
+        | {"num_hidden_layers": 7, "indexer_types": ["full"] * 7, "mlp_layer_types": ["dense"] * 7},
+        "",
+        short_text,
+        {},
+        {"attention_backend": "torch", "cpu_offload_gb": 4.2e-4},
+    ),
     "adapters": (
         DECODER,
         "",

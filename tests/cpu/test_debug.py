@@ -38,6 +38,16 @@ def test_a_right_model_equals_transformers(
     assert lines[-1] == "all 5 states equal those of transformers within 0.001"
 
 
+def test_layers_that_pass_several_streams_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    more = {"v_head_dim": 16, "index_head_dim": 16, "mlp_layer_types": ["dense"] * 3}
+    save_checkpoint(tmp_path, "hy_v4", **sizes, **more, num_key_value_heads=6)
+    assert main(["debug", "compare", str(tmp_path), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all 4 states equal those of transformers within 0.001"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -20,6 +20,7 @@ CASES = {
     "text": set(KINDS),
     "stages": set(KINDS),
     "weights on the host": {"logprobs"},
+    "streams, weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
     "adapters of experts": {"logprobs"},
     "adapters of packed experts": {"logprobs"},

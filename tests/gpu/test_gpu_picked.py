@@ -39,6 +39,11 @@ MODEL: dict[str, Any] = {
     "index_n_heads": 16,
     "index_head_dim": 128,
 }
+SINKS = MODEL | {
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "indexer_types": ["full", "shared", "shared"],
+}
 ENTRIES: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -94,7 +99,7 @@ TWO_HEADS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS, ENTRIES])
+@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS, SINKS, ENTRIES])
 def test_kernels_read_what_torch_does(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32; steps of decode rows alone are graphs with kernels, and none with torch."""
     texts = [[(7 * i + n) % 5000 for i in range(length)] for n, length in enumerate((3, 90, 500))]
