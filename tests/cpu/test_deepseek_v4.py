@@ -74,7 +74,9 @@ def saved(folder: Path, **changes: Any) -> Any:
     return hf
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [*list(LAYOUTS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[2:])]
+)
 @torch.no_grad()
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """In torch, in a CPU program in chunks, and a prompt alone."""
@@ -105,6 +107,20 @@ async def test_chunks_caches_and_ranks_change_nothing(tmp_path: Path) -> None:
     assert warm.tokens() == expected
     assert any(delta.cached_tokens for deltas in warm.values() for delta in deltas)
     assert (await over_two_ranks(source, requests)).tokens() == expected
+
+
+def test_wrong_guesses_leave_nothing_behind(tmp_path: Path) -> None:
+    """Neither in windows, nor in entries that were made of them."""
+    saved(tmp_path)
+    source, prompts = open_source(tmp_path), random_prompts([7, 12])
+    requests = [submit(str(i), (prompt * 6)[:50], 60) for i, prompt in enumerate(prompts)]
+    plain = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
+    guessing = tiny_config(speculative_algorithm="ngram", speculative_num_draft_tokens=3)
+    runner = CpuRunner(guessing, source, 0, 1, "", lambda progress: None)
+    found = run(runner, requests, make_core(runner.facts, drafts=3, depth=1))
+    assert found.tokens() == run(plain, requests).tokens()
+    last = [delta.guesses for deltas in found.values() for delta in deltas if delta.finish]
+    assert all(guesses[0] > 20 for guesses in last)
 
 
 @torch.no_grad()
