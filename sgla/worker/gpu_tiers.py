@@ -26,9 +26,7 @@ from sgla.worker.state import Int32s, column
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
-ALONG = (
-    False  # units that follow each other cross without being staged: tests/gpu/test_gpu_tiers.py has not run
-)
+ALONG = False  # units that follow each other cross without being staged: right on GPUs, not timed
 RUN = 8  # so many of them, on average
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # units of a copy that threads read or write at a time
