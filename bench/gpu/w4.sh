@@ -2,7 +2,6 @@
 # Weights of 4 bits on one H200. Run in the repository's root with OUT set. At most 170 s; results in w4.jsonl, w4.log.
 #   cuts    each product of Qwen3-8B by kernel and cut: us ("serving": by integer_gemm.cu); a layer's four in turn; what
 #           a kernel needs that only reads. Those that are wrong are named
-#   after   W2 where up to 4 rows ask for a stage when it has been multiplied
 #   timeline cycles between eight places of the kernels, in a layer's four products in turn
 #   w4a16   W2 and steps of 4, 8 and 16 rows
 #   tests   products of up to 16 rows against torch in float32
@@ -22,9 +21,6 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
 json.dump(model, open(path, "w"))
 PY
 part cuts 60 bench/gpu_stationary.py --rows 1,16 --chains 1,16 --seconds 25
-sed -i 's/^AFTER = False/AFTER = True/' sgla/kernels/cuda/integer_gemm.py # in this copy alone
-part after 35 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2
-sed -i 's/^AFTER = True/AFTER = False/' sgla/kernels/cuda/integer_gemm.py
 part timeline 30 bench/gpu_timeline.py
 part w4a16 35 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 4,8,16
 part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k "stationary or few and int4g128"

@@ -164,7 +164,6 @@ def _of_x(shape: Shape, config: Config, chunks: int) -> tuple[int, int]:
     return -(-min(4, most) // own) * own, own
 
 
-AFTER = False  # whether ``default_config`` asks for stages after they have been multiplied
 WIDE = 1 << 13  # channels of a wide x
 MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8, 2), (4, 4), (2, 8)))
 
@@ -183,8 +182,8 @@ def default_config(shape: Shape) -> Config | None:
         many = shape.n * (1 + shape.gated) > 4 * shape.k
         best = (Config(1, 1, 8), Config(1, 2, 8)) if wide else (Config(1, 1, 4), Config(1, 2, 4))
         best = (Config(2, 2, 2, 2, 1, 1), *best) if many and not wide else best
-    if AFTER and shape.rows <= 8:
-        best = tuple(config._replace(after=True) for config in best)
+    if shape.rows == 1:
+        best = tuple(config._replace(after=True, early=1) for config in best)
     large = tuple(config._replace(per_sm=1, resident=1) for config in best)
     return next((config for config in (*best, *large, *MOST) if plan(shape, config) is not None), None)
 
