@@ -133,7 +133,7 @@ def default_config(shape: Shape) -> Config | None:
     elif shape.n > shape.k:
         best = Config(1, 2, 2) if few else Config(2, 4, behind=True)
     else:
-        best = Config(1, 4) if few else Config(2, 2, 2, 2)
+        best = Config(1, 4) if few else Config(2, 2, 2, 2) if shape.n == shape.k else Config(1, 2)
     wanted = itertools.product(range(1, MOST_SLICES + 1), (2, 1), (2, 1) if many else (1,))
     others = (Config(tiles, blocks, slices) for slices, blocks, tiles in wanted)
     plans = ((config, plan(shape, config)) for config in (best, *others))
