@@ -140,8 +140,8 @@ class Cut(NamedTuple):
 
 FEW, MANY = Cut(8, 4, 1), Cut(4, 2, 2)
 WIDE = Cut(4, 4, 1)  # for heads of 256, whose results are twice as long
-# Whether short histories of such heads are cut as finely as others, and no history in more than 32 parts. Right
-# on an H200; off until a step has been timed with it (bench/gpu/few.sh).
+# Whether short histories of such heads are cut as finely as others, and no history in more than 32 parts.
+# Right on an H200; off until a step has been timed with it (bench/gpu/few.sh).
 FINE = False
 
 
