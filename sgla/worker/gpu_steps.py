@@ -130,6 +130,8 @@ class GpuSteps:
         self.own, self.state = len(model.state()), with_draft(model.state(), beside)
         self.groups = kv_groups(self.state, self.context_len, self.kv_dtype)
         windows = [group.window for group in self.groups if not group.unit_bytes]
+        if windows and set(self.windows) <= set(windows[1:]):  # what is kept beside windows has pages, too
+            self.windows = [0, *self.windows]
         states = len(windows) < len(self.groups)
         adapted, turned = adapters is not None, pictures is not None and pictures.turns
         self.tables = tables or DeviceTables(

@@ -172,7 +172,10 @@ def warm_up(steps: GpuSteps, execute: Callable[[StepPlan], object]) -> None:
 
 
 def layers_of_all_kinds(spec: ModelSpec) -> int:
-    """How many of the first layers it takes, and one more, since the last one goes on with few rows."""
+    """How many of the first layers it takes, and one more, since the last one goes on with few rows. All
+    where some keep something beside, which stands behind all."""
+    if len(spec.keepers) > len(spec.attention_held):
+        return len(spec.keepers)
     mixtures = spec.moe.layers if spec.moe is not None else ()
     held = enumerate(spec.attention_held, spec.held.start)
     kinds = [(replace(layer, reads=None), index in mixtures) for index, layer in held]

@@ -91,6 +91,25 @@ ONE_EACH = {  # experts without a gate
     "moe_shared_expert_intermediate_size": 512,
     "max_position_embeddings": 2048,
 }
+ENTRIES = {  # some layers keep something beside their windows
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 3000,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "compress_ratios": [0, 4, 128],
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "index_topk": 32,
+    "index_n_heads": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "num_hash_layers": 1,
+}
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
     "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
@@ -123,6 +142,7 @@ CASES = {
     "states": ("", STATES, {}),
     "convolutions": ("", CONVOLUTIONS, {}),
     "one each": ("", ONE_EACH, {}),
+    "entries": ("", ENTRIES, {}),
     "guesses": (
         "qwen3-0.6b",
         DENSE,
@@ -211,7 +231,7 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "few"),
     [
-        (["dense", "mixture", "states"], {"step_tokens": 256}),
+        (["dense", "mixture", "states", "entries"], {"step_tokens": 256}),
         pytest.param(list(CASES), {}, marks=pytest.mark.slow),
     ],
 )

@@ -31,7 +31,9 @@ def histories(batch: Any, table: Tensor) -> Histories:
     if batch.extend is None:
         return Histories(slots, lengths, table.shape[1] * batch.page_size)
     n = batch.decode_rows
-    counts = torch.cat([torch.ones(n, dtype=torch.int32), torch.from_numpy(batch.extend.q_lens)])
+    counts = torch.cat(
+        [torch.ones(n, dtype=torch.int32, device="cpu"), torch.from_numpy(batch.extend.q_lens)]
+    )
     counts = counts.to(slots.device, non_blocking=True)
     slots = torch.repeat_interleave(slots, counts, output_size=batch.tokens)
     return Histories(slots, lengths, int(batch.kv_len[: batch.rows].max()))
