@@ -69,6 +69,7 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
             steps.tables.host.place[: steps.slots] = 1
             _rehearse_eager(steps)
             steps.tables.host.place[:] = 0
+            steps.adapted.rows.active = False
         DecodeGraphs(steps).rehearse()
         if steps.reads_in_graphs:
             PromptGraphs(steps).rehearse()
