@@ -74,9 +74,10 @@ class Saving:
 
     def save_rest(self, request: Request, count: int) -> None:
         """Of a request whose prompt has been computed, and nothing else, have the page in which that ends,
-        behind ``count`` whole ones, copied to the tier where others wait for it, and own it meanwhile."""
+        behind ``count`` whole ones, copied to the tier where others wait for it, and own it meanwhile. Not
+        of one with pictures, whose key no request looks for (``Request.rest``)."""
         moving, early = self._moving, [tier for tier, told in enumerate(self._moving.told) if told.early]
-        if not early or request.node is None or moving.pools.states is not None:
+        if not early or request.marks or request.node is None or moving.pools.states is not None:
             return
         size = moving.page_size
         if not count or request.least != request.prompt_len or request.prompt_len - count * size <= 1:

@@ -332,6 +332,18 @@ def test_where_a_prompt_ends_within_a_page_is_nobody_elses() -> None:
     simulation.verify()
 
 
+@pytest.mark.parametrize(("media", "saved"), [([], 3), ([(9, b"cat")], 2)])
+def test_a_page_that_ends_with_a_picture_is_not_handed_over(
+    media: list[tuple[int, bytes]], saved: int
+) -> None:
+    """Its key would be that of the text alone."""
+    simulation = Simulation(make_limits(tiers=[Tier("host", [40], early=True)]))
+    simulation.offer(make_submit("r", LONG[:11], 1, media=media))
+    simulation.run()
+    assert sum(copies(simulation.plans, "host")) == saved
+    simulation.verify()
+
+
 def test_saving_does_not_keep_the_device_from_work() -> None:
     """Copies that do not end hold what they copy, and nobody waits for it."""
     simulation = simulate(pages=40, host=200)
