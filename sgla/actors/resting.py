@@ -171,6 +171,9 @@ class Resting(ABC):
 
     async def join_trainer(self, group: str, **where: Any) -> None:
         """A group of a trainer, ``where`` it meets (``dist/trainer.py``). Raises InvalidField."""
+        await self._works.whole(self._join_trainer(group, where))
+
+    async def _join_trainer(self, group: str, where: dict[str, Any]) -> None:
         self.require_ready(resting=True)
         assert self._control is not None
         try:

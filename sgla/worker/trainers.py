@@ -32,8 +32,7 @@ class Trainers:
 
     def join(self, meeting: Rendezvous) -> Future[dict[str, Any]]:
         """Raises InvalidField, at once or later."""
-        if meeting.name in self._groups:
-            raise InvalidField(f"there is a group {meeting.name!r} already", param="group_name")
+        self._check_new(meeting.name)
         return self._thread.submit(self._join, meeting)
 
     def receive(self, name: str, wanted: Wanted, take: Take) -> Future[Any]:
@@ -58,8 +57,13 @@ class Trainers:
         self._groups.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _check_new(self, name: str) -> None:
+        if name in self._groups:
+            raise InvalidField(f"there is a group {name!r} already", param="group_name")
+
     def _join(self, meeting: Rendezvous) -> dict[str, Any]:
         """In a thread of its own, since libraries wait for ever for who listens and says nothing."""
+        self._check_new(meeting.name)  # another one by this name may have been in front of it
         made = Future[TrainerGroup]()
         Thread(target=self._meet, args=(meeting, made), name="trainer-join", daemon=True).start()
         wait([made], trainer.PATIENCE)
@@ -68,17 +72,17 @@ class Trainers:
                 where = f"{meeting.address}:{meeting.port}"
                 raise TimeoutError(f"not all of it have met at {where} within {trainer.PATIENCE:.0f} s")
             self._groups[meeting.name] = made.result()
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:
             raise InvalidField(
                 f"the trainer's group cannot be joined: {str(error)[:300]}", param="master_address"
             ) from error
         return {}
 
     def _meet(self, meeting: Rendezvous, made: Future[TrainerGroup]) -> None:
-        self._begin()
         try:
+            self._begin()
             group = TrainerGroup(meeting)
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:
             with suppress(InvalidStateError):
                 made.set_exception(error)
             return

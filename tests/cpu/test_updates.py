@@ -37,12 +37,14 @@ from torch.multiprocessing import reductions
 from sgla.actors.ingress import Ingress
 from sgla.actors.resting import announced, in_memory
 from sgla.config import Config
+from sgla.dist.trainer import Rendezvous
 from sgla.engine.params import SamplingParams
 from sgla.errors import InvalidField, UnsupportedField, WeightError
 from sgla.executor import procs
 from sgla.loading.tensors import packed, received
 from sgla.messages import Control
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.trainers import Trainers
 from sgla.worker.weight_sums import CHUNK, total
 
 QKV = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
@@ -577,6 +579,52 @@ def test_who_waits_for_a_trainer_that_says_nothing_waits_so_long_and_no_longer(
         for _ in range(2):
             with pytest.raises(InvalidField, match="not all of it have met at 127.0.0.1"):
                 wait(runner.control(join))
+
+
+def test_a_second_join_by_the_same_name_leaves_the_first_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it comes while the first waits for the others."""
+    met = threading.Event()
+    monkeypatch.setattr("sgla.worker.trainers.TrainerGroup", lambda meeting: met.wait(20))
+    trainers = Trainers(lambda: None)
+    first, second = (trainers.join(Rendezvous("127.0.0.1", 1, 1, 2, "g", "gloo")) for _ in range(2))
+    met.set()
+    assert first.result(20) == {}
+    with pytest.raises(InvalidField, match="there is a group 'g' already") as caught:
+        second.result(20)
+    assert caught.value.param == "group_name"
+
+
+def test_whatever_is_wrong_with_a_join_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*meeting: Rendezvous) -> None:
+        if threading.current_thread().name == "trainer-join":
+            raise KeyError("no such device")
+
+    monkeypatch.setattr("sgla.worker.trainers.TrainerGroup", fail)
+    for each in (fail, lambda: None):
+        with pytest.raises(InvalidField, match="cannot be joined: 'no such device'"):
+            Trainers(each).join(Rendezvous("127.0.0.1", 1, 1, 2, "g", "gloo")).result(20)
+
+
+async def test_ranks_leave_a_group_that_not_all_have_met_although_the_client_has_gone(
+    folders: dict[str, Path],
+) -> None:
+    verbs, met, left = [], asyncio.Event(), asyncio.Event()
+
+    async def control(command: Control) -> Any:
+        verbs.append(command.verb)
+        if command.verb == "trainer_join":
+            met.set()
+            await asyncio.sleep(0.05)
+            raise InvalidField("not all of it have met", param="master_address")
+        left.set()
+
+    ingress, facts = Ingress(Config()), of(folders["one"]).facts
+    ingress.connect(Any, facts, dict, control, lambda tiers: True, str, lambda paused: None)  # type: ignore[arg-type]
+    client = asyncio.ensure_future(ingress.join_trainer("g"))
+    await met.wait()
+    client.cancel()
+    await asyncio.wait_for(left.wait(), 5)
+    assert verbs == ["trainer_join", "trainer_leave"]
 
 
 def test_a_trainer_sends_packed_layers(tmp_path: Path) -> None:
