@@ -19,8 +19,8 @@ from sgla.kernels.triton.common import _begin, _pdl, _saturate
 
 MOST_HEADS = 64  # of a decode row that one program serves
 # Whether decode rows read what earlier steps have stored, and what comes behind attention its weights, before
-# the kernels ahead are through. Off until a whole step has been timed with it: its first version read where it
-# must not, and nobody has said why.
+# the kernels ahead are through. Off until a whole step has been timed with it: its first version read where
+# it must not, and nobody has said why.
 EARLY = False
 
 
