@@ -75,7 +75,8 @@ HARMLESS = frozenset(
     mamba_chunk_size mlp_expansion_factor init_method moe_shared_expert_overlap z_loss_coefficient
     use_mambapy use_falcon_mambapy use_associative_scan fused_add_norm mamba_dt_min mamba_dt_max
     mamba_dt_init_floor init_device
-    mtp_loss_scaling_factor linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
+    mtp_loss_scaling_factor mtp_loss_factor
+    linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

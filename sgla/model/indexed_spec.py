@@ -12,6 +12,8 @@ from sgla.model.latent_spec import LatentSpec, read
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS
 from sgla.model.spec import ModelSpec
 
+KINDS = "indexed_attention", "deepseek_sparse_attention"  # one kind of layer, by its names in files
+
 
 @dataclass(frozen=True)
 class IndexedSpec(LatentSpec):
@@ -74,7 +76,9 @@ def glm(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
 
 
 def hunyuan(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
-    """Hy 4: layers share what an indexer has picked, and have sinks and gates."""
+    """Hy 4: layers share what an indexer has picked, and have sinks and gates. Its files may give fewer heads
+    of keys, which transformers does not read: a latent has none."""
+    c = Reader(c.architecture, {**c.values, "num_key_value_heads": c.values["num_attention_heads"]})
     kinds = c.values["indexer_types"]
     if kinds is None:
         kinds = ["full" if i == 0 or i % 4 == 1 else "shared" for i in range(layers)]
@@ -104,8 +108,8 @@ def _indexed(
     c: Reader, layers: int, positions: int, picks: Callable[[int], bool], pairs: bool
 ) -> tuple[IndexedSpec, ...]:
     kinds = c.values["layer_types"]
-    if kinds is not None and kinds != ["indexed_attention"] * layers:
-        raise c.error("layer_types", f"a list of {layers} times indexed_attention")
+    if kinds is not None and kinds not in ([word] * layers for word in KINDS):
+        raise c.error("layer_types", f"a list of {layers} times {KINDS[0]}")
     most, scorers = c.integer("index_topk", POSITIONS), c.integer("index_n_heads", HEADS)
     score_dim = c.integer("index_head_dim", HEAD_DIM)
     latent = read(c, layers, positions)

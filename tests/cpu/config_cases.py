@@ -235,6 +235,58 @@ def deepseek_v4(**changes: Any) -> Config:
     return {key: value for key, value in found.items() if value is not ...}
 
 
+LATENT: Config = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+PICKED: Config = LATENT | {
+    "attention_bias": False,
+    "index_head_dim": 16,
+    "index_n_heads": 8,
+    "index_topk": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+}
+
+
+def hunyuan_v4(**changes: Any) -> Config:
+    own = {
+        "architectures": ["HYV4ForCausalLM"],
+        "model_type": "hy_v4",
+        "enable_ihc": True,
+        "enable_lm_head_fp32": True,
+        "gated_mla": True,
+        "gating_type": "elementwise",
+        "hc_eps": 1e-6,
+        "hc_magnitude": 2.0,
+        "hc_mult": 4,
+        "head_dim": 8,
+        "indexer_types": ["full", "full", "shared"],
+        "layer_types": ["deepseek_sparse_attention"] * 3,
+        "learnable_sink": True,
+        "learnable_sink_init": 0.0,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "mtp_loss_factor": 0.1,
+        "num_key_value_heads": 2,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+        "swiglu_limit": 10.0,
+        "use_dsa": True,
+        "use_mla": True,
+    }
+    return TINY | USUAL | PICKED | own | changes
+
+
 def deepseek(version: int, **changes: Any) -> Config:
     """As published; both have keys that transformers does not read."""
     own = {
@@ -911,6 +963,63 @@ RUN: dict[str, Case] = {
         deepseek(3, q_lora_rank=24)
         | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
         | {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 16}
+    ),
+    "Hy4-preview": Case(hunyuan_v4()),
+    "LongCat-Flash": Case(
+        {
+            key: value
+            for key, value in (TINY | USUAL).items()
+            if key not in ("num_hidden_layers", "num_key_value_heads", "intermediate_size", "hidden_act")
+        }
+        | LATENT
+        | {
+            "architectures": ["LongcatFlashForCausalLM"],
+            "attention_bias": False,
+            "attention_method": "MLA",
+            "auto_map": {"AutoConfig": "configuration_longcat_flash.LongcatFlashConfig"},
+            "expert_ffn_hidden_size": 24,
+            "ffn_hidden_size": 320,
+            "head_dim": 8,
+            "mla_scale_kv_lora": True,
+            "mla_scale_q_lora": True,
+            "model_type": "longcat_flash",
+            "moe_topk": 3,
+            "n_routed_experts": 8,
+            "num_layers": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e7,
+            "routed_scaling_factor": 6.0,
+            "zero_expert_num": 1,
+            "zero_expert_type": "identity",
+        }
+    ),
+    "A.X-K2": Case(
+        TINY
+        | USUAL
+        | PICKED
+        | {
+            "architectures": ["AXK2ForCausalLM"],
+            "attention_output_gate": True,
+            "first_k_dense_replace": 1,
+            "gated_norm": True,
+            "gated_norm_rank": 4,
+            "model_type": "axk2",
+            "moe_layer_freq": 1,
+            "n_group": 2,
+            "num_key_value_heads": 4,
+            "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "scoring_func": "sigmoid",
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+        }
+    ),
+    "DeepSeek-V3.2 with its older word for its layers": Case(
+        deepseek(3, q_lora_rank=24)
+        | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+        | {"layer_types": ["deepseek_sparse_attention"] * 3, "index_topk": 16}
+        | {"index_n_heads": 8, "index_head_dim": 16}
     ),
     "DeepSeek-V4": Case(deepseek_v4()),
     "DeepSeek-V4 by its newer keys": Case(
@@ -2152,6 +2261,15 @@ REFUSED: dict[str, Case] = {
         | {"indexer_types": ["shared", "full", "shared"]},
         "indexer_types",
     ),
+    **{
+        f"Hy 4 with {key} {value}": Case(hunyuan_v4(**{key: value}), key)
+        for key, value in (
+            ("enable_ihc", False),
+            ("gated_mla", False),
+            ("learnable_sink", False),
+            ("gating_type", "headwise"),
+        )
+    },
     "OPT-350m": Case(
         {"architectures": ["OPTForCausalLM"], "model_type": "opt", "do_layer_norm_before": False},
         "do_layer_norm_before",

@@ -32,6 +32,7 @@ from config_cases import (
     llama4,
     quantized,
 )
+from safetensors.torch import load_file, save_file
 from tiny import make_core, run, submit, tiny_config
 
 from sgla.errors import ConfigError
@@ -233,6 +234,7 @@ NOTHING = {
         *(f"layernorm_{part}_{x}" for part in MINIMAX_PARTS for x in ("alpha", "beta")),
     },
     "Gemma4ForCausalLM": {"per_layer_config"},
+    "AXK2ForCausalLM": {"num_nextn_predict_layers"},
     "DeepseekV32ForCausalLM": {"num_nextn_predict_layers"},
     "DeepseekV4ForCausalLM": {"num_key_value_heads", "num_nextn_predict_layers"},
     "HYV4ForCausalLM": {"learnable_sink_init"},
@@ -692,3 +694,23 @@ def test_no_value_in_a_text_config_ends_in_a_traceback(value: Any) -> None:
         for key in ("model_type", "architectures", "layer_types", "rope_parameters", "rope_scaling"):
             with contextlib.suppress(ConfigError):
                 read_spec(config | {"text_config": config["text_config"] | {key: value}})
+
+
+@torch.no_grad()
+def test_hy_4_has_the_names_it_was_published_with(tmp_path: Path) -> None:
+    """transformers writes those of streams in another order."""
+    hf = save_as_hf(tmp_path, RUN["Hy4-preview"])
+    file = tmp_path / "model.safetensors"
+    published = {}
+    for name, tensor in load_file(file).items():
+        name = re.sub(r"hc_pre\.(hc_(?:attn|mlp)_layer)\.", r"\1.hc_pre.", name)
+        name = name.replace(".hc_pre.hc_head.", ".hc_head.")
+        published[re.sub(r"(mlp\.|experts\.)linear_gate", r"\1gate_proj", name)] = tensor
+    parts = [f"hc_{of}_layer.hc_pre.hc_{part}" for of in ("attn", "mlp") for part in ("fn", "base", "scale")]
+    parts += ["self_attn.linear_gate.weight", "self_attn.learnable_sink_param", "mlp.gate_proj.weight"]
+    names = {f"model.layers.0.{part}" for part in parts}
+    assert names | {f"model.hc_head.hc_head_{part}" for part in ("fn", "base", "scale")} <= published.keys()
+    save_file(published, file, {"format": "pt"})
+    expected = hf(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    found = Eager(load_model(open_source(tmp_path)), page_size=16).prompt_logprobs([PROMPT])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

@@ -3,6 +3,7 @@ some, several streams, experts that a table chooses."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "hc_mult": 3,
     },
     "one group, all entries": {"o_groups": 1, "index_topk": 64, "scoring_func": "sigmoid", "hc_mult": 2},
+}
+
+
+# Tensors of the published files, but of quantized layers' scales.
+_COMPRESSOR = ("ape", "norm.weight", "wgate.weight", "wkv.weight")
+_ATTENTION = (
+    *("attn_sink", "kv_norm.weight", "q_norm.weight"),
+    *(f"{part}.weight" for part in ("wkv", "wo_a", "wo_b", "wq_a", "wq_b")),
+    *(f"{of}.{part}" for of in ("compressor", "indexer.compressor") for part in _COMPRESSOR),
+    *("indexer.weights_proj.weight", "indexer.wq_b.weight"),
+)
+_MLP = (
+    *("gate.weight", "gate.bias", "gate.tid2eid"),
+    *(f"{of}.w{n}.weight" for of in ("experts.N", "shared_experts") for n in (1, 2, 3)),
+)
+_STREAMS = [f"hc_{of}_{part}" for of in ("attn", "ffn") for part in ("fn", "base", "scale")]
+PUBLISHED = {
+    *("embed.weight", "head.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"),
+    *(f"layers.N.attn.{part}" for part in _ATTENTION),
+    *(f"layers.N.ffn.{part}" for part in _MLP),
+    *(f"layers.N.{part}" for part in ("attn_norm.weight", "ffn_norm.weight", *_STREAMS)),
 }
 
 
@@ -135,14 +157,9 @@ def test_a_file_may_have_the_names_it_was_published_with(tmp_path: Path) -> None
             if name.startswith(theirs):
                 name = published + name.removeprefix(theirs)
                 break
+        name = name.replace(".attn.norm.", ".attn.kv_norm.")
         renamed[name] = tensor.int() if name.endswith("tid2eid") else tensor
-    assert renamed.keys() >= {
-        "embed.weight",
-        "head.weight",
-        "norm.weight",
-        "hc_head_fn",
-        "layers.0.hc_attn_fn",
-    }
+    assert {re.sub(r"\.\d+\.", ".N.", name) for name in renamed} == PUBLISHED
     save_file(renamed | {"mtp.0.norm.weight": torch.ones(48)}, path, {"format": "pt"})
     found = Eager(load_model(open_source(tmp_path)), page_size=16)
     assert torch.equal(found.prompt_logprobs(PROMPTS), own.prompt_logprobs(PROMPTS))

@@ -205,7 +205,9 @@ FAMILIES = {
             "expert_ffn_hidden_size": 2048,
             "routed_scaling_factor": 6.0,
         },
-        CAUSAL | {"attention_bias": False, "router_bias": False, "zero_expert_type": "identity"},
+        CAUSAL
+        | {"attention_bias": False, "router_bias": False, "zero_expert_type": "identity"}
+        | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "attention_method": "MLA"},
         {
             "num_local_experts": "n_routed_experts",
             "num_experts_per_tok": "moe_topk",
@@ -228,8 +230,9 @@ FAMILIES = {
         | sizes(163840, 2048, 5120, 48, 32, 131072, 32)
         | _LATENT
         | ROUTED
-        | {key: value for key, value in _INDEXED.items() if key != "num_nextn_predict_layers"}
+        | _INDEXED
         | {
+            "num_nextn_predict_layers": 0,
             "kv_lora_rank": 128,
             "q_lora_rank": 384,
             "qk_nope_head_dim": 64,
@@ -244,7 +247,9 @@ FAMILIES = {
             "index_n_heads": 16,
             "gated_norm_rank": 16,
         },
-        CAUSAL | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "attention_bias": False},
+        CAUSAL
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "attention_bias": False}
+        | dict.fromkeys(("gated_norm", "attention_output_gate", "attn_gate_fused"), True),
         {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
         model="sgla.model.axk2:AXK2",
         nulls=("n_group", "topk_group"),
@@ -274,7 +279,11 @@ FAMILIES = {
             "hc_eps": 1e-6,
             "swiglu_limit": 10.0,
         },
-        CAUSAL | SIGMOID_ROUTED | {"attention_bias": False},
+        CAUSAL
+        | SIGMOID_ROUTED
+        | {"attention_bias": False, "gating_type": "elementwise"}
+        | dict.fromkeys(("learnable_sink", "enable_lm_head_fp32", "enable_ihc"), True)
+        | dict.fromkeys(("gated_mla", "use_mla", "use_dsa"), True),
         {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
         model="sgla.model.hy4:Hy4",
         nulls=("indexer_types",),
@@ -287,6 +296,8 @@ FAMILIES = {
             (".hc_pre.hc_attn_layer.", ".attn_hc."),
             (".hc_pre.hc_mlp_layer.", ".ffn_hc."),
             (".hc_pre.hc_head.", ".hc_head."),
+            (".hc_attn_layer.hc_pre.", ".attn_hc."),
+            (".hc_mlp_layer.hc_pre.", ".ffn_hc."),
         ),
     ),
     "DeepseekV4ForCausalLM": Family(
@@ -347,6 +358,7 @@ FAMILIES = {
         completed="sgla.model.compressed_spec:complete",
         mixture="sgla.model.mixture_spec:deepseek_v4",
         renamed=(
+            (".attn.kv_norm.", ".attn.norm."),
             (".w1.", ".gate_proj."),
             (".w2.", ".down_proj."),
             (".w3.", ".up_proj."),
