@@ -488,6 +488,18 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
         load_model(source)
 
 
+def test_ax_k2_may_have_layers_that_guess(tmp_path: Path) -> None:
+    """If its file says so, which transformers' does not."""
+    save_checkpoint(tmp_path, "axk2", **AXK | {"num_hidden_layers": 2})
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.2.eh_proj.weight": torch.zeros(8, 8)}, path, {"format": "pt"})
+    source = open_source(tmp_path)
+    with pytest.raises(WeightError, match=r"unexpected: model\.layers\.2\.eh_proj"):
+        load_model(source)
+    source.config["num_nextn_predict_layers"] = 1
+    load_model(source)
+
+
 LARGE = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
 # In billions with embedding and output layer: of all experts, which is what their authors say, and of those
 # that a token meets.
