@@ -290,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     const u32 before = tag;
     tag = (tag + 1) & 0xff;
     if (at.split < at.blocks) {  // they are read while others use the memory
-      fetch_line(layer.k + spots.first + self.lane * 64);
-      fetch_line(layer.v + spots.first + self.lane * 64);
+      prefetch_to_l2(layer.k + spots.first + self.lane * 64);
+      prefetch_to_l2(layer.v + spots.first + self.lane * 64);
     }
     auto get_first = [&](u32 x) {
       receive<HIDDEN, true>(p.words + END, before, x, layer.input_norm, s.square, self.tid);
@@ -304,8 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
                tag);
     });
     if (block == BLOCKS - 1 && self.tid < HIDDEN / 32) {  // norms soon wanted, which nobody has read yet
-      fetch_line(layer.mlp_norm + self.tid * 32);
-      fetch_line((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32);
+      prefetch_to_l2(layer.mlp_norm + self.tid * 32);
+      prefetch_to_l2((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32);
     }
     if (at.split < at.blocks) {
       attend(p, layer, at, spots, s, tag, self.warp, self.lane);

@@ -47,8 +47,8 @@
 constexpr int EXPERTS = BLOCKS, TOP_K = WARPS, INNER_ALL = TOP_K * INTER;
 constexpr int PLACE = 2048, PLACE_BYTES = PLACE * 2, DEPTH = 5;  // weights of a place of the ring; places
 constexpr int QKV_ROWS = (QKV + ALL_WARPS - 1) / ALL_WARPS, OUT_COLUMNS = GROUP * HD,
-              OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp; of q, k and v one less for every second if
-                                                   // they are not as many for all
+              OUT_ROWS = HIDDEN / SPLITS / WARPS;  // rows of a warp; every second warp has one row of q, k
+                                                   // and v less where QKV is no multiple of ALL_WARPS
 constexpr int PAIRS = INNER_ALL / ALL_WARPS, EXPERT_WARPS = ALL_WARPS / TOP_K;  // of gate and up; that have
                                                                                 // rows of an expert
 constexpr int DOWN_ROWS = HIDDEN / BLOCKS;  // of a block
@@ -624,8 +624,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
     project(p, s, self, l, tag);
     if (block == BLOCKS - 1) {  // norms soon wanted, which nobody has read yet
       if (self.tid < HIDDEN / 32) {
-        fetch_line(layer.mlp_norm + self.tid * 32);
-        fetch_line((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32);
+        prefetch_to_l2(layer.mlp_norm + self.tid * 32);
+        prefetch_to_l2((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32);
       }
     }
     forget(self, at);

@@ -368,7 +368,7 @@ struct Rows {
   Softmax softmax;
 
   __device__ __forceinline__ void run() {
-    if (DECODE) pdl_wait();  // the tiles are made by a kernel shortly before
+    if (DECODE || WHOLE) pdl_wait();  // the tiles are made by a kernel shortly before
     int item = 0;
     Work work(p, 0);
     if (!work.count) return;

@@ -81,6 +81,8 @@ def refuses(shape: AttentionShape) -> str | None:
     """Why these kernels cannot be used, or None."""
     if shape.mixed:
         return shape.mixed
+    if shape.together:
+        return "tokens of a picture see each other"
     if shape.chunked:
         return "windows of layers are chunks"
     if shape.rising:

@@ -19,7 +19,7 @@ from sgla.kernels.triton import e2m1, fp8
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
-MOST = 1024  # rows from which on cuts stay as they are
+MOST = 1024  # rows from which on cuts change with every tile of rows at most
 NAME, PRODUCT = "rounded norm", "e4m3"  # of nodes that other rules look for
 
 
@@ -131,7 +131,8 @@ def sizes(weights: list[Any], most: int) -> list[int]:
     take."""
     shapes = {(w.n, w.k, w.kind) for w in weights if w.kind in e2m1.OTHERS}
     first: dict[Any, int] = {}
-    for m in range(1, min(most, MOST) + 1) if shapes else ():
+    tiles = range(MOST + batch_gemm.GROUPED_ROWS, most + 1, batch_gemm.GROUPED_ROWS)
+    for m in (*range(1, min(most, MOST) + 1), *tiles) if shapes else ():
         for n, k, kind in shapes:
             tile: Any = e2m1.cut(m, n, -(-k // 128))
             if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:

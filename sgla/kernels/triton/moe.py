@@ -470,8 +470,8 @@ def _few_down(
     REST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of one token, summed over its experts, K of them and up to REST behind these.
-    The first weights are loaded before the wait for ``x``: the kernel that makes it was itself launched after
-    ``ids`` were there."""
+    The first weights are loaded before the wait for ``x``: the kernel that makes it lets this one start
+    behind its own wait, so ``ids`` are there."""
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
