@@ -55,8 +55,8 @@ class CostModel:
         """A step of ``tokens`` tokens and ``work`` pairs took ``seconds``. ``mixed``: it had prompts beside
         decode rows."""
         if self._observes and seconds > 0 and tokens > 0:
-            if mixed:
-                ratio = seconds / self.predict(tokens, work)
+            if mixed and (predicted := self.predict(tokens, work)):
+                ratio = seconds / predicted
                 self._ratio += LEARNED * (min(max(ratio, 0.5), 2.0) - self._ratio)
                 error = min(abs(ratio / self._ratio - 1), LARGEST)
                 self._error += LEARNED * (error - self._error)
@@ -233,6 +233,7 @@ class Budget:
 
     def _affordable(self, start: int, seconds: float) -> int:
         """Largest q with ``b q + c (q start + q (q + 1) / 2) <= seconds``."""
+        seconds = max(seconds, 0.0)  # less where more than all is kept for others
         linear, square = self._b + self._c * (start + 0.5), self._c / 2
         if linear <= 0:
             return self.tokens
@@ -256,11 +257,11 @@ class Budget:
         self.tokens -= self._kept
         self.seconds -= self._b * self._kept
 
-    def give_back(self) -> None:
-        """The others may have theirs now, however long that takes."""
+    def give_back(self, floor: int) -> None:
+        """The others may have theirs now, ``floor`` tokens of them however long that takes."""
         self.tokens += self._kept
         self.seconds += self._b * self._kept
-        self._floor = max(self._floor, self._kept)
+        self._floor = max(self._floor, min(self._kept, floor))
         self._kept = 0
 
     def close(self) -> None:

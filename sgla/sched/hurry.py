@@ -2,9 +2,10 @@
 one soon.
 
 While prompts of few tokens come and one of many is read, a step lasts at most ``LONGER`` times as long as
-that of a short prompt alone, one is in flight at a time, and short prompts are read whole in the next step.
-So whoever comes waits for the rest of one step and for its own: less than three times as long as on an idle
-server. Long prompts are read more slowly meanwhile; without short ones they are not.
+that of a short prompt alone, or as one of ``SHORT`` tokens; one is in flight at a time, and the next is the
+short prompts' first. So whoever comes waits for the rest of one step and for its own: at p95 less than three
+times as long as on an idle server, unless many come at once. Long prompts are read more slowly meanwhile;
+without short ones they are not.
 """
 
 from __future__ import annotations

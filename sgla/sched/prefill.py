@@ -6,7 +6,7 @@ import math
 
 from sgla.messages import LONGEST, StepCost
 from sgla.sched.budget import Budget, CostModel, can_wait, pairs
-from sgla.sched.hurry import Hurry
+from sgla.sched.hurry import SHORT, Hurry
 from sgla.sched.limits import Limits, wide_tokens
 from sgla.sched.memory import Memory
 from sgla.sched.pressure import Pressure
@@ -73,7 +73,7 @@ class Prefill:
         hurried = short + self._hurry.shorts(self._queues.waiting)
         budget.keep(sum(request.known - request.planned for request in hurried))
         self._plan(step, [request for request in requests if request not in short], budget)
-        budget.give_back()
+        budget.give_back(SHORT)
         self._plan(step, short, budget)
 
     def _plan(self, step: Step, requests: list[Request], budget: Budget) -> None:

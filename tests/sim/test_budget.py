@@ -135,3 +135,17 @@ def test_the_table_says_how_large_a_step_is() -> None:
     assert budget(30) == (60 - 30, 2, 4)  # as many prompt tokens as decode rows
     simulation.offer(make_submit("prompt", [2] * 10, 2))  # longer than the first row of the table has them
     assert budget(1) == (256 - 1, LONGEST, 8)
+
+
+def test_nothing_is_left_where_more_than_all_is_kept_for_others() -> None:
+    budget = Budget(16_384, 0.03, (0.0, 2e-5, 1e-9), 16)
+    budget.keep(16_000)
+    assert budget.grant(0, 100) == 16
+    budget.give_back(256)
+    assert budget.grant(0, 16_000) > 1000
+
+
+def test_nothing_is_learned_from_a_prediction_of_nothing() -> None:
+    model = CostModel(None, 1024, asked=True)
+    model.observe(64, 64, 0.01, mixed=True)
+    assert model.predict(64, 64) > 0

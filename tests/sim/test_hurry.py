@@ -7,6 +7,7 @@ from random import Random
 from simulation import Simulation, make_submit
 
 from sgla.messages import CacheGroup
+from sgla.sched.hurry import SHORT
 from sgla.sched.limits import Limits
 from sgla.sched.policy import Auto
 
@@ -75,6 +76,22 @@ def test_short_prompts_under_a_flood_of_long_ones() -> None:
     assert p95(flood.ttft(after=1.0)) <= 3 * cost(100, 0) <= 3 * p95(idle.ttft(after=0.0))
     read, alone = (one.simulation.core.stats().prefilled_tokens for one in (flood, quiet))
     assert read > 0.75 * alone, "long prompts are read more slowly, but they are read"
+
+
+def test_many_short_prompts_at_once_make_no_long_step() -> None:
+    """Beside long ones: they are read in several."""
+    flood = Flood(1e9)
+    simulation = flood.simulation
+    for i in range(4):
+        flood.offer(f"long{i}", LONG, 1.0)
+    simulation.step()
+    for i in range(32):
+        flood.offer(f"short{i}", 250, simulation.now)
+    before = len(simulation.plans)
+    while any(simulation.finish(f"short{i}") is None for i in range(32)):
+        simulation.step()
+    steps = [sum(memoryview(plan.q_lens).cast("i")) for plan in simulation.plans[before:]]
+    assert max(steps) <= SHORT + simulation.limits.slots, steps
 
 
 def test_streams_that_were_there_before_hold_up_no_long_prompt() -> None:
