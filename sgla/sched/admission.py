@@ -115,16 +115,18 @@ class Admission:
         if memory.load(request, partial(self._prefill.seconds, step, request, budget)):
             self._queues.hold(request, PAGES)
             return True
-        memory.rests.give(request, limits.page_size)
+        given = memory.rests.give(request, limits.page_size)
         count = self._prefill.chunk(request, budget, others)
         lacking = -(-(request.planned + count - request.allocated) // limits.page_size)
         lacking = min(lacking, memory.room(request))
         roomy = limits.encoder and count > 0
         if not roomy and (count <= 0 or (lacking > 0 and not memory.grow(request, lacking))):
-            memory.release(request)
-            return False
-        count = self._prefill.uncut(request, min(count, request.allocated - request.planned), 0)
+            count = 0
+        else:
+            count = self._prefill.uncut(request, min(count, request.allocated - request.planned), 0)
         if not count:
+            if given:
+                memory.rests.take_back(request, limits.page_size)
             memory.release(request)
             return False
         self._queues.run(request, now)

@@ -29,17 +29,24 @@ class Rests:
         """The caller owns them; [] if there are none."""
         return self._pages.pop(rid, [])
 
-    def give(self, request: Request, page_size: int) -> None:
+    def give(self, request: Request, page_size: int) -> bool:
         """To a request that begins, if the tree has all in front of the page: then its last token alone is
-        computed."""
+        computed. False: it gets none."""
         pages, end = self.take(request.rid), request.prompt_len - 1
         if not pages or request.planned + end % page_size != end:
             self.free(pages)
-            return
+            return False
         for column, page in zip((request.pages, *request.windows), pages):
             column.append(page)
         request.planned = end
         request.allocated += page_size
+        return True
+
+    def take_back(self, request: Request, page_size: int) -> None:
+        """What it was given: it does not begin yet."""
+        self.keep(request.rid, [column.pop() for column in (request.pages, *request.windows)])
+        request.planned = request.shared * page_size
+        request.allocated -= page_size
 
     def free(self, pages: Sequence[int]) -> None:
         """One of each group, or none."""

@@ -13,7 +13,9 @@ from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit
 
 from sgla.messages import CacheGroup, RowSampling, StepPlan, Tier
-from sgla.sched.request import State
+from sgla.sched.budget import Budget
+from sgla.sched.prefill import Prefill
+from sgla.sched.request import Request, State
 
 LONG = [(7 * i) % 50 for i in range(40)]
 OTHER = [(3 * i + 1) % 50 for i in range(40)]
@@ -307,6 +309,30 @@ def test_of_a_prompt_that_another_server_has_read_one_token_is_computed(
     assert simulation.core.stats().prefilled_tokens == 4
     assert {column for plan in simulation.plans for column in plan.q_lens[::4]} == {1}
     simulation.verify_states()
+    simulation.assert_released()
+
+
+@pytest.mark.parametrize("others", [(), (CacheGroup(9, 6),)])
+def test_who_has_no_room_in_a_step_keeps_the_page_in_which_its_prompt_ends(
+    others: tuple[CacheGroup, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation, asked, chunk = read_elsewhere(*others), list[int](), Prefill.chunk
+
+    def full(self: Prefill, request: Request, budget: Budget, others: bool) -> int:
+        if request.rid == "r":
+            asked.append(request.planned)
+        return 0 if 0 < len(asked) < 3 else chunk(self, request, budget, others)
+
+    monkeypatch.setattr(Prefill, "chunk", full)
+    simulation.offer(make_submit("stream", OTHER[:3], 30))
+    simulation.offer(make_submit("r", LONG[:11], 4))
+    while not asked:
+        simulation.step()
+        simulation.end_a_copy(Random(0))
+    simulation.run()
+    assert asked == [10, 10, 10]
+    assert simulation.core.stats().prefilled_tokens == 3 + 1
+    simulation.verify()
     simulation.assert_released()
 
 
