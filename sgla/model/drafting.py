@@ -209,6 +209,8 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     kind, or of another model."""
     if isinstance(target, GenericSpec):
         raise _unfit("transformers' module computes it, whose layers have no hooks here")
+    if third:
+        _check_told(target)
     if _is_eagle3(draft) != third:
         why = f"it is no head of EAGLE-3, which {EAGLE3[0]} would be"
         raise _unfit(why if third else f"it is a head of EAGLE-3; give {FLAG} eagle3")
@@ -250,10 +252,19 @@ def read_medusa(draft: Mapping[str, Any], target: ModelSpec) -> MedusaSpec:
     return MedusaSpec(heads, layers, bias, target.hidden, target.vocab)
 
 
+def _check_told(target: ModelSpec) -> None:
+    """Raise ConfigError where layers' inputs are not what a head reads of them."""
+    if target.hyper is not None or target.altup is not None:
+        raise _unfit("its residual stream is several wide")
+    if target.moe is not None and target.moe.idle:
+        raise _unfit("each of its layers counts as two here")
+
+
 def read_block(draft: Mapping[str, Any], target: ModelSpec) -> BlockSpec:
     """A head of DFlash. Raises ConfigError for one of another kind, or of another model."""
     if isinstance(target, GenericSpec):
         raise _unfit("transformers' module computes it, whose layers have no hooks here")
+    _check_told(target)
     if not _is_block(draft):
         raise _unfit(f"it is no head of DFlash, which {DFLASH} would be")
     others = {"dtype", "torch_dtype", "quantization_config"}

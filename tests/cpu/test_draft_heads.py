@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from config_cases import MIMO, deepseek, gemma3, qwen3_next
+from config_cases import MIMO, RUN, deepseek, gemma3, qwen3_next
 from safetensors.torch import save_file
 from test_draft_models import requests
 from tiny import LLAMA, VOCAB, check_draws, make_core, run, submit, tiny_config, tiny_source
@@ -403,6 +403,17 @@ def test_heads_are_found_by_the_names_of_their_files(name: str, tmp_path: Path) 
     assert read_eagle(found.config, read_decoder(DEEP), third).spec.hidden == 64
     with pytest.raises(ConfigError, match="it is "):
         read_eagle(found.config, read_decoder(DEEP), not third)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V4", "Hy4-preview", "LongCat-Flash", "gemma-3n-E2B"])
+def test_layers_that_no_head_can_be_told_of_are_refused(name: str) -> None:
+    """Whose inputs are several streams, or that are not counted as in the file."""
+    target = read_decoder(RUN[name].config)
+    words = "counts as two" if name == "LongCat-Flash" else "residual stream is several wide"
+    with pytest.raises(ConfigError, match=words):
+        read_eagle(EAGLE, target, third=True)
+    with pytest.raises(ConfigError, match=words):
+        read_block(DFLASH, target)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
