@@ -171,7 +171,7 @@ class FileTensor:
     def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
         if not self.shape:
             return torch.as_tensor(self.view[...]).view(1).to(self.device)
-        rows = rows or range(self.shape[0])
+        rows = range(self.shape[0]) if rows is None else rows
         if columns is not None:
             part: Tensor = self.view[rows.start : rows.stop, columns.start : columns.stop]
             return part.to(self.device) if self.place is None else part.to("cuda")
@@ -189,7 +189,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A FileTensor of whole numbers, which are no quantized weights."""
+    """A FileTensor of whole numbers, which are no quantized weights. A trainer may keep them as floats."""
 
     source: FileTensor
 
@@ -198,7 +198,14 @@ class Numbers:
         return self.source.shape
 
     def dense(self, rows: range | None = None) -> Tensor:
-        return self.source.values(rows)
+        """Raises ValueError for floats that are no whole numbers, or too large for their type to have all."""
+        values = self.source.values(rows)
+        if not values.is_floating_point():
+            return values
+        found, most = values.float(), 2 / torch.finfo(values.dtype).eps
+        if not bool(((found == found.trunc()) & (found.abs() <= most)).all()):
+            raise ValueError(f"it holds {self.source.type} that are no whole numbers")
+        return found.long()
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
         return storage(kind).read(self, rows, columns)

@@ -287,9 +287,13 @@ class Declared:
         """Some of them, in place, under the names that checkpoints have, or only ``look`` whether they fit.
         Where the files are quantized a layer comes as they have it, with all its tensors. Raises WeightError;
         then nothing has changed."""
-        plain = self.build.checkpoint is PLAIN
-        usable = FLOATS if plain else tuple(TYPES.values())
-        wrong = [name for name, tensor in tensors.items() if TYPES.get(tensor.dtype) not in usable]
+        plain, numbers = self.build.checkpoint is PLAIN, family_of(self.architecture).numbers
+        usable = {True: FLOATS, False: tuple(TYPES.values())}
+        wrong = [
+            name
+            for name, tensor in tensors.items()
+            if TYPES.get(tensor.dtype) not in usable[plain and not name.endswith(numbers)]
+        ]
         floats = {name: tensor for name, tensor in tensors.items() if TYPES.get(tensor.dtype) in FLOATS}
         unsound = [] if wrong else no_numbers(floats)
         what = "of a type that is no float" if plain else "of a type that no file has"
@@ -546,7 +550,7 @@ class _Dummy:
     device: torch.device
 
     def dense(self, rows: range | None = None) -> Tensor:
-        rows = rows or range(self.shape[0])
+        rows = range(self.shape[0]) if rows is None else rows
         if len(self.shape) == 1:
             value = 0.0 if self.name.endswith("bias") else 1.0
             return torch.full((len(rows),), value, device=self.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build
-from sgla.loading.checkpoint import canonical, renamed, stored_tensors
+from sgla.loading.checkpoint import FileTensor, Numbers, canonical, renamed, stored_tensors
 from sgla.loading.gguf_tensors import weights_of_file
 from sgla.loading.load import model_of
 from sgla.messages import Progress
@@ -54,17 +54,23 @@ class Linears(Build):
 @dataclass(frozen=True)
 class Job:
     """``tensors``: of the source by name, those of each decoder layer by its index, all others under -1;
-    ``linears``: the modules that are rounded."""
+    ``linears``: the modules that are rounded; ``numbers``: see ``Family``."""
 
     source: ModelSource
     recipe: Recipe
     tensors: dict[int, dict[str, SourceTensor]]
     linears: frozenset[str]
     dtype: torch.dtype
+    numbers: tuple[str, ...] = ()
 
     def read(self, index: int) -> dict[str, Tensor]:
-        """The tensors of a layer, as the source's type of floats."""
-        return {name: tensor.dense().to(self.dtype) for name, tensor in self.tensors[index].items()}
+        """The tensors of a layer, as the source's type of floats; whole numbers as they are."""
+        return {
+            name: Numbers(tensor).dense()
+            if isinstance(tensor, FileTensor) and name.endswith(self.numbers)
+            else tensor.dense().to(self.dtype)
+            for name, tensor in self.tensors[index].items()
+        }
 
     def module(self, name: str) -> str | None:
         """The linear layer whose matrix a tensor is."""
@@ -88,18 +94,18 @@ def plan(source: ModelSource, format: str) -> Job:
     with torch.device("meta"):
         build = Linears()
         model_of(spec, build, 32)
-    pairs, tensors = family_of(spec.architecture).renamed, dict[int, dict[str, SourceTensor]]()
+    family, tensors = family_of(spec.architecture), dict[int, dict[str, SourceTensor]]()
     linears = set(build.modules_of)
     for name, tensor in weights_of_file(source) if source.kind == "gguf" else stored_tensors(source):
         at = _LAYER.search(name)
         tensors.setdefault(int(at[1]) if at else -1, {})[name] = tensor
-        ours = renamed(canonical(name), pairs)
+        ours = renamed(canonical(name), family.renamed)
         if ours.removesuffix(".weight") in build.modules_of:
             linears.add(canonical(name).removesuffix(".weight"))
     group = next((size for size in GROUPS if all(k % size == 0 for k in build.widths)), 0)
     dtype = _DTYPES.get(spec.dtype, torch.bfloat16)
     recipe = Recipe(format, group if format == "w4a16" else 0, dtype)
-    return Job(source, recipe, tensors, frozenset(linears), dtype)
+    return Job(source, recipe, tensors, frozenset(linears), dtype, family.numbers)
 
 
 def nearest(job: Job, on_progress: OnProgress) -> Iterator[tuple[int, dict[str, Tensor], Rounded]]:

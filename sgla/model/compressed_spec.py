@@ -212,6 +212,12 @@ def check_compressed(config: Config, spec: object) -> None:
     for layer in spec.attention:
         if not isinstance(layer, CompressedSpec):
             continue
+        if config.tp > layer.groups:
+            raise ConfigError(
+                f"--tp {config.tp} cannot be honoured by {spec.architecture}, whose heads are in "
+                f"{layer.groups} groups (o_groups); give {layer.groups} or less",
+                param="tp",
+            )
         if config.page_size % layer.together:
             raise ConfigError(
                 f"--page-size {config.page_size} cannot be honoured by {spec.architecture}, whose entries "

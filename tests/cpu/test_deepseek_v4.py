@@ -15,7 +15,9 @@ from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
+from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.load import load_model
+from sgla.loading.quantize import nearest, plan, write
 from sgla.model.compressed_spec import CompressedSpec
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
@@ -177,6 +179,60 @@ def test_a_table_of_experts_that_are_not_there_is_refused(tmp_path: Path) -> Non
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_of_experts_may_be_of_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As a trainer has it; they are whole numbers, or refused."""
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    expected = Eager(load_model(open_source(tmp_path)), page_size=16).prompt_logprobs(PROMPTS[:2])
+    tensors, name = load_file(path), "model.layers.0.ffn.gate.tid2eid"
+    tables = {key: table.to(dtype) for key, table in tensors.items() if key.endswith("tid2eid")}
+    save_file(tensors | tables, path, {"format": "pt"})
+    found = Eager(load_model(open_source(tmp_path)), page_size=16).prompt_logprobs(PROMPTS[:2])
+    assert torch.equal(found, expected)
+    for wrong in (0.5, float("nan"), 2.0**40):
+        tables[name][7, 1] = wrong
+        save_file(tensors | tables, path, {"format": "pt"})
+        with pytest.raises(WeightError, match="no whole numbers"):
+            load_model(open_source(tmp_path))
+
+
+@torch.no_grad()
+def test_a_trainer_sends_all_that_it_has(tmp_path: Path) -> None:
+    """The tables of experts, too."""
+    saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    model, other = load_model(open_source(tmp_path)), load_model(open_source(tmp_path, "dummy"))
+    assert other.declared is not None
+    other.declared.take(tensors, look=True)
+    other.declared.take(tensors)
+    found, expected = (Eager(each, page_size=16).prompt_logprobs(PROMPTS) for each in (other, model))
+    assert torch.equal(found, expected)
+    with pytest.raises(WeightError, match=r"no float: model\.norm\.weight"):
+        other.declared.take({"model.norm.weight": torch.ones(48, dtype=torch.int64)})
+
+
+@torch.no_grad()
+def test_quantizing_leaves_the_tables_of_experts_as_they_are(tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    write(plan(open_source(tmp_path / "model"), "int8"), tmp_path / "out", nearest, lambda _: None)
+    tables = [
+        {
+            name: tensor
+            for path in sorted((tmp_path / folder).glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+            if name.endswith("tid2eid")
+        }
+        for folder in ("model", "out")
+    ]
+    assert tables[0].keys() == tables[1].keys()
+    assert all(torch.equal(tensor, tables[1][name]) for name, tensor in tables[0].items())
+    found = Eager(load_model(open_source(tmp_path / "out")), page_size=16).prompt_logprobs(PROMPTS)
+    expected = Eager(load_model(open_source(tmp_path / "model")), page_size=16).prompt_logprobs(PROMPTS)
+    assert (found - expected).abs().mean() < 0.05
+
+
+@torch.no_grad()
 def test_experts_in_e2m1_beside_layers_in_e4m3(tmp_path: Path) -> None:
     """As it is published: numbers of 4 and of 8 bits with powers of two."""
     saved(tmp_path, hidden_size=64)
@@ -261,9 +317,21 @@ def test_published_sizes_follow_from_the_ratios() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"page_size": 8}, {"kv_cache_dtype": "int8"}, {"tp": 2, "dp_attention": True}, {"tp": 2, "cp": 2}],
+    ("changes", "words"),
+    [
+        ({"page_size": 8}, "--page-size 8 cannot be honoured"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 cannot be honoured"),
+        ({"tp": 2, "dp_attention": True}, "--dp-attention"),
+        ({"tp": 2, "cp": 2}, "--cp"),
+        ({"tp": 4}, "--tp 4 cannot be honoured .* 2 groups"),
+    ],
 )
-def test_settings_that_it_cannot_have_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_settings_that_it_cannot_have_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         resolve(tiny_config(**changes), detect(), config())
+
+
+def test_no_rows_of_a_tensor_are_none(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for _, tensor in stored_tensors(open_source(tmp_path)):
+        assert len(tensor.values(range(0))) == 0
