@@ -158,6 +158,7 @@ def resolve(
     settle_adapters(filling)
     config = filling.config
     check_model(config, device, spec, pooled)
+    check_compressed(config, guessing)
     if config.dp_attention:
         filling.filled["step_log"], filling.reasons["step_log"] = 0, "--dp-attention: steps are not recorded"
     check_features(config, machine, device, pooled or encoder, encoder)

@@ -43,12 +43,15 @@ def canonical(name: str) -> str:
 
 
 def renamed(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """A checkpoint's name by ``Family.renamed``: with other parts, those with ^ at its beginning alone."""
+    """A checkpoint's name by ``Family.renamed``: with other parts, those with ^ at its beginning alone, those
+    with $ at its end."""
     for theirs, ours in pairs:
-        if not theirs.startswith("^"):
+        if theirs.startswith("^"):
+            name = ours + name[len(theirs) - 1 :] if name.startswith(theirs[1:]) else name
+        elif theirs.endswith("$"):
+            name = name[: 1 - len(theirs)] + ours if name.endswith(theirs[:-1]) else name
+        else:
             name = name.replace(theirs, ours)
-        elif name.startswith(theirs[1:]):
-            name = ours + name.removeprefix(theirs[1:])
     return name
 
 

@@ -178,6 +178,8 @@ def _ropes(c: Reader, rotated: int, positions: int) -> tuple[RopeSpec, RopeSpec]
         beside = table.keys() - {"main", "compress", "rope_type", "rope_theta"}
         if beside:
             raise c.error(ROPE, f"without {min(beside)} beside main and compress")
+        for part in parts:
+            _check_share(c, part, rotated)
     else:
         table = {key: x for key, x in table.items() if key != "rope_theta"}
         main = {"rope_theta": c.number("rope_theta")}
@@ -192,6 +194,14 @@ def _ropes(c: Reader, rotated: int, positions: int) -> tuple[RopeSpec, RopeSpec]
         p = Reader(c.architecture, {**c.values, ROPE: own, "rope_scaling": None})
         found.append(ropes(p, rotated, positions)[0])
     return found[0], found[1]
+
+
+def _check_share(c: Reader, part: Any, rotated: int) -> None:
+    """What a part of the table says of it, by which transformers makes the angles. Raises ConfigError."""
+    key, head_dim = "partial_rotary_factor", c.integer("head_dim", HEAD_DIM)
+    p = Reader(c.architecture, part)
+    if p.given(key) and int(head_dim * p.number(key, 1.0)) != rotated:
+        raise p.error(key, f"one that gives {rotated} of {head_dim} values, as the one beside {ROPE} does")
 
 
 def complete(c: Reader, spec: ModelSpec) -> ModelSpec:

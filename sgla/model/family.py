@@ -92,7 +92,7 @@ class Family:
     scaled_embedding: bool = False  # by the root of the width
     sinks: bool = False  # of attention
     mixture: str = ""
-    renamed: tuple[tuple[str, str], ...] = ()  # parts of names of tensors; with ^, beginnings
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of names of tensors; ^: beginnings, $: ends
     numbers: tuple[str, ...] = ()  # ends of names of tensors that hold whole numbers
     gguf: tuple[Gguf, ...] = ()  # architectures of GGUF files
     classifier: tuple[str, str, str] | None = None  # of an encoder: first layer, its activation, last layer

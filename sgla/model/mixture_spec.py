@@ -208,8 +208,10 @@ def exaone(c: Reader, layers: int) -> MoESpec:
 
 
 def hunyuan_v4(c: Reader, layers: int) -> MoESpec:
-    """Hy 4: DeepSeek-V3's, with bounded activations. Of a bound of 0 transformers says that it is none, and
-    makes nothing of all."""
+    """Hy 4: DeepSeek-V3's, with bounded activations."""
+    key = "swiglu_limit"
+    if c.values[key] == 0:
+        raise c.error(key, "above 0: transformers calls 0 no bound, and yet makes nothing of all by it")
     return replace(deepseek_v3(c, layers), clamped=Clamped(1.0, c.number("swiglu_limit"), 0.0))
 
 

@@ -2268,6 +2268,7 @@ REFUSED: dict[str, Case] = {
             ("gated_mla", False),
             ("learnable_sink", False),
             ("gating_type", "headwise"),
+            ("swiglu_limit", 0),
         )
     },
     "OPT-350m": Case(

@@ -15,11 +15,12 @@ from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
-from sgla.loading.checkpoint import stored_tensors
+from sgla.loading.checkpoint import renamed, stored_tensors
 from sgla.loading.load import load_model
 from sgla.loading.quantize import nearest, plan, write
 from sgla.model.compressed_spec import CompressedSpec
 from sgla.model.read import read_decoder
+from sgla.model.registry import family_of
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import detect
 from sgla.quant.mxfp4 import VALUES
@@ -153,16 +154,16 @@ def test_a_file_may_have_the_names_it_was_published_with(tmp_path: Path) -> None
     path = tmp_path / "model.safetensors"
     tensors, own = load_file(path), Eager(load_model(open_source(tmp_path)), page_size=16)
     names = {"model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", "model.": ""}
-    renamed = {}
+    stored = {}
     for name, tensor in tensors.items():
         for theirs, published in names.items():
             if name.startswith(theirs):
                 name = published + name.removeprefix(theirs)
                 break
         name = name.replace(".attn.norm.", ".attn.kv_norm.")
-        renamed[name] = tensor.int() if name.endswith("tid2eid") else tensor
-    assert {re.sub(r"\.\d+\.", ".N.", name) for name in renamed} == PUBLISHED
-    save_file(renamed | {"mtp.0.norm.weight": torch.ones(48)}, path, {"format": "pt"})
+        stored[name] = tensor.int() if name.endswith("tid2eid") else tensor
+    assert {re.sub(r"\.\d+\.", ".N.", name) for name in stored} == PUBLISHED
+    save_file(stored | {"mtp.0.norm.weight": torch.ones(48)}, path, {"format": "pt"})
     found = Eager(load_model(open_source(tmp_path)), page_size=16)
     assert torch.equal(found.prompt_logprobs(PROMPTS), own.prompt_logprobs(PROMPTS))
 
@@ -282,6 +283,10 @@ def test_experts_in_e2m1_beside_layers_in_e4m3(tmp_path: Path) -> None:
         ({"compress_rates": RATES | {"heavily_compressed_attention": 0}}, "heavily_compressed_attention"),
         ({"rope_parameters": {"main": {"rope_type": "default"}}}, "rope_parameters"),
         ({"rope_parameters": {"main": {}, "compress": {}, "factor": 2.0}}, "factor"),
+        (
+            {"rope_parameters": {part: {"partial_rotary_factor": 0.5} for part in ("main", "compress")}},
+            "partial_rotary_factor is 0.5.* 8 of 32",
+        ),
         ({"o_groups": 3}, "o_groups"),
         ({"head_dim": 24}, "head_dim"),
         ({"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
@@ -329,6 +334,22 @@ def test_published_sizes_follow_from_the_ratios() -> None:
 def test_settings_that_it_cannot_have_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(tiny_config(**changes), detect(), config())
+
+
+@pytest.mark.parametrize("changes", [{"page_size": 8}, {"kv_cache_dtype": "int8"}, {"tp": 4}])
+def test_a_model_that_guesses_is_checked_as_well(changes: dict[str, Any]) -> None:
+    asked = {"speculative_algorithm": "draft_model", "speculative_model": "a/b"}
+    target = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    target |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    resolve(tiny_config(**asked), detect(), target, draft=config())
+    with pytest.raises(ConfigError, match=r"cannot be honoured by DeepseekV4ForCausalLM"):
+        resolve(tiny_config(**asked, **changes), detect(), target, draft=config())
+
+
+def test_ends_of_names_are_told_from_parts() -> None:
+    pairs = family_of("DeepseekV4ForCausalLM").renamed
+    assert renamed("layers.0.attn.wkv.scale", pairs) == "model.layers.0.attn.wkv.weight_scale_inv"
+    assert renamed("layers.0.attn.scales.x", pairs) == "model.layers.0.attn.scales.x"
 
 
 def test_no_rows_of_a_tensor_are_none(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ FAMILIES = {
             (".ffn.gate.bias", ".ffn.gate.e_score_correction_bias"),
             ("hc_head.hc_", "hc_head_"),
             *((f"^{name}", f"model.{name}") for name in ("layers.", "norm.", "hc_head_")),
-            (".scale", ".weight_scale_inv"),
+            (".scale$", ".weight_scale_inv"),
             ("^embed.", "model.embed_tokens."),
             ("^head.", "lm_head."),
         ),
