@@ -109,15 +109,19 @@ def taken(messages: Messages) -> tuple[Messages, list[tuple[str, Any]]]:
     made = []
     for i, message in enumerate(messages):
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
+        for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, Mapping) and (kind := part.get("type")) in TEXTS:
-                check_one(part, (TEXTS[kind],), f"messages[{i}]")
+                check_one(part, (TEXTS[kind],), f"messages[{i}].content[{j}]")
         if isinstance(content, list) and any(map(is_medium, content)):
             if message["role"] == "assistant":
                 raise InvalidField(
                     f"messages[{i}]: an assistant sends no pictures, sounds or videos", param="messages"
                 )
-            found += [source_of(part) for part in content if is_medium(part)]
+            found += [
+                source_of(part, f"messages[{i}].content[{j}]")
+                for j, part in enumerate(content)
+                if is_medium(part)
+            ]
             parts = [{"type": PARTS[part["type"]][0]} if is_medium(part) else part for part in content]
             message = {**message, "content": parts}
         made.append(message)
@@ -128,12 +132,12 @@ def is_medium(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in PARTS
 
 
-def source_of(part: Mapping[str, Any]) -> tuple[str, Any]:
+def source_of(part: Mapping[str, Any], place: str) -> tuple[str, Any]:
     """Kind and value. Raises InvalidField."""
     kind, names = PARTS[part["type"]]
-    value, _ = held(part, names, "messages")
+    value, _ = held(part, names, place)
     if value is None:
-        raise InvalidField(f"a part of type {part['type']!r} has no {THINGS[kind]}", param="messages")
+        raise InvalidField(f"{place}: a part of type {part['type']!r} has no {THINGS[kind]}", param=place)
     return kind, value
 
 

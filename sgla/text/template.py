@@ -321,7 +321,7 @@ def _plain(message: Message, placeholders: Mapping[str, str]) -> Message:
 def _content(message: Message) -> Any:
     """What a message says; a model that refused said that."""
     content, refusal = message.get("content"), message.get("refusal")
-    return refusal if content is None and isinstance(refusal, str) else content
+    return refusal if not content and isinstance(refusal, str) else content
 
 
 def _flat(content: list[Any], placeholders: Mapping[str, str]) -> str:

@@ -178,10 +178,10 @@ def test_missing_content_is_an_empty_text() -> None:
 
 
 def test_a_refusal_is_what_was_said() -> None:
-    refused = message("assistant", None, refusal="No.")
     template = ChatTemplate(CHATML)
     said = template.render([message("user", "?"), message("assistant", "No.")])
-    assert template.render([message("user", "?"), refused]) == said
+    for nothing in (None, ""):
+        assert template.render([message("user", "?"), message("assistant", nothing, refusal="No.")]) == said
     assert template.render([message("user", "?"), message("assistant", "No.", refusal=None)]) == said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +22,7 @@ from sgla.http.request.schema import (
     unsupported,
 )
 from sgla.http.wire import encode
-from sgla.text.parts import check_apart
+from sgla.text.parts import check_apart, is_empty
 
 Message = dict[str, Any]
 
@@ -32,14 +33,18 @@ MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")  # of pictu
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 
-# What a block of another type holds may be null: it would be dropped without a word.
+class Holder(msgspec.Struct, kw_only=True):
+    """A block holds what it is in one field of these at most (``check_blocks``): what stands in another would
+    be dropped without a word."""
+
+    text: Any = None
+    source: Any = None
+    content: Any = None
 
 
-class TextBlock(msgspec.Struct, tag="text"):
+class TextBlock(Holder, tag="text"):
     text: str
     cache_control: CacheControl | None = None
-    source: None = None
-    content: None = None
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
@@ -49,11 +54,9 @@ class ImageSource(msgspec.Struct, kw_only=True):
     url: str | None = None
 
 
-class ImageBlock(msgspec.Struct, tag="image"):
+class ImageBlock(Holder, tag="image"):
     source: ImageSource
     cache_control: CacheControl | None = None
-    text: None = None
-    content: None = None
 
 
 class DocumentSource(msgspec.Struct, kw_only=True):
@@ -63,36 +66,32 @@ class DocumentSource(msgspec.Struct, kw_only=True):
     url: str | None = None
 
 
-class DocumentBlock(msgspec.Struct, tag="document", kw_only=True):
+class DocumentBlock(Holder, tag="document", kw_only=True):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
     cache_control: CacheControl | None = None
-    text: None = None
-    content: None = None
 
 
-class ThinkingBlock(msgspec.Struct, tag="thinking"):
+class ThinkingBlock(Holder, tag="thinking"):
     thinking: str
 
 
-class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
+class RedactedThinkingBlock(Holder, tag="redacted_thinking"):
     pass
 
 
-class ToolUseBlock(msgspec.Struct, tag="tool_use"):
+class ToolUseBlock(Holder, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
     cache_control: CacheControl | None = None
 
 
-class ToolResultBlock(msgspec.Struct, tag="tool_result"):
+class ToolResultBlock(Holder, tag="tool_result", kw_only=True):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     cache_control: CacheControl | None = None
-    text: None = None
-    source: None = None
 
 
 Block = (
@@ -104,6 +103,8 @@ Block = (
     | ToolUseBlock
     | ToolResultBlock
 )
+
+HOLDS = {TextBlock: "text", ImageBlock: "source", DocumentBlock: "source", ToolResultBlock: "content"}
 
 
 class MessageParam(msgspec.Struct):
@@ -198,6 +199,9 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
     if fields.stop_sequences is not None and fields.stop is not None:
         raise InvalidField("give either stop_sequences or stop", param="stop_sequences")
     check_sizes(fields)
+    check_blocks(fields.system, "system")
+    for i, message in enumerate(fields.messages):
+        check_blocks(message.content, f"messages[{i}].content")
     if isinstance(fields.container, Container) and fields.container.skills:
         raise unsupported("container.skills", ": they are for tools that a provider's own server runs")
     passed = {name: getattr(fields, name) for name in PASSED}
@@ -238,6 +242,25 @@ def check_sizes(fields: CountTokensRequest) -> None:
     contents = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
     contents += [block.source.content for block in blocks if isinstance(block, DocumentBlock)]
     check_parts("messages", [blocks, *(content for content in contents if isinstance(content, list))])
+
+
+def check_blocks(content: str | Sequence[Holder] | None, path: str) -> None:
+    """Raises InvalidField for a block that holds what one of another type does."""
+    if content is None or isinstance(content, str):
+        return
+    for i, block in enumerate(content):
+        where, own = f"{path}[{i}]", HOLDS.get(type(block), "")
+        given = [name for name in Holder.__struct_fields__ if not is_empty(getattr(block, name))]
+        if strange := [name for name in given if name != own]:
+            kind = block.__struct_config__.tag
+            raise InvalidField(
+                f"{where}: a block of type {kind!r} has no {strange[0]}; send that as a block of its own",
+                param=f"{where}.{strange[0]}",
+            )
+        if isinstance(block, ToolResultBlock):
+            check_blocks(block.content, f"{where}.content")
+        elif isinstance(block, DocumentBlock):
+            check_blocks(block.source.content, f"{where}.source.content")
 
 
 def response_format(form: OutputFormat) -> dict[str, Any]:

@@ -143,7 +143,10 @@ def text_of(item: Any, param: str) -> Any:
     """The text of an object in place of one, which may have it in the parts of its ``content``."""
     if not isinstance(item, dict):
         return item
-    parts = as_list(item.get("content", item))
+    parts = [item]
+    if item.get("content") is not None:
+        check_one(item, ("content",), param)
+        parts = as_list(item["content"])
     found = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if not found or len(found) < len(parts):
         raise InvalidField(

@@ -20,7 +20,7 @@ from sgla.http.request.schema import (
     shown,
     unsupported,
 )
-from sgla.text.parts import HOLDERS, TEXTS, check_one
+from sgla.text.parts import HOLDERS, TEXTS, check_apart, check_one
 from sgla.text.template import REASONING_FIELDS, RESERVED, is_source
 from sgla.validation import root
 
@@ -76,6 +76,7 @@ def _check_message(message: Message, path: str) -> None:
     if role not in ROLES:
         raise _wrong(f"{path}.role must be one of {', '.join(ROLES)}")
     check_beside(message, path)
+    check_apart([name for name in ("content", "refusal") if message.get(name)], path)
     calls = message.get("tool_calls")
     _check_calls(calls, f"{path}.tool_calls")
     if isinstance(content, list):
