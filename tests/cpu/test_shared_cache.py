@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
+from config_cases import RUN
 from msgspec.structs import replace
 from test_context import through
 from test_stages import LATENT, MODELS, one, requests, scores
-from tiny import run, tiny_config, tiny_source
+from tiny import VOCAB, run, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.ledger import ledger, mesh
 from sgla.model.read import read_spec
-from sgla.model.shared_cache import REFUSED, check_dcp
+from sgla.model.shared_cache import check_dcp
 
 ODD = LATENT | {"num_attention_heads": 3, "num_key_value_heads": 3}
 
@@ -40,6 +42,17 @@ async def test_a_shared_cache_equals_that_of_one_rank(changes: dict[str, Any]) -
         assert scores(found)[rid] == pytest.approx(values, abs=1e-4)
 
 
+@pytest.mark.parametrize("changes", [{"tp": 2, "dcp": 2}, {"cp": 2}])
+async def test_ranks_of_pairs_of_layers_equal_one(changes: dict[str, Any]) -> None:
+    """LongCat-Flash, with a latent for each attention of a layer."""
+    source = dataclasses.replace(tiny_source(), config=RUN["LongCat-Flash"].config | {"vocab_size": VOCAB})
+    expected = run(one(source), requests("latent"))
+    found = await through(source, requests("latent"), **changes)
+    assert found.tokens() == expected.tokens()
+    for rid, values in scores(expected).items():
+        assert scores(found)[rid] == pytest.approx(values, abs=1e-4)
+
+
 def test_a_rank_keeps_its_part_of_the_tokens() -> None:
     source = tiny_source(**LATENT)
     whole, parts = (tiny_config(tp=2, dcp=dcp, kv_cache_bytes=1 << 20) for dcp in (1, 2))
@@ -49,7 +62,13 @@ def test_a_rank_keeps_its_part_of_the_tokens() -> None:
     assert 2 * once <= twice <= 2 * once + parts.page_size
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    """
+    pp cp nnodes dp_attention speculative_algorithm enable_lora kv_disk kv_host_bytes kv_host_ratio
+    kv_store role encode_url cpu_offload_gb enable_torch_compile
+    """.split(),  # noqa: SIM905
+)
 def test_settings_that_it_is_not_together_with(name: str) -> None:
     kinds: dict[type, Any] = {int: 2, bool: True, dict: {"a": 1}, list: ["x"]}
     config = replace(Config(tp=2, dcp=2), **{name: kinds.get(type(getattr(Config(), name)), "x")})
