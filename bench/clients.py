@@ -17,12 +17,14 @@ from sgla.bench.workloads import Session
 def run(
     target: load.Target, sessions: Sequence[Session], at_once: int, processes: int = 8
 ) -> tuple[list[load.Record], float]:
-    """``load.run`` by so many processes, each with its part of the sessions."""
+    """``load.run`` by so many processes, each with its part of the sessions. Raises EOFError if one dies."""
+    processes = min(processes, at_once)
     pipes = []
     for i in range(processes):
         ours, theirs = get_context("spawn").Pipe()
         own = target, sessions[i::processes], at_once // processes
         get_context("spawn").Process(target=_ask, args=(theirs, *own), daemon=True).start()
+        theirs.close()
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()

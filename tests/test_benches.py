@@ -281,3 +281,10 @@ def test_a_tokenizer_for_machines_that_have_none(tmp_path: Path) -> None:
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text
     assert len(tokenizer.encode(" people through the night").ids) == 4
+
+
+def test_a_process_that_dies_ends_a_run_of_several() -> None:
+    import clients
+
+    with pytest.raises(EOFError):
+        clients.run(None, [], 1, processes=1)  # type: ignore[arg-type]

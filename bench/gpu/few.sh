@@ -4,7 +4,7 @@
 # verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests early layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all)
+#   parts: tests early layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but last)
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh

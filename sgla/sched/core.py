@@ -33,9 +33,6 @@ from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
 MISSES = 4  # rows without a right guess after which a request guesses in every second step, then more rarely
-BRIEF = (
-    0.002  # seconds: the host takes about one from a result to the launch of the step that it is needed for
-)
 RAREST = 4  # doublings at most: in one of 16 steps
 
 

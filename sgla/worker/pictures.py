@@ -31,7 +31,7 @@ Places = NDArray[np.int64]
 
 def kept_on(device: torch.device) -> int:
     """Bytes of features that are kept there."""
-    return CACHED if device.type == "cpu" else max(CACHED, torch.cuda.mem_get_info()[1] // SHARE)
+    return CACHED if device.type == "cpu" else max(CACHED, torch.cuda.mem_get_info(device)[1] // SHARE)
 
 
 @dataclass
