@@ -20,7 +20,7 @@ from sgla.layers.moe import MoE, SharedExpert
 from sgla.layers.norm import RMSNorm
 from sgla.model.base import Decoder
 from sgla.model.compressed_spec import CompressedSpec
-from sgla.model.hyper import Collapse, Streams, values
+from sgla.model.hyper import Block, Collapse, Streams, through, values
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import SourceTensor
 
@@ -155,38 +155,6 @@ class ClampedMLP(GatedMLP):
         return self.down.part(ops.gated(self.gate_up(x), self.clamped))
 
 
-class Block:
-    def __init__(self, model: DeepseekV4, build: Build, name: str, index: int) -> None:
-        spec, layer = model.spec, model.spec.attention[index]
-        assert isinstance(layer, CompressedSpec)
-        assert spec.hyper is not None
-        self.around_attention, self.around_mlp = (
-            Streams(
-                build,
-                (f"{name}.hc_{part}_fn", f"{name}.hc_{part}_base", f"{name}.hc_{part}_scale"),
-                spec.hidden,
-                spec.hyper,
-                spec.eps,
-            )
-            for part in ("attn", "ffn")
-        )
-        self.attention_norm = model.norm_of(build, f"{name}.attn_norm")
-        self.attention = Attention(model, build, f"{name}.attn", layer)
-        self.mlp_norm = model.norm_of(build, f"{name}.ffn_norm")
-        self.mlp, self.hashed = model.experts(build, f"{name}.ffn", index)
-
-    def __call__(self, h: Tensor, batch: ForwardBatch, kv: Kept, rows: Tensor | None) -> Tensor:
-        taken = self.around_attention.read(h)
-        seen, ids = self.attention(self.attention_norm(taken.x), batch, kv), batch.ids
-        if rows is not None:
-            seen, h = ops.gather(seen, rows), ops.gather(h, rows)
-            taken, ids = taken.of(rows.long()), ids[rows.long()]
-        h = self.around_attention.write(h, taken, self.attention.out(seen))
-        taken = self.around_mlp.read(h)
-        fixed = None if self.hashed is None else self.hashed[ids.long()]
-        return self.around_mlp.write(h, taken, self.mlp(self.mlp_norm(taken.x), fixed=fixed))
-
-
 class DeepseekV4(Decoder):
     ignored = ("mtp.", "model.mtp.")
 
@@ -197,7 +165,23 @@ class DeepseekV4(Decoder):
         self.collapse = Collapse(build, names, spec.hidden, spec.hyper, spec.eps)
 
     def block(self, build: Build, name: str, index: int) -> Block:  # type: ignore[override]
-        return Block(self, build, name, index)
+        spec, layer = self.spec, self.spec.attention[index]
+        assert isinstance(layer, CompressedSpec)
+        assert spec.hyper is not None
+        around_attention, around_mlp = (
+            Streams(
+                build,
+                (f"{name}.hc_{part}_fn", f"{name}.hc_{part}_base", f"{name}.hc_{part}_scale"),
+                spec.hidden,
+                spec.hyper,
+                spec.eps,
+            )
+            for part in ("attn", "ffn")
+        )
+        attention = Attention(self, build, f"{name}.attn", layer)
+        mlp, hashed = self.experts(build, f"{name}.ffn", index)
+        before, behind = (self.norm_of(build, f"{name}.{part}_norm") for part in ("attn", "ffn"))
+        return Block(around_attention, before, attention, around_mlp, behind, mlp, hashed)
 
     def experts(self, build: Build, name: str, index: int) -> tuple[MoE, Tensor | None]:
         """Those of a layer, and the table int64 ``[vocab, top_k]`` by which tokens have them, if there is
@@ -235,15 +219,12 @@ class DeepseekV4(Decoder):
         return made, table
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
-        assert self.spec.hyper is not None
-        blocks = cast(list[Block], self.blocks)
-        beside = iter(kv[len(blocks) :])
-        h: Tensor = self.embed(batch.ids).repeat(1, self.spec.hyper.streams)
-        for block, layer, spec in zip(blocks, kv, self.spec.attention):
+        beside = iter(kv[len(self.blocks) :])
+        kept = []
+        for layer, spec in zip(kv, self.spec.attention):
             entries = next(beside) if spec.beside() else None
-            kept = Kept(cast(KVLayer, layer), cast(KVLayer | None, entries))
-            h = block(h, batch, kept, rows if block is blocks[-1] else None)
-        return self.norm.add(self.collapse(h), None)[0]
+            kept.append(Kept(cast(KVLayer, layer), cast(KVLayer | None, entries)))
+        return through(self, self.collapse, batch, kept, rows)
 
 
 def unrotated(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:

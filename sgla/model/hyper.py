@@ -3,15 +3,20 @@ streams and adds what it makes to each, after they have been mixed; how, it make
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.hyper import stream_weights
 from sgla.layers.build import Build
 from sgla.layers.spec import HyperConnections
+from sgla.model.base import Decoder, Norm
 from sgla.quant.weight import SourceTensor
 
 
@@ -72,6 +77,44 @@ class Collapse:
     def __call__(self, h: Tensor) -> Tensor:
         reads = torch.sigmoid(projected(h, self.matrix, self.eps) * self.scale + self.base)
         return collapsed(h, reads + self.hyper.eps)
+
+
+@dataclass(eq=False)
+class Block:
+    """One layer: streams ``[T, n * d] -> [T, n * d]``, of ``rows`` alone once every token has left what
+    ``kv`` keeps of it. ``attention`` has what brings back to the width apart, as ``out``. ``hashed``: int64
+    ``[vocab, top_k]``, the experts that tokens have; None: the mixture chooses them, or there is none."""
+
+    around_attention: Streams
+    attention_norm: Norm
+    attention: Any
+    around_mlp: Streams
+    mlp_norm: Norm
+    mlp: Any
+    hashed: Tensor | None = None
+
+    def __call__(self, h: Tensor, batch: ForwardBatch, kv: Any, rows: Tensor | None) -> Tensor:
+        taken = self.around_attention.read(h)
+        seen, ids = self.attention(self.attention_norm(taken.x), batch, kv), batch.ids
+        if rows is not None:
+            seen, h = ops.gather(seen, rows), ops.gather(h, rows)
+            taken, ids = taken.of(rows.long()), ids[rows.long()]
+        h = self.around_attention.write(h, taken, self.attention.out(seen))
+        taken = self.around_mlp.read(h)
+        x = self.mlp_norm(taken.x)
+        made = self.mlp(x) if self.hashed is None else self.mlp(x, fixed=self.hashed[ids.long()])
+        return self.around_mlp.write(h, taken, made)
+
+
+def through(
+    model: Decoder, collapse: Collapse, batch: ForwardBatch, kv: Sequence[Any], rows: Tensor | None
+) -> Tensor:
+    """``forward`` of a model of such blocks, of which each has its part of ``kv``."""
+    blocks = cast(list[Block], model.blocks)
+    h: Tensor = model.embed(batch.ids).repeat(1, collapse.hyper.streams)
+    for block, layer in zip(blocks, kv):
+        h = block(h, batch, layer, rows if block is blocks[-1] else None)
+    return model.norm.add(collapse(h), None)[0]
 
 
 def projected(h: Tensor, matrix: Tensor, eps: float) -> Tensor:
