@@ -195,19 +195,16 @@ class Gemma4(Decoder):
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
 
-    def _of_text(self, batch: ForwardBatch, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids int32 ``[T]`` and embeddings ``[T, d]``, with those of the padding in place of pictures; they
-        are not scaled, as in HF's class."""
+    def _of_text(self, batch: ForwardBatch) -> Tensor:
+        """Ids int32 ``[T]`` with the padding's in place of pictures, as in HF's class."""
         own, media = self.spec.per_layer, batch.media
         if media is None or own is None:
-            return batch.ids, x
-        assert isinstance(self.embed, VocabEmbedding)
-        pad = ops.embedding(torch.full_like(media.tokens, own.pad, dtype=torch.int32), self.embed.weight)
-        return batch.ids.index_fill(0, media.tokens, own.pad), x.index_copy(0, media.tokens, pad.to(x.dtype))
+            return batch.ids
+        return batch.ids.index_fill(0, media.tokens, own.pad)
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embedded(batch)
-        values = None if self.per_layer is None else self.per_layer(*self._of_text(batch, x))
+        values = None if self.per_layer is None else self.per_layer(self._of_text(batch), x)
         h: Tensor | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, kv)):
             assert isinstance(layer, KVLayer)

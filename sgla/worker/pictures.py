@@ -160,7 +160,8 @@ class Pictures:
                 if own.size and shown.placed[i].picture.arrays:
                     found.append((at, self._of(shown, i), own))
                 if shown.placed[i].whole:
-                    until[at] = parts[-1] + 1
+                    ends = ends_of(parts)
+                    until[at] = ends[np.searchsorted(ends, parts[own])] + 1
                 if stop >= shown.placed[i].end:
                     shown.features.pop(i, None)
             if shown.grid is not None:
@@ -250,6 +251,12 @@ def groups_of(pictures: list[tuple[Prepared, int]], most: int) -> Iterator[list[
         total += size
     if len(group) > 1:
         yield group
+
+
+def ends_of(parts: Places) -> Places:
+    """The last one of each run of numbers that follow each other: a picture, or a frame of a video, whose
+    tokens see each other, but none of a later frame's."""
+    return parts[np.append(np.diff(parts) > 1, True)]
 
 
 def grid_of(placed: list[Placed], parts: list[Places], end: int, merged: int) -> tuple[Places, int]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from tiny import submit
-from vision_models import TEXT
+from vision_models import TEXT, TOP, Answer, answer_of
 
 from sgla.hub.source import ModelSource, open_source
 from sgla.media.prepare import (
@@ -100,9 +100,9 @@ class Heard(NamedTuple):
         text = text.replace("<sound>", self.speller.vision.media)
         tokens, placed = self.speller.in_text(text, [self.prepared(one) for one in heard], encode)
         media = [(entry.first, entry.picture.digest) for entry in placed]
-        return replace(submit(rid, tokens, max_new), pictures=placed, media=media)
+        return replace(submit(rid, tokens, max_new, logprobs=TOP), pictures=placed, media=media)
 
-    def generated(self, request: Submit, heard: Sequence[Sound]) -> list[int]:
+    def answer(self, request: Submit, heard: Sequence[Sound]) -> Answer:
         """What transformers' module makes of it."""
         processor = self.speller.vision.processors[0]
         given: dict[str, Any] = {}
@@ -115,15 +115,8 @@ class Heard(NamedTuple):
             for name, as_module in names.items():
                 given[as_module] = torch.from_numpy(side_by_side([arrays[name] for arrays in made]))
         ids = torch.tensor([request.tokens])
-        out = self.module.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=request.max_new,
-            **given,
-        )
-        found: list[int] = out[0, len(request.tokens) :].tolist()
-        return found
+        given |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return answer_of(self.module, given, request.max_new)
 
 
 def save_model(folder: Path, architecture: str, config: Any, extractor: dict[str, Any]) -> Heard:

@@ -71,7 +71,7 @@ def expected(model: Heard, tokenizer: Tokenizer, prompt: str, context: int) -> t
         prompt, [model.prepared(HEARD)], lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     )
     request = model.submit("a", "<sound>", [HEARD], context - len(tokens))
-    found = model.generated(replace(request, tokens=tokens, pictures=placed), [HEARD])
+    found = model.answer(replace(request, tokens=tokens, pictures=placed), [HEARD]).tokens
     found = found[: found.index(END)] if END in found else found
     return len(tokens), tokenizer.decode(found, skip_special_tokens=False).strip()
 

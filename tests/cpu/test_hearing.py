@@ -11,6 +11,7 @@ import pytest
 from hearing_models import Heard, qwen2_audio, qwen3_asr, sound, voxtral
 from msgspec.structs import replace
 from tiny import make_core, over_two_ranks, run, tiny_config
+from vision_models import Answer, check_answers
 
 from sgla.errors import InvalidField
 from sgla.loading.tower import small_config
@@ -31,36 +32,35 @@ class Served(NamedTuple):
     model: Heard
     runner: CpuRunner
     requests: list[Submit]
-    expected: dict[str, list[int]]  # of transformers
+    answers: dict[str, Answer]  # of transformers
 
 
 @pytest.fixture(scope="module", params=MAKERS)
 def served(request: Any, tmp_path_factory: Any) -> Served:
     model = MAKERS[request.param](tmp_path_factory.mktemp("model"))
     requests = [model.submit(str(count), text, SOUNDS[:count]) for count, text in TEXTS.items()]
-    expected = {r.rid: model.generated(r, SOUNDS[: int(r.rid)]) for r in requests}
+    answers = {r.rid: model.answer(r, SOUNDS[: int(r.rid)]) for r in requests}
     config = tiny_config(step_tokens=256, native_kernels=True)
-    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, expected)
+    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, answers)
 
 
 def test_equal_to_transformers(served: Served) -> None:
     """Together, and again with what the first time has left in the cache."""
     core = make_core(served.runner.facts)
-    assert run(served.runner, served.requests, core).tokens() == served.expected
+    check_answers(run(served.runner, served.requests, core), served.answers)
     assert served.runner._pictures is not None
     assert served.runner._pictures.computed == len(SOUNDS)  # once each, though two requests have the first
-    assert len({tuple(tokens) for tokens in served.expected.values()}) == 3
+    assert len({tuple(answer.tokens) for answer in served.answers.values()}) == 3
     again = [replace(request, rid=f"{request.rid} again") for request in served.requests]
     warm = run(served.runner, again, core)
-    assert {rid.split()[0]: tokens for rid, tokens in warm.tokens().items()} == served.expected
+    check_answers(warm, served.answers)
     for request in again:
         assert warm[request.rid][0].cached_tokens >= (len(request.tokens) - 1) // 16 * 16
 
 
 def test_in_chunks_and_alone(served: Served) -> None:
     for request in served.requests:
-        found = run(served.runner, [request], step_tokens=9, prefix_cache=False)
-        assert found.tokens()[request.rid] == served.expected[request.rid]
+        check_answers(run(served.runner, [request], step_tokens=9, prefix_cache=False), served.answers)
 
 
 def test_another_sound_is_no_hit(served: Served) -> None:
@@ -77,7 +77,7 @@ def test_a_sound_that_cannot_be_had_ends_its_request_alone(served: Served) -> No
     wrong = replace(heard, picture=replace(heard.picture, digest=b"gone", file="/nowhere"))
     found = run(served.runner, [first, replace(middle, rid="broken", pictures=[wrong]), last])
     assert found.finish() == {first.rid: "length", "broken": "error", last.rid: "length"}
-    assert found.tokens()[last.rid] == served.expected[last.rid]
+    assert found.tokens()[last.rid] == served.answers[last.rid].tokens
 
 
 def test_a_sound_longer_than_the_model_hears_is_refused(served: Served) -> None:
@@ -87,7 +87,7 @@ def test_a_sound_longer_than_the_model_hears_is_refused(served: Served) -> None:
         request = served.model.submit("long", "Hear: <sound>", [long])
         heard = {"windows": 3 * 25 + 1, "chunks": 4 * 13 + 1 + 2}[how]
         assert len(request.tokens) == len("Hear: ") + heard
-        assert run(served.runner, [request]).tokens() == {"long": served.model.generated(request, [long])}
+        check_answers(run(served.runner, [request]), {"long": served.model.answer(request, [long])})
         return
     with pytest.raises(InvalidField, match="hears 2 s; send it in pieces"):
         served.model.prepared(long)

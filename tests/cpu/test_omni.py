@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_vision import gemma4_small
 from tiny import make_core, run, tiny_config
 from video_files import clip
-from vision_models import TEXT, Model, picture, save_model, token
+from vision_models import TEXT, Answer, Model, answer_of, check_answers, picture, save_model, token
 
 from sgla.errors import InvalidField
 from sgla.hub.source import open_source, thinking
@@ -125,7 +125,7 @@ class Served(NamedTuple):
     model: Model
     runner: CpuRunner
     requests: list[Submit]
-    expected: dict[str, list[int]]  # of transformers
+    answers: dict[str, Answer]  # of transformers
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -133,29 +133,26 @@ def served(request: Any, tmp_path_factory: Any) -> Served:
     model = MAKERS[request.param](tmp_path_factory.mktemp("model"))
     cases = SHOWN | (filmed() if request.param == "qwen2.5-omni" else {})
     requests = [model.submit(rid, text, shown) for rid, (text, shown) in cases.items()]
-    expected = {}
-    for one in requests:
-        out = model.module.generate(
-            **given(model, one, cases[one.rid][1]), do_sample=False, max_new_tokens=one.max_new
-        )
-        expected[one.rid] = out[0, len(one.tokens) :].tolist()
+    answers = {
+        one.rid: answer_of(model.module, given(model, one, cases[one.rid][1]), one.max_new)
+        for one in requests
+    }
     config = tiny_config(step_tokens=512, native_kernels=True)
-    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, expected)
+    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, answers)
 
 
 def test_equal_to_transformers(served: Served) -> None:
     """Together, again with what the first time has left in the cache, and in chunks, alone."""
     core = make_core(served.runner.facts)
-    assert run(served.runner, served.requests, core).tokens() == served.expected
-    assert len({tuple(tokens) for tokens in served.expected.values()}) == len(served.requests)
+    check_answers(run(served.runner, served.requests, core), served.answers)
+    assert len({tuple(answer.tokens) for answer in served.answers.values()}) == len(served.requests)
     again = [replace(request, rid=f"{request.rid} again") for request in served.requests]
     warm = run(served.runner, again, core)
-    assert {rid.split()[0]: tokens for rid, tokens in warm.tokens().items()} == served.expected
+    check_answers(warm, served.answers)
     for request in again:
         assert warm[request.rid][0].cached_tokens >= (len(request.tokens) - 1) // 16 * 16
     for request in served.requests[1:]:
-        found = run(served.runner, [request], step_tokens=19, prefix_cache=False)
-        assert found.tokens()[request.rid] == served.expected[request.rid]
+        check_answers(run(served.runner, [request], step_tokens=19, prefix_cache=False), served.answers)
 
 
 def test_a_sound_longer_than_the_model_hears_is_refused(served: Served) -> None:

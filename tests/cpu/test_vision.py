@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tiny import make_core, over_two_ranks, run, tiny_config
-from vision_models import TEXT, Model, picture, save_model, token
+from vision_models import TEXT, Answer, Model, check_answers, picture, save_model, token
 
 from sgla.errors import InvalidField
 from sgla.loading.tower import small_config
@@ -562,7 +562,7 @@ class Served(NamedTuple):
     model: Model
     runner: CpuRunner
     requests: list[Submit]
-    expected: dict[str, list[int]]  # of transformers
+    answers: dict[str, Answer]  # of transformers
 
 
 FAST = ("gemma3", "paligemma", "qwen3-vl", "smolvlm")
@@ -575,22 +575,21 @@ FAST = ("gemma3", "paligemma", "qwen3-vl", "smolvlm")
 def served(request: Any, tmp_path_factory: Any) -> Served:
     model = MAKERS[request.param](tmp_path_factory.mktemp("model"))
     requests = [model.submit(str(count), text, SHOWN[:count]) for count, text in TEXTS.items()]
-    expected = {r.rid: model.generated(r, SHOWN[: int(r.rid)]) for r in requests}
+    answers = {r.rid: model.answer(r, SHOWN[: int(r.rid)]) for r in requests}
     config = tiny_config(step_tokens=256, native_kernels=True)
-    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, expected)
+    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, answers)
 
 
 def test_equal_to_transformers(served: Served) -> None:
-    found = run(served.runner, served.requests)
-    assert found.tokens() == served.expected
+    check_answers(run(served.runner, served.requests), served.answers)
     assert served.runner._pictures is not None
     seen = {shown.picture.digest for r in served.requests for shown in r.pictures if shown.picture.arrays}
     assert served.runner._pictures.computed == len(seen)  # once each, though two requests have the first
     again = [replace(request, rid=f"{request.rid} again") for request in served.requests]
     core = make_core(served.runner.facts)
-    assert run(served.runner, served.requests, core).tokens() == served.expected
+    check_answers(run(served.runner, served.requests, core), served.answers)
     warm = run(served.runner, again, core)
-    assert {rid.split()[0]: tokens for rid, tokens in warm.tokens().items()} == served.expected
+    check_answers(warm, served.answers)
     for request in again:
         assert warm[request.rid][0].cached_tokens >= (len(request.tokens) - 1) // 16 * 16
 
@@ -604,17 +603,15 @@ def test_features_that_cannot_be_had_end_their_request_alone(served: Served) -> 
     broken = replace(served.requests[1], rid="broken", pictures=[*around, wrong])
     found = run(served.runner, [first, broken, last], core)
     assert found.finish() == {first.rid: "length", "broken": "error", last.rid: "length"}
-    assert found.tokens()[last.rid] == served.expected[last.rid]
-    again = run(served.runner, [served.requests[1]], core)
-    assert again.tokens() == {"1": served.expected["1"]}
+    assert found.tokens()[last.rid] == served.answers[last.rid].tokens
+    check_answers(run(served.runner, [served.requests[1]], core), served.answers)
 
 
 def test_in_chunks_and_alone(served: Served) -> None:
     wholes = [shown.end - shown.first for r in served.requests for shown in r.pictures if shown.whole]
     step = max([9, *(whole + 8 for whole in wholes)])
     for request in served.requests:
-        found = run(served.runner, [request], step_tokens=step, prefix_cache=False)
-        assert found.tokens()[request.rid] == served.expected[request.rid]
+        check_answers(run(served.runner, [request], step_tokens=step, prefix_cache=False), served.answers)
 
 
 def test_another_picture_is_no_hit(served: Served) -> None:

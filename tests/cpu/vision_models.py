@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from msgspec.structs import replace
-from tiny import submit
+from tiny import Transcript, submit
 
 from sgla.hub.source import ModelSource, open_source
 from sgla.loading.tower import READ
@@ -24,6 +24,7 @@ from sgla.model.vision.served import settings_of
 from sgla.model.vision.table import vision_for
 from sgla.text.pictures import Speller
 
+TOP, CLOSE = 20, 1e-4  # logprobs that are compared at each token, and how far they may be
 TEXT = {
     "vocab_size": 311,
     "hidden_size": 48,
@@ -68,6 +69,38 @@ def token(word: str) -> int:
 def picture(height: int, width: int, seed: int = 0) -> Picture:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Picture.of(height, width, pixels.tobytes())
+
+
+class Answer(NamedTuple):
+    """Of transformers' module: tokens, and float32[tokens, vocabulary]."""
+
+    tokens: list[int]
+    logprobs: torch.Tensor
+
+
+def answer_of(module: Any, given: dict[str, Any], max_new: int) -> Answer:
+    out = module.generate(
+        **given,
+        do_sample=False,
+        max_new_tokens=max_new,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = out.sequences[0, given["input_ids"].shape[1] :].tolist()
+    return Answer(tokens, torch.cat(out.logits).log_softmax(-1))
+
+
+def check_answers(found: Transcript, answers: dict[str, Answer]) -> None:
+    """A request is called as its answer, with more words behind. The tokens of a random model may be the same
+    whatever it sees; their logprobs are not."""
+    for rid, deltas in found.items():
+        expected = answers[rid.split()[0]]
+        told = [entry for delta in deltas for entry in delta.logprobs or ()]
+        assert [entry.token for entry in told] == expected.tokens, rid
+        for entry, row in zip(told, expected.logprobs):
+            tokens, values = zip(*entry.top)
+            assert len(tokens) == TOP
+            torch.testing.assert_close(torch.tensor(values), row[list(tokens)], atol=CLOSE, rtol=0)
 
 
 class Model(NamedTuple):
@@ -131,7 +164,7 @@ class Model(NamedTuple):
         made = [self.prepared(one, several) for one in shown]
         tokens, placed = self.speller.in_text(text, made, encode) if made else (encode(text), [])
         media = [(entry.first, entry.picture.digest) for entry in placed]
-        return replace(submit(rid, tokens, max_new), pictures=placed, media=media)
+        return replace(submit(rid, tokens, max_new, logprobs=TOP), pictures=placed, media=media)
 
     def given(self, request: Submit, shown: Sequence[Picture | Video]) -> dict[str, Any]:
         """What transformers' module is given for it."""
@@ -168,12 +201,9 @@ class Model(NamedTuple):
             joined["mm_token_type_ids"] += 2 * (ids == film.token_of(self.source.config)).int()
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **joined}
 
-    def generated(self, request: Submit, shown: Sequence[Picture | Video], **more: Any) -> list[int]:
+    def answer(self, request: Submit, shown: Sequence[Picture | Video]) -> Answer:
         """What transformers' module makes of it."""
-        given = self.given(request, shown)
-        out = self.module.generate(**given, do_sample=False, max_new_tokens=request.max_new, **more)
-        found: list[int] = out[0, len(request.tokens) :].tolist()
-        return found
+        return answer_of(self.module, self.given(request, shown), request.max_new)
 
 
 def side_by_side(arrays: list[Any]) -> Any:
