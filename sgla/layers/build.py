@@ -142,10 +142,12 @@ class Moves(Protocol):
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
+    """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it. ``check``
+    raises ValueError for values that it cannot have, and stores nothing."""
 
     shape: tuple[int, ...]
     take: Callable[[Share], None]
+    check: Callable[[SourceTensor], None] | None = None
 
 
 class StackPart(NamedTuple):
@@ -252,9 +254,15 @@ class Build:
         """One that is never quantized."""
         return storage(self.plain).empty(n, k, self.make)
 
-    def declare(self, name: str, shape: tuple[int, ...], take: Callable[[Share], None]) -> None:
+    def declare(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        take: Callable[[Share], None],
+        check: Callable[[SourceTensor], None] | None = None,
+    ) -> None:
         assert name not in self.table, name
-        self.table[name] = Slot(shape, take)
+        self.table[name] = Slot(shape, take, check)
 
     def stack(
         self,

@@ -312,6 +312,10 @@ class Declared:
         table = self.build.table
         parts = _parted(stored, self.build, self.mend)
         jobs = _fitting(table, parts, self.architecture, self.tied, self.ignored, whole=False)
+        checks = {
+            name: Slot(slot.shape, slot.check) for name, slot in table.items() if slot.check is not None
+        }
+        _run(checks, {name: jobs[name] for name in jobs.keys() & checks.keys()}, lambda progress: None)
         if not look:
             _run(table, jobs, lambda progress: None)
         elif not plain:  # numbers that are packed show when they are read whether they are of use

@@ -207,15 +207,19 @@ class DeepseekV4(Decoder):
         shape = spec.vocab, moe.routing.top_k
         table = torch.arange(shape[0] * shape[1]).view(shape) % moe.experts
 
+        def check(source: SourceTensor) -> None:
+            found = source.dense()
+            if not bool(((found >= 0) & (found < moe.experts)).all()):
+                raise ValueError(f"it names experts that are not among the {moe.experts}")
+
         def take(source: SourceTensor) -> None:
             found = source.dense()
             if found.is_floating_point():  # as made up weights are
                 return
-            if not bool(((found >= 0) & (found < moe.experts)).all()):
-                raise ValueError(f"it names experts that are not among the {moe.experts}")
+            check(source)
             table.copy_(found)
 
-        build.declare(f"{name}.gate.tid2eid", shape, take)
+        build.declare(f"{name}.gate.tid2eid", shape, take, check)
         return made, table
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:

@@ -209,6 +209,14 @@ def test_a_trainer_sends_all_that_it_has(tmp_path: Path) -> None:
     other.declared.take(tensors)
     found, expected = (Eager(each, page_size=16).prompt_logprobs(PROMPTS) for each in (other, model))
     assert torch.equal(found, expected)
+    norm, wrong = "model.norm.weight", dict(tensors)
+    wrong[norm] = torch.zeros(48)
+    table = wrong["model.layers.2.ffn.gate.tid2eid"] = wrong["model.layers.2.ffn.gate.tid2eid"].clone()
+    table[7, 1] = 8
+    for look in (True, False):
+        with pytest.raises(WeightError, match="not among the 8"):
+            other.declared.take(wrong, look=look)
+    assert torch.equal(Eager(other, page_size=16).prompt_logprobs(PROMPTS), expected)
     with pytest.raises(WeightError, match=r"no float: model\.norm\.weight"):
         other.declared.take({"model.norm.weight": torch.ones(48, dtype=torch.int64)})
 
