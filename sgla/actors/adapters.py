@@ -14,7 +14,6 @@ from sgla.cache.spaces import ADAPTED
 from sgla.config import Config
 from sgla.errors import (
     ConfigError,
-    Forbidden,
     InvalidAdapter,
     InvalidField,
     ModelNotFound,
@@ -128,7 +127,7 @@ class AdapterTable:
         own = self._config.lora_folders
         try:
             path = Path(folder) if trusted else inside(folder, own, "lora_path", "--lora-folders")
-        except Forbidden as error:
+        except InvalidField as error:
             raise InvalidAdapter(error.message, param="lora_path") from None
         return await self._works.whole(self._load(name, path, pinned))
 
@@ -198,8 +197,8 @@ class AdapterTable:
 
 
 def inside(folder: str, folders: list[str], param: str, flag: str) -> Path:
-    """Raises Forbidden for what is not inside of one of the ``folders``, InvalidField for what is no
-    folder. Each part of a path is looked at."""
+    """Raises InvalidField for what is not inside of one of the ``folders``, or no folder. Each part of a path
+    is looked at."""
     if len(folder) > MOST_PATH:
         raise InvalidField(
             f"{param} has {len(folder)} characters; at most {MOST_PATH} are taken", param=param
@@ -210,7 +209,7 @@ def inside(folder: str, folders: list[str], param: str, flag: str) -> Path:
     except (OSError, ValueError) as error:
         raise InvalidField(f"{param} is no folder: {error}", param=param) from None
     if not below:
-        raise Forbidden(
+        raise InvalidField(
             f"{param} must be a folder inside of those of {flag}, with which the server was started",
             param=param,
         )

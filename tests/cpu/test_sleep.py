@@ -18,7 +18,7 @@ from tiny import LLAMA, make_core, run, submit, tiny_config, tiny_source
 from sgla.actors.ingress import Ingress
 from sgla.config import Config
 from sgla.device import Device
-from sgla.errors import ConfigError, Forbidden, InvalidField, Loading, UnsupportedField
+from sgla.errors import ConfigError, InvalidField, Loading, UnsupportedField
 from sgla.executor.fake import fake_facts
 from sgla.loading.source import open_source
 from sgla.memory import resident
@@ -400,7 +400,7 @@ async def test_the_ingress_takes_weights_of_its_folders_alone(folders: dict[str,
 
     facts = fake_facts(tiny_config(), tiny_source())
     ingress.connect(object(), facts, dict, control, lambda tiers: True, str, lambda paused: None)
-    with pytest.raises(Forbidden, match="--weight-folders"):
+    with pytest.raises(InvalidField, match="--weight-folders"):
         await ingress.update_weights("/elsewhere", None)
     assert await ingress.update_weights(str(folders["two"]), "second")
     assert (ingress.weight_version, told) == ("second", [str(folders["two"])])
