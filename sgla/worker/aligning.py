@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
-from sgla.sampling.warp import places_of
+from sgla.sampling.warp import matrix_of, places_in
 from sgla.worker.features import threads
 from sgla.worker.state import Int32s
 
 
 class Said(NamedTuple):
-    """How much heads attend to the places of a window, ``weights`` float32[heads, tokens, places]."""
+    """``matrix``: that of ``matrix_of``, where the model is."""
 
-    weights: Tensor
-    width: int
+    matrix: Tensor
 
     def numpy(self) -> NDArray[np.float32]:
-        """float32[tokens]: the place where each begins; of weights on the host."""
-        return places_of(self.weights, self.width).astype(np.float32)
+        """float32[tokens]: the place where each begins; of a matrix on the host."""
+        return places_in(self.matrix).astype(np.float32)
 
 
 class Aligner:
@@ -64,7 +63,7 @@ class Aligner:
         """When the text of a slot was said, which has been read."""
         skipped, frames = self._asked[slot].tolist()
         parts = [torch.cat(self._weights.pop((slot, layer)), 1) for layer in self.heads]
-        return Said(torch.cat(parts)[:, skipped:, : frames // 2], self._width)
+        return Said(matrix_of(torch.cat(parts)[:, skipped:, : frames // 2], self._width))
 
 
 class AlignedForward:

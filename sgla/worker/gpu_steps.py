@@ -324,7 +324,7 @@ class GpuSteps:
         rows = [row.row for row in wanted.pooled]
         if self.aligner is not None:
             found = [(row.row, self.aligner.said(row.slot)) for row in wanted.pooled]
-            return [(row, said._replace(weights=to_host(said.weights))) for row, said in found]
+            return [(row, said._replace(matrix=to_host(said.matrix))) for row, said in found]
         if self.pooler is not None:
             first = columns.q_lens.cumsum() - columns.q_lens + shift
             lengths = self.tables.host.prompt_len[columns.slots[rows]]

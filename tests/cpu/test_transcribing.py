@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hearing_models import END, sound, special, whisper
 from msgspec.structs import replace
 from tiny import Transcript, make_core, over_two_ranks, run, submit, tiny_config
@@ -23,7 +25,9 @@ from sgla.messages import Array, Placed, Prepared, RowSampling, Speech, Submit, 
 from sgla.model.read import read_decoder
 from sgla.model.vision.served import settings_of, vision_of
 from sgla.model.whisper_spec import read_speech
+from sgla.sampling.warp import median
 from sgla.text.languages import CODES, NAMES
+from sgla.worker.aligning import Aligner
 from sgla.worker.cpu import CpuRunner
 
 SOUNDS = [sound(0.7, 1), sound(2.0, 2), sound(5.3, 3)]
@@ -118,6 +122,20 @@ def test_times_together_alone_and_in_chunks(served: Served) -> None:
     assert aligner is not None
     assert run(served.runner, asked).tokens() == answers
     assert not aligner.begin(np.arange(len(asked), dtype=np.int32), np.ones(len(asked), np.int32))
+
+
+def test_one_matrix_of_all_heads_crosses_to_the_host() -> None:
+    heads, tokens, places = 3, 9, 20
+    aligner = Aligner([(0, head) for head in range(heads)], 7, {0: np.array([2, 2 * places], np.int32)})
+    assert aligner.begin(np.zeros(1, np.int32), np.full(1, tokens, np.int32))
+    q, keys = torch.randn(tokens, heads * 4), torch.randn(1, heads, places, 4)
+    aligner.take(0, q, keys, SimpleNamespace(), 1.0)  # type: ignore[arg-type]
+    said = aligner.said(0)
+    assert said.matrix.shape == (tokens - 2, places)
+    weights = (q.unflatten(1, (heads, 4)).transpose(0, 1) @ keys[0].transpose(1, 2)).softmax(-1)[:, 2:]
+    mean, std = weights.mean(1, keepdim=True), weights.std(1, keepdim=True, unbiased=False)
+    assert torch.allclose(said.matrix, median((weights - mean) / std, 7).mean(0), atol=1e-5)
+    assert len(said.numpy()) == tokens - 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
