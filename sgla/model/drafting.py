@@ -256,7 +256,7 @@ def _check_told(target: ModelSpec) -> None:
     """Raise ConfigError where layers' inputs are not what a head reads of them."""
     if target.hyper is not None or target.altup is not None:
         raise _unfit("its residual stream is several wide")
-    if target.moe is not None and target.moe.idle:
+    if target.pairs:
         raise _unfit("each of its layers counts as two here")
 
 

@@ -86,7 +86,7 @@ def longcat(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
 
 def with_pairs(c: Reader, spec: ModelSpec) -> ModelSpec:
     """See ``Family.completed``: an MLP behind each attention, beside the mixture."""
-    return replace(spec, inner=(spec.intermediate,) * spec.layers)
+    return replace(spec, inner=(spec.intermediate,) * spec.layers, pairs=True)
 
 
 def growing(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:

@@ -49,6 +49,7 @@ class ModelSpec:
     canvas: int = 0  # tokens of a block that come together, out of noise; 0: tokens come one by one
     altup: AltUp | None = None
     hyper: HyperConnections | None = None
+    pairs: bool = False  # of layers, each of which is one in the file and has one mixture
     norm_gates: int = 0  # inner values of what makes gates of norms; 0: there are none
     heard: int = 0  # places of what an encoder makes of a sound, to which each layer attends; 0: none does
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out

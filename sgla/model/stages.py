@@ -100,7 +100,7 @@ def _check(config: Config, spec: ModelSpec) -> None:
         obstacle = "some of whose layers read what others keep"
     elif spec.per_layer is not None:
         obstacle = "whose layers have parts of the embedding"
-    elif spec.moe is not None and spec.moe.idle:
+    elif spec.pairs:
         obstacle = "two of whose layers share a mixture"
     elif spec.hyper is not None:
         obstacle = "whose residual stream is several wide"

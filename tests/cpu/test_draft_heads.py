@@ -31,6 +31,7 @@ from sgla.model.base import Decoder
 from sgla.model.drafting import read_block, read_eagle
 from sgla.model.read import read_decoder
 from sgla.model.registry import EAGLE3, HEADS
+from sgla.model.stages import stages_of
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
@@ -414,6 +415,14 @@ def test_layers_that_no_head_can_be_told_of_are_refused(name: str) -> None:
         read_eagle(EAGLE, target, third=True)
     with pytest.raises(ConfigError, match=words):
         read_block(DFLASH, target)
+
+
+def test_layers_count_as_two_whatever_their_experts_do() -> None:
+    target = read_decoder(RUN["LongCat-Flash"].config | {"zero_expert_num": 0})
+    with pytest.raises(ConfigError, match="counts as two"):
+        read_block(DFLASH, target)
+    with pytest.raises(ConfigError, match="--pp 2 cannot be honoured .*share a mixture"):
+        stages_of(Config(pp=2), target)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
