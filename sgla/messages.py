@@ -817,6 +817,7 @@ class Facts(msgspec.Struct, kw_only=True):
     # Kinds of media that the model takes ("image"): what stands for one in a prompt's text, where the chat
     # template does not write it. {}: none.
     media: dict[str, str] = {}
+    untaken: dict[str, str] = {}  # kinds that models of its family take and this server does not: why
     speech: Speech | None = None  # the model writes what it hears, and nothing else
     dictation: Dictation | None = None  # it may be asked for that
     tiers: list[Tier] = []  # the nearest first

@@ -8,7 +8,6 @@ import os
 import struct
 import urllib.request
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,10 @@ import numpy as np
 from sgla.config import Config
 from sgla.engine.inputs import Messages, conversation_fields, prompt_fields
 from sgla.engine.inputs import kind as told
-from sgla.errors import BadRequest, InvalidField, UnsupportedField
+from sgla.errors import BadRequest, InvalidField
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
-from sgla.media.readers import NEEDS, READERS, Medium, limits_of, most_of
+from sgla.media.readers import NEEDS, READERS, Medium, check_taken, limits_of, most_of
 from sgla.media.sound import RATE
 from sgla.media.source import form_of, path_of
 from sgla.messages import Facts
@@ -158,15 +157,11 @@ class Loader:
         return await asyncio.gather(*(self._placed(kind, value, given) for kind, value in given.media))
 
     def _check(self, kind: str, count: int, param: str) -> None:
-        module, library, taken, things = NEEDS[kind]
-        if self._facts is None or kind not in self._facts.media:
-            raise UnsupportedField(f"{param}: this model takes no {taken}; leave it out", param=param)
-        if find_spec(module) is None:
-            message = f"{param}: {things} need {library} (pip install 'sgla[mm]')"
-            raise UnsupportedField(message, param=param)
+        check_taken(kind, self._facts, param)
         if count > (most := self._most[kind]):
             raise InvalidField(
-                f"{param}: a prompt has {count} {things}; {most} (limit_mm_per_prompt) may be", param=param
+                f"{param}: a prompt has {count} {NEEDS[kind].things}; {most} (limit_mm_per_prompt) may be",
+                param=param,
             )
 
     async def _placed(self, kind: str, value: Any, given: Given) -> Medium:

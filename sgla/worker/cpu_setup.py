@@ -93,6 +93,7 @@ class CpuSetup(CpuModel):
             adapters=adapters.places if adapters else 0,
             notes=[note for note in (kernels, kv.size.note, seeing.note) if note],
             media=seeing.media,
+            untaken=seeing.untaken or {},
             speech=seeing.speech,
             dictation=seeing.dictation,
             guided_drafts=True,

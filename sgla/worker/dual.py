@@ -14,7 +14,7 @@ from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.loading.dual import DualEncoder, load_dual
 from sgla.messages import NewRow, Placed, StepPlan, StepResult
-from sgla.model.vision.served import vision_of
+from sgla.model.vision.served import untaken, vision_of
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.features import FeatureCache
 from sgla.worker.pictures import groups_of
@@ -44,6 +44,7 @@ class DualRunner(EncoderRunner):
         if vision is not None:
             self.facts.media = {vision.kind: vision.media}
             self.facts.ledger["pictures"] = KEPT
+        self.facts.untaken = untaken(source, note)
         self.facts.notes += [note] if note else []
 
     def _make(self) -> str:

@@ -142,6 +142,7 @@ class GpuSetup(GpuModel):
             adapters=0 if self.adapters is None else self.adapters.adapters.places,
             notes=self.notes,
             media=self.seeing.media,
+            untaken=self.seeing.untaken or {},
             speech=self.seeing.speech,
             dictation=self.seeing.dictation,
             **self.copies.facts,

@@ -20,7 +20,7 @@ from sgla.media.picture import Picture
 from sgla.media.prepare import arrays_of
 from sgla.messages import Dictation, Speech
 from sgla.model.spec import ModelSpec
-from sgla.model.vision.served import settings_of, vision_of
+from sgla.model.vision.served import settings_of, untaken, vision_of
 from sgla.model.vision.spec import Vision
 from sgla.version import __version__
 from sgla.worker.peering import model_digest
@@ -42,6 +42,7 @@ class Seeing(NamedTuple):
     note: str
     speech: Speech | None = None
     dictation: Dictation | None = None
+    untaken: dict[str, str] | None = None  # of ``Facts``
     identity: dict[str, str] | None = None  # for a server that makes the features
 
 
@@ -55,7 +56,7 @@ def open_pictures(
     """Raises ConfigError and WeightError."""
     vision, note = vision_of(config, source)
     if vision is None:
-        return None, Seeing(0, {}, {}, note)
+        return None, Seeing(0, {}, {}, note, untaken=untaken(source, note))
     plain = plain_of(dtype)
     tower: Tower | Elsewhere = Elsewhere(device, plain)
     if config.encode_url is None:
@@ -74,7 +75,7 @@ def open_pictures(
         pictures.example = example_of(source, vision, LARGE)
     identity = {} if config.encode_url is None else encode_identity(config, source, plain)
     media = {kind: taker.media for kind, taker in vision.takers.items()}
-    return pictures, Seeing(kept, ledger, media, note, None, vision.dictation, identity)
+    return pictures, Seeing(kept, ledger, media, note, dictation=vision.dictation, identity=identity)
 
 
 def plain_of(dtype: str) -> torch.dtype:

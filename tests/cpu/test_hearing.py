@@ -20,7 +20,7 @@ from sgla.media.sound import RATE
 from sgla.messages import Submit
 from sgla.model.hearing import HEARINGS
 from sgla.model.read import read_decoder
-from sgla.model.vision.served import vision_of
+from sgla.model.vision.served import untaken, vision_of
 from sgla.worker.cpu import CpuRunner
 
 MAKERS = {"qwen2-audio": qwen2_audio, "voxtral": voxtral, "qwen3-asr": qwen3_asr}
@@ -124,6 +124,8 @@ def test_a_model_sampled_at_another_rate_serves_text_alone(tmp_path: Path) -> No
         "no sounds are taken: they are sampled at 48000 Hz",
     )
     assert vision_of(tiny_config(enable_lora=True), model.source)[0] is None
+    assert untaken(model.source, "why") == {"audio": "why"}
+    assert untaken(model.source, "") == {}
 
 
 # As files on the Hub have them.

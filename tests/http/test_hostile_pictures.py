@@ -156,7 +156,7 @@ async def test_who_takes_none_says_so(site: Site, monkeypatch: pytest.MonkeyPatc
     if without == "tower":
         site.ingress.facts.media = {}
     else:
-        monkeypatch.setattr("sgla.http.media.load.find_spec", lambda name: None)
+        monkeypatch.setattr("sgla.media.readers.find_spec", lambda name: None)
     told = await refused(site, without, "http://127.0.0.1/x.png")
     assert ("takes no images" if without == "tower" else "pip install 'sgla[mm]'") in told
 

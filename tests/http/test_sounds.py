@@ -203,6 +203,6 @@ async def test_who_takes_none_says_so(site: Site, monkeypatch: pytest.MonkeyPatc
     if without == "tower":
         site.ingress.facts.media = {"image": "<image>"}
     else:
-        monkeypatch.setattr("sgla.http.media.load.find_spec", lambda name: None)
+        monkeypatch.setattr("sgla.media.readers.find_spec", lambda name: None)
     told = await refused(site, without, BASE64[0])
     assert ("takes no sounds" if without == "tower" else "lacks PyAV (pip install 'sgla[mm]')") in told

@@ -9,6 +9,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,6 +48,15 @@ FILES = [png(one) for one in SHOWN]
 BASE64 = [base64.b64encode(data).decode() for data in FILES]
 
 
+SETTINGS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "executor": "inline",
+    "device": "cpu",
+    "threads": 1,
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_llava: Path) -> Path:
     for name, data in zip(("red.png", "blue.png"), FILES):
@@ -56,14 +66,7 @@ def folder(tiny_llava: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    settings = {
-        "load_format": "dummy",
-        "dtype": "float32",
-        "executor": "inline",
-        "device": "cpu",
-        "threads": 1,
-    }
-    with LLM(str(folder), seed=1, allowed_media_path=str(folder), **settings) as llm:
+    with LLM(str(folder), seed=1, allowed_media_path=str(folder), **SETTINGS) as llm:
         yield llm
 
 
@@ -75,6 +78,12 @@ def engine(llm: LLM) -> Engine:
 @pytest.fixture(scope="module")
 def post(engine: Engine) -> Iterator[Any]:
     """To the server of the same engine."""
+    with posting(engine) as post:
+        yield post
+
+
+@contextmanager
+def posting(engine: Engine) -> Iterator[Any]:
     system: Any = engine._system
 
     async def begin() -> Runner:
@@ -205,3 +214,29 @@ def test_other_media_and_calls_are_refused_by_name(llm: LLM, tiny_model: Path) -
         pytest.raises(UnsupportedField, match="takes no images"),
     ):
         engine.generate("a", image_data=SHOWN)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "setting", "why"),
+    [("PIL", {}, "pip install 'sgla[mm]'"), ("", {"enable_lora": True}, "are taken: --enable-lora")],
+)
+def test_a_server_that_takes_none_says_what_would_help(
+    tiny_llava: Path, monkeypatch: pytest.MonkeyPatch, lacking: str, setting: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr("sgla.model.vision.served.find_spec", lambda name: None if name == lacking else "")
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64[0]}"}}
+    with Engine(str(tiny_llava), **SETTINGS, **setting) as engine, posting(engine) as post:
+        for path, body in (
+            ("/generate", {"text": TEXT, "image_data": BASE64}),
+            ("/generate", {"text": "a", "mm_processor_kwargs": {"size": {"shortest_edge": 8}}}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [picture]}]}),
+        ):
+            with pytest.raises(urllib.error.HTTPError) as found:
+                post(path, body)
+            assert found.value.code == 400
+            assert why in json.load(found.value)["error"]["message"]
+        with pytest.raises(UnsupportedField, match="takes no sounds"):
+            engine.generate("a", audio_data=b"x")
+        with pytest.raises(UnsupportedField) as refused:
+            engine.generate(TEXT, image_data=BASE64)
+        assert why in refused.value.message

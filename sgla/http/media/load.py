@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from typing import Any
 
 from sgla.config import MediaSettings
-from sgla.errors import BadRequest, InvalidField, UnsupportedField
+from sgla.errors import BadRequest, InvalidField
 from sgla.http.bodies import Share
 from sgla.http.media.fetch import Fetcher
 from sgla.http.media.parts import Source
 from sgla.http.ports import Ingress
 from sgla.http.turns import Desk
 from sgla.media.pool import processes_of
-from sgla.media.readers import NEEDS, READERS, Medium, limits_of, most_of
+from sgla.media.readers import NEEDS, READERS, Medium, check_taken, limits_of, most_of
 from sgla.media.source import MAX_PATH, form_of, path_of
 
 
@@ -32,9 +31,8 @@ class Media:
     def sizes(self, given: dict[str, Any] | None, ingress: Ingress) -> dict[str, Any]:
         """The ``mm_processor_kwargs`` of a request, which are looked at with its pictures. Raises
         UnsupportedField for a model that takes none."""
-        if given and (ingress.facts is None or "image" not in ingress.facts.media):
-            name = "mm_processor_kwargs"
-            raise UnsupportedField(f"{name}: this model takes no images; leave it out", param=name)
+        if given:
+            check_taken("image", ingress.facts, "mm_processor_kwargs")
         return given or {}
 
     def check(self, sources: Sequence[Source], ingress: Ingress) -> None:
@@ -46,18 +44,11 @@ class Media:
     def _check(self, sources: Sequence[Source], kind: str, ingress: Ingress) -> None:
         if not sources:
             return
-        place = sources[0].place
-        module, library, taken, things = NEEDS[kind]
-        if ingress.facts is None or kind not in ingress.facts.media:
-            raise UnsupportedField(f"{place}: this model takes no {taken}; leave it out", param=place)
-        if find_spec(module) is None:
-            raise UnsupportedField(
-                f"{place}: this server reads no {things}: it lacks {library} (pip install 'sgla[mm]')",
-                param=place,
-            )
+        check_taken(kind, ingress.facts, sources[0].place)
         if len(sources) > self.most[kind]:
             raise InvalidField(
-                f"the prompt has {len(sources)} {things}; {self.most[kind]} (--limit-mm-per-prompt) may be",
+                f"the prompt has {len(sources)} {NEEDS[kind].things}; "
+                f"{self.most[kind]} (--limit-mm-per-prompt) may be",
                 param=sources[self.most[kind]].place,
             )
 

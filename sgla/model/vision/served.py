@@ -61,6 +61,15 @@ def told(config: Config, source: ModelSource) -> list[str]:
     ]
 
 
+def untaken(source: ModelSource, why: str) -> dict[str, str]:
+    """``why`` of ``vision_of``, for each kind of media that the model's family takes."""
+    if not why:
+        return {}
+    architecture = architecture_of(source.config)
+    vision = vision_for(architecture, source.config) or HEARINGS[architecture]
+    return dict.fromkeys(vision.takers, why)
+
+
 @contextmanager
 def faults_of_settings() -> Iterator[None]:
     """What is wrong in a request is here in a setting."""
