@@ -12,6 +12,7 @@ import pytest
 
 import sgla.lang as sgl
 from sgla.errors import BackendFailed, ConfigError, InvalidField, UnsupportedField
+from sgla.lang import INSTEAD
 from sgla.lang.backends.base import Backend, Conversation, Piece, Prompt
 from sgla.lang.backends.client import refusal
 from sgla.lang.choices import Scored
@@ -328,3 +329,10 @@ def test_refusals_of_servers_keep_their_kind() -> None:
     error = refusal(400, {"error": {"message": "no", "code": "invalid_value", "param": "top_p"}})
     assert (type(error), error.param) == (InvalidField, "top_p")
     assert (refusal(418, "tea").status, refusal(418, "tea").message) == (418, "tea")
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_names_of_sglang_that_are_not_here_say_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no {name}; use "):
+        getattr(sgl, name)
+    assert not hasattr(sgl, "nothing")

@@ -8,6 +8,8 @@ def question(s, text):
     s += sgl.assistant(sgl.gen("answer", max_tokens=64))
 """
 
+from typing import Any
+
 from sgla.lang.api import (
     Runtime,
     assistant,
@@ -69,3 +71,18 @@ __all__ = [
     "user_end",
     "video",
 ]
+
+INSTEAD = {
+    "Anthropic": "OpenAI, with the base_url of a server of OpenAI's API",
+    "Engine": "sgla.Engine, which is a backend, too",
+    "LiteLLM": "OpenAI, with the base_url of its proxy",
+    "global_config": "arguments of RuntimeEndpoint, gen and select",
+    "separate_reasoning": 'gen("thoughts", stop="</think>"), then the text "</think>" and a second gen',
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names of SGLang's module that are not here say what to use."""
+    if name in INSTEAD:
+        raise AttributeError(f"{__name__} has no {name}; use {INSTEAD[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

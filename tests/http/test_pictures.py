@@ -295,3 +295,16 @@ async def test_prompts_with_pictures_are_counted(site: Site) -> None:
         assert (status, answer.get(field)) == (200, expected), answer
     status, answer = await site.post("/v1/chat/completions/render", CHATS["image_url"][1])
     assert (status, len(answer["token_ids"])) == (200, expected), answer
+
+
+async def test_fields_of_parts_that_nobody_knows_are_told(site: Site) -> None:
+    """vLLM's ``uuid`` is a key for its cache; here that is what is in the picture."""
+    part = {"type": "image_url", "uuid": "a", "cache_control": None, "image_url": {"url": DATA[0], "odd": 1}}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [part]}]}),
+    ):
+        async with site.http.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            told = response.headers["x-ignored-fields"].split(", ")
+        assert told == ["image_url.odd", "image_url.uuid"]

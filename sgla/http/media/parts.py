@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.text.parts import PICTURES, SOUNDS, VIDEOS, held
+from sgla.text.parts import HOLDERS, PICTURES, SOUNDS, VIDEOS, held
 from sgla.text.template import SHOWN
 
 Message = dict[str, Any]
@@ -20,6 +20,7 @@ OTHERS = (
 # OpenAI's, and others that are read. What a file is follows from the file.
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "webm", "aac", "mpeg", "mpga")
 DETAILS = ("auto", "low", "high", "original")
+KNOWN = {"type", "url", "data", "detail", "format"}
 READ = ("user", "tool", "system", "developer", "function")  # roles whose messages may have pictures
 
 
@@ -30,6 +31,7 @@ class Source(NamedTuple):
     text: str
     place: str
     kind: str = "image"
+    ignored: tuple[str, ...] = ()  # fields beside it that nobody knows, for the header of the answer
 
     @property
     def part(self) -> Message:
@@ -58,7 +60,8 @@ def source_of(part: dict[str, Any], place: str) -> Source | None:
         raise InvalidField(f"{place}: format must be one of {', '.join(AUDIO_FORMATS)}", param=place)
     if not isinstance(value, str) or not value:
         raise InvalidField(f"{place}: a {named} needs a URL, or base64", param=place)
-    return Source(value, place, medium)
+    strange = sorted(name for name in beside.keys() - HOLDERS - KNOWN if beside[name] is not None)
+    return Source(value, place, medium, tuple(f"{kind}.{name}" for name in strange))
 
 
 def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:

@@ -38,7 +38,7 @@ from sgla.http.request.intake import intake
 from sgla.http.request.sampling import first, sampling_params
 from sgla.http.request.schema import ChatRequest, Schema, unsupported
 from sgla.http.request.work import make_work
-from sgla.http.server import ABORTED, ASKED, Server, Work, raise_aborted
+from sgla.http.server import ABORTED, ASKED, IGNORED_FIELDS, Server, Work, raise_aborted
 from sgla.http.turns import MANY, pause
 from sgla.http.wire import encode
 from sgla.messages import Event, SamplingParams, TokenLogprob, Usage
@@ -90,6 +90,7 @@ async def chat_work(
     if len(fields.messages) > MANY:
         await pause()
     server.media.check(sources, server.ingress)
+    request.setdefault(IGNORED_FIELDS, []).extend(name for source in sources for name in source.ignored)
     prompt = {
         "messages": fields.messages,
         "pictures": await server.media.pictures(sources, server.ingress, request[SHARE]),

@@ -15,7 +15,7 @@ from sgla.http.media.parts import Message, Source
 from sgla.http.pooling.common import inputs
 from sgla.http.request.chat import check_parts, checked_messages
 from sgla.http.request.schema import MAX_CHOICES, check_count
-from sgla.http.server import ASKED, Server
+from sgla.http.server import ASKED, IGNORED_FIELDS, Server
 
 KINDS = ("image", "video")  # in the order in which they stand before the text
 
@@ -55,6 +55,8 @@ async def loaded(
     check_parts("input", [entry.sources for entry in found])
     for entry in found:
         server.media.check(entry.sources, server.ingress)
+        ignored = (name for source in entry.sources for name in source.ignored)
+        request.setdefault(IGNORED_FIELDS, []).extend(ignored)
     kwargs = server.media.sizes(sizes, server.ingress)
     media = iter(await server.media.pictures(every, server.ingress, request[SHARE]))
     return [
