@@ -61,8 +61,7 @@ class ChunkedExtend:
     name, captured, grows, narrow, in_place = "chunked", True, False, False, False
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
-        self._tile, self._chunks = prompt_attention.tile_tokens(shape.group), chunks_of(shape)
-        self._tiles = torch.empty(0)
+        self._prompts, self._tiles = ChunkedPrompts(shape, device), torch.empty(0)
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
@@ -71,11 +70,10 @@ class ChunkedExtend:
     def plan(self, batch: DeviceBatch) -> None:
         rows = batch.extend
         assert rows is not None
-        self._tiles = to_gpu(cut(rows.slots, rows.kv_lens - rows.q_lens, rows.q_lens, 0, self._tile))
+        self._tiles = to_gpu(cut(rows.slots, rows.kv_lens - rows.q_lens, rows.q_lens, 0, self._prompts.tile))
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        pages = Pages(kv.k, kv.v, batch.pages(kv.group))
-        prompt_attention.attend(q, pages, None, self._tiles, scoring.scale, out, chunks=self._chunks)
+        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scoring, out)
 
 
 class ChunkedPrompts:
