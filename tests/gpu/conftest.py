@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
+KEPT = 2 << 30  # bytes that a process may keep for its next test, since others share the GPU
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seed() -> None:
     """The same data in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT:
+        torch.cuda.empty_cache()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
