@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from sgla.errors import ConfigError
 
-NEEDED = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf")
+NEEDED = ("grpc", "grpc_reflection", "google.protobuf")
 
 
 def require() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from multidict import CIMultiDict
 
 from sgla import clock
-from sgla.errors import BadRequest, SglaError
+from sgla.errors import BadRequest, Overloaded, SglaError
 from sgla.grpc.proto import message
 from sgla.grpc.shape import check
 from sgla.http.access import Tally
@@ -108,7 +110,7 @@ def deadline_of(context: Any) -> float | None:
 
 
 class Places:
-    """So many messages are received at a time, half of them of one client."""
+    """So many calls of one message receive it at a time, half of them of one client."""
 
     def __init__(self, most: int) -> None:
         self._all = asyncio.Semaphore(most)
@@ -118,7 +120,41 @@ class Places:
         """The next message; None: there are no more. Raises BodyTimeout."""
         try:
             async with self._own.of(client.name), self._all, asyncio.timeout(BODY_SECONDS):
-                data = await context.read()
+                return await next_message(context)
         except TimeoutError as error:
             raise BodyTimeout(f"the message did not arrive within {BODY_SECONDS} s") from error
-        return None if data is grpc.aio.EOF else data
+
+
+async def next_message(context: Any) -> bytes | None:
+    """However long the client takes; None: there are no more."""
+    data = await context.read()
+    return None if data is grpc.aio.EOF else data
+
+
+class Open:
+    """So many calls of several messages are open at a time, half of them of one client: each may receive one
+    at any time, and none is hurried."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name, self._most = name, most
+        self._own: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, client: Client) -> Iterator[None]:
+        """Raises Overloaded."""
+        own = max(1, self._most // 2)
+        if self._own[client.name] >= own:
+            raise Overloaded(
+                f"you have {own} calls of {self._name} open, which is the limit", retry_after=1.0
+            )
+        if self._own.total() >= self._most:
+            raise Overloaded(
+                f"{self._most} calls of {self._name} are open, which is the limit", retry_after=1.0
+            )
+        self._own[client.name] += 1
+        try:
+            yield
+        finally:
+            self._own[client.name] -= 1
+            if not self._own[client.name]:
+                del self._own[client.name]

@@ -29,6 +29,10 @@ class Health:
             raise NotFound(f"there is no service {request.service[:200]!r}")
         return self._state(call, request.service)
 
+    async def all(self, call: Call, request: Any) -> Message:
+        states = {service: self._state(call, service) for service in self._services}
+        return make(PACKAGE, "HealthListResponse", statuses=states)
+
     async def watch(self, call: Call, request: Any) -> None:
         """The state, and each later one, until the client leaves. One that is unknown may come later, as the
         protocol has it."""

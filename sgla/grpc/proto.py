@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import struct_pb2, timestamp_pb2
+from google.protobuf import struct_pb2, text_format, timestamp_pb2
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
     EnumDescriptorProto,
@@ -19,10 +19,11 @@ from google.protobuf.descriptor_pb2 import (
 )
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 FOLDER = Path(__file__).parent / "protos"
-FILES = ("common.proto", "sglang_scheduler.proto", "vllm_engine.proto", "sgla.proto")  # in order of imports
+# In order of imports.
+FILES = ("common.proto", "sglang_scheduler.proto", "vllm_engine.proto", "sgla.proto", "health.proto")
 SGLANG, VLLM, OWN = "sglang.grpc.scheduler", "vllm.grpc.engine", "sgla.grpc"
 SCALARS = ["double", "float", "int32", "int64", "uint32", "uint64", "bool", "string", "bytes"]
 
@@ -33,11 +34,18 @@ _COMMENT = re.compile(r"//.*")
 @cache
 def pool() -> DescriptorPool:
     made = DescriptorPool()
-    for other in (struct_pb2, timestamp_pb2, health_pb2):
+    for other in (struct_pb2, timestamp_pb2, reflection_pb2):
         made.AddSerializedFile(other.DESCRIPTOR.serialized_pb)
+    made.AddSerializedFile(stable(reflection_pb2.DESCRIPTOR).SerializeToString())
     for name in FILES:
         made.AddSerializedFile(parse(name, (FOLDER / name).read_text()).SerializeToString())
     return made
+
+
+def stable(file: Any) -> FileDescriptorProto:
+    """``v1`` of a file that has ``v1alpha``. Of reflection both are the same but for that name."""
+    alpha = FileDescriptorProto.FromString(file.serialized_pb)
+    return text_format.Parse(str(alpha).replace("v1alpha", "v1"), FileDescriptorProto())
 
 
 @cache
@@ -80,6 +88,8 @@ def _message(made: DescriptorProto, words: Iterator[str]) -> None:
             depth, choice = depth - 1, None
             if depth == 0:
                 break
+        elif word == "enum":
+            _enum(made.enum_type.add(), words)
         elif word == "oneof":
             choice = len(made.oneof_decl)
             made.oneof_decl.add(name=next(words))

@@ -14,17 +14,26 @@ from typing import Any, NamedTuple
 import grpc
 from aiohttp import web
 from google.protobuf.message import Message
-from grpc_reflection.v1alpha import reflection
 
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import BadRequest, ConfigError, Overloaded, SglaError
-from sgla.grpc import sglang, telling, vllm
-from sgla.grpc.calls import Call, Places, address_of, deadline_of, decoded, end_with, headers_of
+from sgla.grpc import reflecting, sglang, telling, vllm
+from sgla.grpc.calls import (
+    Call,
+    Open,
+    Places,
+    address_of,
+    deadline_of,
+    decoded,
+    end_with,
+    headers_of,
+    next_message,
+)
 from sgla.grpc.exchange import Exchange
 from sgla.grpc.health import PACKAGE as HEALTH
 from sgla.grpc.health import Health
-from sgla.grpc.proto import OWN, SGLANG, VLLM, make, pool
+from sgla.grpc.proto import OWN, SGLANG, VLLM, make
 from sgla.grpc.shape import MOST
 from sgla.http.access import LINES
 from sgla.http.bodies import Share
@@ -36,6 +45,7 @@ log = logging.getLogger(__name__)
 
 MOST_CALLS = 4096  # at a time, half of them of one client
 MOST_STREAMS = 1024  # calls of one connection
+MOST_EXCHANGES = 64
 MOST_WAITING = 4 * MOST_CALLS  # that this loop has not seen yet; those beyond MOST_CALLS it refuses by name
 END = 0.5  # seconds for the last messages
 
@@ -43,13 +53,15 @@ Run = Callable[[Call, Any], Awaitable[Message | None]]
 
 
 class Method(NamedTuple):
-    """``asks``: the full name of the message it takes; "": it reads several by itself. ``route``: that of
-    HTTP which needs the same key. ``work``: the engine has to be there for it."""
+    """``asks``: the full name of the message it takes; "": it reads several by itself, and ``open`` says how
+    many such calls there may be. ``route``: that of HTTP which needs the same key. ``work``: the engine has
+    to be there for it."""
 
     asks: str
     run: Run
     route: str
     work: bool = False
+    open: Open | None = None
 
 
 async def flush(package: str, call: Call, request: Any) -> Message:
@@ -61,6 +73,7 @@ def methods(health: Health) -> dict[str, Method]:
     """By path."""
     found: dict[str, Method] = {
         f"/{HEALTH}.Health/Check": Method(f"{HEALTH}.HealthCheckRequest", health.check, "/health"),
+        f"/{HEALTH}.Health/List": Method(f"{HEALTH}.HealthListRequest", health.all, "/health"),
         f"/{HEALTH}.Health/Watch": Method(f"{HEALTH}.HealthCheckRequest", health.watch, "/health"),
     }
     for protocol, service in ((sglang, f"{SGLANG}.SglangScheduler"), (vllm, f"{VLLM}.VllmEngine")):
@@ -81,7 +94,13 @@ def methods(health: Health) -> dict[str, Method]:
     return found
 
 
-SERVICES = (f"{SGLANG}.SglangScheduler", f"{VLLM}.VllmEngine", f"{OWN}.Scheduler", f"{HEALTH}.Health")
+SERVICES = (
+    f"{SGLANG}.SglangScheduler",
+    f"{VLLM}.VllmEngine",
+    f"{OWN}.Scheduler",
+    f"{HEALTH}.Health",
+    *reflecting.NAMES,
+)
 EXCHANGE = f"/{OWN}.Scheduler/Exchange"
 
 
@@ -92,10 +111,15 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, app: web.Application) -> None:
         self._app = app
         self._server: Server = app[SERVER]
-        self._methods = methods(Health(frozenset(SERVICES)))
-        self._methods[EXCHANGE] = Method("", self._exchange, "/generate", True)
         config = self._server.config
-        self._places = Places(max(2, config.request_memory_bytes // config.max_body_bytes // 2))
+        most = max(2, config.request_memory_bytes // largest(config) // 4)  # messages that arrive at a time
+        self._places = Places(most)
+        self._methods = methods(Health(frozenset(SERVICES)))
+        exchanges = Open("Exchange", min(MOST_EXCHANGES, most))
+        self._methods[EXCHANGE] = Method("", self._exchange, "/generate", True, exchanges)
+        tells, asking = reflecting.Reflection(SERVICES), Open("reflection", reflecting.MOST)
+        for name in reflecting.NAMES:
+            self._methods[f"/{name}/ServerReflectionInfo"] = Method("", tells.run, "/health", open=asking)
         self._calls: Counter[str] = Counter()  # by client
 
     def service(self, details: Any) -> Any:
@@ -165,8 +189,9 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             if method.work:
                 await server.ingress.awake()
                 server.ingress.require_ready()
-            if not method.asks:
-                await method.run(call, partial(self._places.read, context, client))
+            if method.open is not None:
+                with method.open.one(client):
+                    await method.run(call, partial(next_message, context))
                 return
             if (data := await self._places.read(context, client)) is None:
                 raise BadRequest("the call has no message")
@@ -206,24 +231,31 @@ async def start(app: web.Application) -> Running:
     config: Config = app[SERVER].config
     server = grpc.aio.server(
         options=[
-            ("grpc.max_receive_message_length", min(config.max_body_bytes, MOST)),
+            ("grpc.max_receive_message_length", largest(config)),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", MOST_STREAMS),
             # Beyond the first of these numbers calls that wait to be taken are cancelled at random.
             ("grpc.server.max_pending_requests", MOST_WAITING),
             ("grpc.server.max_pending_requests_hard_limit", MOST_WAITING),
             ("grpc.so_reuseport", 0),
+            # A call that is open while nothing is said ends when its client's host is gone.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ],
         maximum_concurrent_rpcs=MOST_CALLS,
     )
     server.add_generic_rpc_handlers((Handlers(app),))
-    reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), server, pool())
     address = f"[{config.host}]" if ":" in config.host else config.host
     port = listen(server, f"{address}:{config.grpc_port}", config)
     await server.start()
     return Running(server, address, port)
+
+
+def largest(config: Config) -> int:
+    """Bytes of a message."""
+    return min(config.max_body_bytes, MOST)
 
 
 def listen(server: Any, address: str, config: Config) -> int:

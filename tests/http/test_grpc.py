@@ -9,7 +9,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from http_fake import FakeIngress, make_event
 from http_site import Serve, Site
 
@@ -497,14 +499,10 @@ async def test_who_does_not_read_is_bounded(connect: Connect) -> None:
 
 async def test_loading(calls: Calls) -> None:
     calls.ingress.phase = "load"
-    health = make("grpc.health.v1", "HealthCheckRequest", service=f"{SGLANG}.SglangScheduler")
-    kind = message("grpc.health.v1.HealthCheckResponse")
-    check = calls.channel.unary_unary(
-        "/grpc.health.v1.Health/Check", type(health).SerializeToString, kind.FromString
-    )
-    watch = calls.channel.unary_stream(
-        "/grpc.health.v1.Health/Watch", type(health).SerializeToString, kind.FromString
-    )(health)
+    health = health_pb2.HealthCheckRequest(service=f"{SGLANG}.SglangScheduler")
+    kind = health_pb2.HealthCheckResponse
+    stub = health_pb2_grpc.HealthStub(calls.channel)
+    check, watch = stub.Check, stub.Watch(health)
     assert (await check(health)).status == kind.NOT_SERVING
     assert (await watch.read()).status == kind.NOT_SERVING
     error = await calls.refusal(asks())
@@ -512,30 +510,47 @@ async def test_loading(calls: Calls) -> None:
     assert dict(error.trailing_metadata())["sgla-error-code"] == "model_loading"
     calls.ingress.phase = "ready"
     assert (await check(health)).status == kind.SERVING
+    listed = (await stub.List(health_pb2.HealthListRequest())).statuses
+    assert {"", health.service} < set(listed)
+    assert {state.status for state in listed.values()} == {kind.SERVING}
     assert (await watch.read()).status == kind.SERVING
     watch.cancel()
     health.service = "nobody"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await check(health)
     assert caught.value.code() == Code.NOT_FOUND
-    watch = calls.channel.unary_stream(
-        "/grpc.health.v1.Health/Watch", type(health).SerializeToString, kind.FromString
-    )(health)
+    watch = stub.Watch(health)
     assert (await watch.read()).status == kind.SERVICE_UNKNOWN  # it might come
     watch.cancel()
 
 
-async def test_reflection(calls: Calls) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(calls.channel)
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection(calls: Calls, version: str) -> None:
+    """All services are told of by name, and each is described with all that its file imports."""
+    service = f"grpc.reflection.{version}.ServerReflection"
     ask = reflection_pb2.ServerReflectionRequest
-    symbol = f"{OWN}.Scheduler"
-    requests = [ask(list_services=""), ask(file_containing_symbol=symbol)]
-    listed, files = [each async for each in stub.ServerReflectionInfo(iter(requests))]
-    names = {service.name for service in listed.list_services_response.service}
-    assert {f"{SGLANG}.SglangScheduler", f"{VLLM}.VllmEngine", symbol, "grpc.health.v1.Health"} <= names
-    assert pool().FindServiceByName(symbol).file.serialized_pb in (
-        files.file_descriptor_response.file_descriptor_proto
+    reflect = calls.channel.stream_stream(
+        f"/{service}/ServerReflectionInfo",
+        ask.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
     )
+    (listed,) = [each async for each in reflect(iter([ask(list_services="")]))]
+    names = [each.name for each in listed.list_services_response.service]
+    assert {f"{SGLANG}.SglangScheduler", f"{OWN}.Scheduler", "grpc.health.v1.Health", service} <= set(names)
+    assert names == sorted(names)
+    answers = reflect(iter([ask(file_containing_symbol=name) for name in (*names, "nobody")]))
+    *described, nobody = [each async for each in answers]
+    for name, answer in zip(names, described, strict=True):
+        files = answer.file_descriptor_response.file_descriptor_proto
+        assert pool().FindServiceByName(name).file.serialized_pb in files
+        made = DescriptorPool()
+        for file in reversed(files):
+            made.AddSerializedFile(file)
+        assert made.FindServiceByName(name).methods
+    assert nobody.error_response.error_code == Code.NOT_FOUND.value[0]
+    call = calls.channel.stream_stream(f"/{service}/ServerReflectionInfo")()
+    await call.write(b"\xff")
+    assert await call.code() == Code.INVALID_ARGUMENT
 
 
 async def test_metrics_and_unknown_methods(calls: Calls) -> None:
@@ -648,6 +663,29 @@ async def test_exchange_that_is_left_or_broken(connect: Connect) -> None:
     assert caught.value.code() == Code.INVALID_ARGUMENT
     await until(lambda: not ingress.open_jobs)
     assert calls.site.app[SERVER].memory.used == 0
+
+
+async def test_exchanges_that_wait_keep_nobody_out(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send nothing for longer than a message may take, and other calls are read meanwhile."""
+    monkeypatch.setattr("sgla.grpc.calls.BODY_SECONDS", 0.2)
+    ingress = FakeIngress(manual=True)
+    calls = await connect(ingress, max_body_bytes=1 << 20, request_memory_bytes=16 << 20)
+    opened = [Both(calls) for _ in range(2)]  # as many as this client may have
+    for number, both in enumerate(opened):
+        await both.ask(generate=asks(rid=str(number), stream=True))
+    await until(lambda: len(ingress.open_jobs) == 2)
+    beyond = Both(calls)
+    assert await beyond.call.code() == Code.RESOURCE_EXHAUSTED
+    await asyncio.sleep(0.4)
+    one = asyncio.ensure_future(calls.generate(asks(rid="one")))
+    await until(lambda: len(ingress.open_jobs) == 3)
+    for job in list(ingress.jobs):
+        ingress.push(job.rid, make_event(job, [97, 98], 0, 0, last=True))
+    assert await one
+    for number, both in enumerate(opened):
+        assert [answer.WhichOneof("answer") for answer in (await both.rest())[str(number)]] == [
+            "generate"
+        ] * 2
 
 
 def test_what_is_published_fits() -> None:
