@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.tokens import _token
 from sgla.messages import VERIFIED
 from sgla.worker.start_gpu import cuda_runner
 from sgla.worker.verify import Verify
@@ -25,7 +26,10 @@ SHARE, ALWAYS = "SGLA_BENCH_ACCEPT", "SGLA_BENCH_ALWAYS"  # variables of the env
 @triton.jit(
     do_not_specialize=["count", "step"], do_not_specialize_on_alignment=["ids", "out", "slots", "ends"]
 )
-def _force(ids, out, slots, ends, table, stride, count, step, share, BLOCK: tl.constexpr):
+def _force(
+    ids, out, slots, ends, tokens, pages, stride, held, page_size, base, count, step, share,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.arange(0, BLOCK)
     live = i < count - 1
     end, slot = tl.load(ends + i, mask=live, other=0), tl.load(slots + i, mask=live, other=0)
@@ -35,7 +39,8 @@ def _force(ids, out, slots, ends, table, stride, count, step, share, BLOCK: tl.c
     wrong = tl.where(drawn == guess, guess ^ 1, drawn)
     token = tl.where(tl.rand(step, i) < share, guess, wrong)
     tl.store(out + i, token, mask=follows)
-    tl.store(table + slot.to(tl.int64) * stride + end, token, mask=follows)
+    place = _token(tokens, pages, stride, held, page_size, base, slot.to(tl.int64), end)
+    tl.store(place, token, mask=follows)
 
 
 def runner(*args: Any) -> Any:
@@ -45,10 +50,9 @@ def runner(*args: Any) -> Any:
     def forced(self: Any, out: Tensor) -> None:
         """Each guess is right with the probability ``share``, if those before it are."""
         if self.guesses:
-            table = self._state.tokens
             _force[(1,)](
-                self._ids, out, self._where, self._ends, table, table.stride(0), self._leading, next(steps),
-                share, BLOCK=512, num_warps=4,
+                self._ids, out, self._where, self._ends, *self._state.tokens.arguments, self._leading,
+                next(steps), share, BLOCK=512, num_warps=4,
             )  # fmt: skip
         accept(self, out)
         if always:

@@ -543,12 +543,14 @@ def bench_behind() -> None:
 def bench_sampling() -> None:
     from sgla.kernels.cuda.thresholds import find_thresholds
     from sgla.kernels.triton import sampling
+    from sgla.kernels.triton.tokens import TokenTable
 
     for rows in (1, 64, 256):
         logits = torch.randn(rows, 151936, device="cuda")
         slots = torch.arange(rows, device="cuda").int()
         f = torch.full((rows,), 0.8, device="cuda")
-        table, out = torch.zeros(rows, 32, device="cuda").int(), torch.zeros(rows, device="cuda").int()
+        pages, out = torch.zeros(rows, 1, device="cuda").int(), torch.zeros(rows, device="cuda").int()
+        table = TokenTable(pages, torch.zeros_like(out), 16)
         seeds = torch.arange(rows, device="cuda")
         top_ks = torch.full((rows,), 50, device="cuda").int()
         for name, call in {

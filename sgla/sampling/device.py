@@ -16,6 +16,7 @@ from sgla.kernels.cuda import thresholds as fast
 from sgla.kernels.cuda.batch_gemm import DrawInputs
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
+from sgla.kernels.triton.tokens import TokenTable
 from sgla.messages import LogprobBlock, NewRow, RowSampling
 from sgla.sampling.constraints import Masks
 from sgla.sampling.device_rules import DeviceRules, send
@@ -70,14 +71,13 @@ class Pending(NamedTuple):
 
 
 class DeviceSampler:
-    """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU.
-    The last slot is the padding rows'.
+    """``tokens``: those of all slots. The last slot is the padding rows'.
 
     Ranks cannot disagree: each draws from its part of the vocabulary, or one alone from all of it, and all
     take the best of the candidates that every rank has seen."""
 
-    def __init__(self, tokens: Tensor, vocab_size: int, shard: Shard | None = None) -> None:
-        slots, device = tokens.shape[0], tokens.device
+    def __init__(self, tokens: TokenTable, vocab_size: int, shard: Shard | None = None) -> None:
+        slots, device = tokens.slots, tokens.device
         self._tokens, self._vocab, self._shard = tokens, vocab_size, shard or Shard()
         several = self._shard.size > 1 or self._shard.context is not None
         self._best_of_ranks = self._shard.max if several else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sgla.grammar.matcher import set_bits
 from sgla.kernels.triton import rules, sampling
+from sgla.kernels.triton.tokens import TokenTable
 from sgla.messages import MAX_BIASES, MAX_STOP_IDS, MAX_WORD_TOKENS, RowSampling
 from sgla.sampling.device_transcripts import DeviceTranscripts
 
@@ -25,10 +26,10 @@ PENALIZED, BIASED, WORDS, ALLOWED, THINKING, NGRAMS, TRANSCRIBING = (1 << i for 
 
 
 class DeviceRules:
-    """``tokens`` int32[slots, *] is the token table on the GPU."""
+    """``tokens``: those of all slots."""
 
-    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
-        slots, device = tokens.shape[0], tokens.device
+    def __init__(self, tokens: TokenTable, vocab_size: int) -> None:
+        slots, device = tokens.slots, tokens.device
         self._tokens, self._vocab = tokens, vocab_size
         self._records = torch.zeros(slots, WIDTH, dtype=torch.int32, device=device)
         self._counts = torch.zeros(min(slots, AT_ONCE), vocab_size, dtype=torch.int32, device=device)

@@ -10,15 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgla.kernels.triton.tokens import TokenTable
 from sgla.messages import Transcript
 
 Int32s = NDArray[np.int32]
 
 
 class DeviceTranscripts:
-    """``tokens`` int32[slots, *] is the token table on the GPU."""
+    """``tokens``: those of all slots."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, tokens: TokenTable) -> None:
         self._tokens = tokens
         self._said: dict[int, tuple[Transcript, int]] = {}  # by slot, with the length of the prompt
 
@@ -63,9 +64,9 @@ class DeviceTranscripts:
         """bool[rows, V]: timestamps come in pairs, but for the first and the last, and never fall."""
         device, time = logits.device, said.first_time
         longest = max(1, int((ends - begins).max()))
-        places = np.minimum(begins[:, None] + np.arange(longest), self._tokens.shape[1] - 1)
+        places = np.minimum(begins[:, None] + np.arange(longest), self._tokens.longest - 1)
         there, where = self._put(places < ends[:, None]), self._put(places.astype(np.int64))
-        output = self._tokens[self._put(slots.astype(np.int64))].gather(1, where)
+        output = self._tokens.read(self._put(slots.astype(np.int64)), where)
         times = there & (output >= time)  # [rows, longest]
         count = self._put((ends - begins).astype(np.int64))
         ended, before = (times.gather(1, (count - n).clamp(min=0)[:, None])[:, 0] for n in (1, 2))

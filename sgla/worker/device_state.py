@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sgla.attention import DeviceBatch
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import step
+from sgla.kernels.triton.tokens import RING, TokenTable, put_tokens
 from sgla.messages import NewRow, StepPlan
 from sgla.sampling.device import DeviceSampler
 from sgla.sampling.device_rules import send
@@ -21,10 +23,11 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 
 class DeviceTables:
-    """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[groups, slots + 1, max_pages] on
-    the GPU, without the first dimension if there is one cache group of pages; ``windows``: of each. The last
-    slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host, and has the
-    units of a group of ``states``. ``place`` int32[slots + 1]: those of ``adapters``, if there are any.
+    """``page_table`` int32[groups, slots + 1, max_pages] on the GPU, without the first dimension if there is
+    one cache group of pages; ``windows``: of each. ``tokens``: the ids of what has pages. The last slot
+    belongs to padding rows. ``host`` mirrors the page table for those who plan on the host, and has the units
+    of a group of ``states``, and of tokens those that the host knows without a result: of each slot the first
+    ``known`` int32[slots + 1]. ``place`` int32[slots + 1]: those of ``adapters``, if there are any.
     ``deltas`` int32[slots + 1]: by how much positions that keys and queries are turned by are more than the
     numbers of tokens, where pictures make a difference (``turned``).
     ``admissions`` counts the rows that have taken slots."""
@@ -41,9 +44,12 @@ class DeviceTables:
     ) -> None:
         self.page_size, self.admissions, self.windows, self.states = page_size, 0, windows, states
         self.host = SlotTables(slots + 1, context_len, page_size, len(windows), states)
-        self.tokens = torch.zeros(self.host.tokens.shape, dtype=torch.int32, device="cuda")
         every = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
         self.tables = list(every)
+        self.tokens = TokenTable(
+            self.tables[0], torch.zeros(slots + 1, dtype=torch.int32, device="cuda"), page_size
+        )
+        self.known = np.zeros(slots + 1, np.int32)
         self.place = torch.zeros(slots + 1, dtype=torch.int32, device="cuda") if adapters else None
         self.deltas = torch.zeros(slots + 1, dtype=torch.int32, device="cuda") if turned else None
         self._deltas = np.zeros(slots + 1, np.int32)
@@ -55,50 +61,79 @@ class DeviceTables:
         return torch.zeros(shape, dtype=torch.int32, device="cuda")
 
     def apply(self, plan: StepPlan, sampler: DeviceSampler) -> None:
-        """Take in the new rows, then the appended pages; on the device in stream order."""
+        """Take in the new rows, then the appended pages and pending tokens; on the device in stream order."""
         if plan.new:
+            self.host.admit(plan.new)
             self._admit(plan.new, sampler)
             self._admit_places(plan.new)
             self.admissions += len(plan.new)
+        if plan.page_slots:
+            self._append(plan)
+            self.host.append(plan)
         if plan.tokens:
             rows = len(plan.tokens) // 4
             self.put(np.stack([column(plan.slots)[:rows], column(plan.starts)[:rows], column(plan.tokens)]))
-        if plan.page_slots:
-            slots, counts = column(plan.page_slots), column(plan.page_counts)
-            first = np.cumsum(counts) - counts
-            owners = np.repeat(slots, counts)
-            places = np.arange(len(owners)) - np.repeat(first - self.host.page_count[slots], counts)
-            for table, pages in zip(self.tables, plan.page_ids):
-                step.append_pages(upload(np.stack([owners, places, column(pages)])), table)
-        self.host.apply(plan)
 
     def _admit(self, rows: list[NewRow], sampler: DeviceSampler) -> None:
-        head = np.zeros((len(rows), step.ADMIT_COLUMNS), np.int32)
-        floats, wide = head.view(np.float32), np.zeros(1, np.int64)
-        parts: list[Int32s] = []
-        at = head.size
+        own = np.zeros((len(rows), step.ADMIT_COLUMNS - step.COLUMNS.value), np.int32)
+        floats, wide = own.view(np.float32), np.zeros(1, np.int64)
         for i, new in enumerate(rows):
             sampler.admit(new)
-            tokens, pages, s = column(new.tokens), column(new.pages[0]), new.sampling
-            head[i, :5] = new.slot, at, len(tokens), at + len(tokens), len(pages)
-            floats[i, 5:8] = s.temperature, s.top_p, s.min_p
-            head[i, 8] = s.top_k
+            s = new.sampling
+            floats[i, :3] = s.temperature, s.top_p, s.min_p
+            own[i, 3] = s.top_k
             wide[0] = s.seed
-            head[i, 9:] = wide.view(np.int32)
-            parts += [tokens, pages]
-            at += len(tokens) + len(pages)
-        data = upload(np.concatenate([head.ravel(), *parts]))
-        longest = int(max(head[:, 2].max(), head[:, 4].max()))
+            own[i, 4:] = wide.view(np.int32)
+            self.known[new.slot] = len(new.tokens) // 4
+        slots, none = np.array([new.slot for new in rows], np.int32), np.zeros(len(rows), np.int32)
+        held = [[column(new.pages[group]) for new in rows] for group in range(len(self.tables))]
+        counts = np.array([len(pages) for pages in held[0]], np.int32)
+        head, data, longest = self._coming(slots, none, counts, np.concatenate(held[0]), own)
         step.admit(
-            data[: head.size].view(head.shape), data, longest, self.tokens, self.tables[0],
+            head, data, longest, self.tokens,
             sampler.temperatures, sampler.top_ps, sampler.min_ps, sampler.top_ks, sampler.seeds,
         )  # fmt: skip
-        for group, table in enumerate(self.tables[1:], 1):
-            held = [column(new.pages[group]) for new in rows]
-            owners = np.repeat([new.slot for new in rows], [len(pages) for pages in held])
-            places = np.concatenate([np.arange(len(pages)) for pages in held])
-            if len(owners):
-                step.append_pages(upload(np.stack([owners, places, np.concatenate(held)])), table)
+        self._append_others(slots, none, counts, [np.concatenate(pages) for pages in held[1:]])
+
+    def _append(self, plan: StepPlan) -> None:
+        """Pages come, and with them the tokens that the host knows."""
+        slots, counts = column(plan.page_slots), column(plan.page_counts)
+        before, (first, *others) = self.host.page_count[slots], map(column, plan.page_ids)
+        step.append(*self._coming(slots, before, counts, first), self.tokens)
+        self._append_others(slots, before, counts, others)
+
+    def _append_others(self, slots: Int32s, before: Int32s, counts: Int32s, pages: list[Int32s]) -> None:
+        """Those of the cache groups behind the first."""
+        owners = np.repeat(slots, counts)
+        if not pages or not len(owners):
+            return
+        places = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts - before, counts)
+        for table, own in zip(self.tables[1:], pages):
+            step.append_pages(upload(np.stack([owners, places, own])), table)
+
+    def _coming(
+        self, slots: Int32s, before: Int32s, counts: Int32s, pages: Int32s, own: Int32s | None = None
+    ) -> tuple[Tensor, Tensor, int]:
+        """What ``step.append`` wants of ``slots`` that have so many pages ``before``, and get ``counts`` of
+        ``pages``; ``own``: more columns."""
+        size, known, first = step.COLUMNS.value, self.known[slots], before * self.page_size
+        head = np.zeros((len(slots), size if own is None else size + own.shape[1]), np.int32)
+        head[:, 0], head[:, 1], head[:, 2], head[:, 3], head[:, 6] = (
+            slots, before, counts, counts.cumsum(), known,
+        )  # fmt: skip
+        if own is not None:
+            head[:, size:] = own
+        parts, longest = [head.ravel(), pages], int(counts.max())
+        if (known > first).any():
+            # Those behind the last page as well, as far as the ring holds them.
+            end = first + counts * self.page_size + RING.value
+            come = np.maximum(np.minimum(known, end) - first, 0)
+            head[:, 4], head[:, 5] = come, len(pages) + come.cumsum()
+            longest = max(longest, int(come.max()))
+            for row in come.nonzero()[0].tolist():
+                parts.append(self.host.tokens[slots[row], first[row] : first[row] + come[row]])
+        data = upload(np.concatenate(parts))
+        return data[: head.size].view(head.shape), data[head.size :], longest
 
     def _admit_places(self, rows: list[NewRow]) -> None:
         """Where the adapters of new rows are, as far as that changes."""
@@ -116,10 +151,32 @@ class DeviceTables:
             slots, values = upload(np.array(changed, np.int32).T)
             self.deltas[slots.long()] = values
 
-    def put(self, tokens: Int32s) -> None:
-        """Change the token table: int32[3, n] of slots, positions and tokens."""
-        slots, positions, values = upload(tokens)
-        self.tokens[slots.long(), positions.long()] = values
+    def put(self, given: Int32s) -> None:
+        """Change the token table: int32[3, n] of slots, positions and tokens. Of those that have no page yet
+        the host knows all before, and brings them with their pages."""
+        slots, positions, values = given
+        self.host.tokens[slots, positions] = values
+        held = self.host.page_count[slots] * self.page_size
+        late = positions >= held
+        np.maximum.at(self.known, slots[late], positions[late] + 1)
+        now = positions < held + RING.value
+        if now.any():
+            columns = upload(given[:, now])
+            put_tokens(columns[0], columns[1], columns[2], self.tokens)
+
+    @contextmanager
+    def alone(self, slot: int, ids: Int32s) -> Iterator[None]:
+        """``slot`` has these tokens, and all pages behind the dummy for them."""
+        count = -(-len(ids) // self.page_size)
+        self.tokens.resize(count + 1)
+        self.page_table[..., slot, :count] = torch.arange(1, count + 1, device="cuda")
+        self.tokens.held[slot], self.host.page_count[slot] = count * self.page_size, count
+        slots, positions = np.full_like(ids, slot), np.arange(len(ids), dtype=np.int32)
+        self.put(np.stack([slots, positions, ids]))
+        yield
+        self.page_table[..., slot, :] = 0
+        self.tokens.held[slot] = self.host.page_count[slot] = 0
+        self.tokens.resize(1)
 
     def batch(self, slots: Tensor, ids: Tensor, **more: Any) -> DeviceBatch:
         """Rows in ``slots`` with the tokens ``ids``; ``more``: the other fields of a batch."""
@@ -153,9 +210,8 @@ class DeviceTables:
         for group, table in enumerate(self.tables):
             window = self.windows[group] if group else first
             step.prepare_decode(
-                slots, starts, self.tokens[:, shift:], table, self.page_size, ids, positions, kv_len,
-                out_loc_of(out_loc, group), left.pop(window), tile, window, None if group else skip,
-                self.deltas,
+                slots, starts, self.tokens, table, ids, positions, kv_len, out_loc_of(out_loc, group),
+                left.pop(window), tile, window, None if group else skip, self.deltas, shift,
             )  # fmt: skip
         for window, tiles in left.items():
             step.count_tiles(kv_len, tiles, tile, window)
@@ -174,8 +230,8 @@ class DeviceTables:
         """See ``kernels/triton/step.py``, for all cache groups; ``shift``: as in ``prepare_decode``."""
         for group, table in enumerate(self.tables):
             step.prepare_extend(
-                slots, starts, q_start, longest, self.tokens[:, shift:], table, self.page_size, ids,
-                positions, out_loc_of(out_loc, group), self.deltas,
+                slots, starts, q_start, longest, self.tokens, table, ids, positions,
+                out_loc_of(out_loc, group), self.deltas, shift,
             )  # fmt: skip
 
 

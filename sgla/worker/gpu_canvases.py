@@ -58,8 +58,8 @@ class GpuCanvases(Canvases):
         return self._told(plan.step, columns, rows, found)
 
     def _write(self, slot: int, block: Block, tokens: Int32s) -> None:
-        place = self._steps.tables.tokens[slot, block.start : block.start + len(tokens)]
-        place.copy_(torch.from_numpy(tokens))
+        places = block.start + np.arange(len(tokens), dtype=np.int32)
+        self._steps.tables.put(np.stack([np.full_like(places, slot), places, tokens]))
 
     def _canvas(
         self, starts: Int32s, q_lens: Int32s, first: Int32s, begins: Int32s, blocks: list[Block]

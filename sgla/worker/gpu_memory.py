@@ -30,6 +30,7 @@ from sgla.worker.memory import MIB, mib
 
 GIB = 1 << 30
 RESERVE = 1024 * MIB
+ID = 4  # bytes of a token in the token table
 # Bytes of the driver for a layer in a graph.
 # With activations, which are counted apart, 53 to 96 KiB were measured.
 GRAPH_LAYER = 64 << 10
@@ -208,7 +209,9 @@ class Budget:
             smaller = peak.shrink(-(-missing // 2), self._step_tokens, self._slots)  # it is kept twice
             return smaller or self.weights.lighter(self.weights.bytes - missing)
 
-        pages = size_pool(free, pool, config.kv_cache_bytes, config.context_length, advise)
+        asked = pool, config.kv_cache_bytes, config.context_length, advise
+        kept["tokens"] = ID * pool.page_size * size_pool(free, *asked)[0]
+        pages = size_pool(free - kept["tokens"], *asked)
         self.ledger |= kept | {"kv": sum(n * b for n, b in zip(pages, pool.page_bytes))}
         return pages
 

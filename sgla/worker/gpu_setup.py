@@ -115,6 +115,7 @@ class GpuSetup(GpuModel):
             make = None if self.regions is None else self.regions.kv.empty
             units = [*pages[:-1], pages[-1] + steps.spare]
             steps.kv = steps.allocate(units, config.page_size, steps.kv_dtype, make)
+            steps.tables.tokens.resize(pages[0])
         if self.chains is not None:
             self.chains.take(steps.kv[steps.own :])
         context_len = min(steps.context_len, (pages[0] - 1) * config.page_size)

@@ -188,14 +188,12 @@ class GpuSteps:
         count = min(CALIBRATION, self.step_tokens, self.context_len)
         pages = -(-count // tables.page_size)
         self.kv = self.allocate([pages + 1] * len(self.groups), tables.page_size, "bfloat16")
-        tables.page_table[..., slot, :pages] = torch.arange(1, pages + 1, device="cuda")
-        ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count)
-        tables.tokens[slot, :count] = torch.from_numpy(ids).cuda()
-        batch = self.extend_batch(
-            np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
-        )
-        self.forward.hidden(batch)
-        tables.page_table[..., slot, :] = 0
+        ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count, np.int32)
+        with tables.alone(slot, ids):
+            batch = self.extend_batch(
+                np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
+            )
+            self.forward.hidden(batch)
         one = torch.ones(1, device="cuda")  # of a layer that keeps a state
         kept = [tokens_of(kv) for kv in self.kv]
         layers = [(one, one) if kv is None else (kv.k, kv.v) for kv in kept]
@@ -434,7 +432,7 @@ class GpuSteps:
         for at in range(0, count, LOGIT_ROWS):
             size = min(LOGIT_ROWS, count - at)
             logits = self.forward.logits(hidden[first + at : first + at + size], whole=True)
-            targets = self.tables.tokens[slot, span.start + at : span.start + at + size]
+            targets = upload(self.tables.host.tokens[slot, span.start + at : span.start + at + size])
             parts.append(score(logits, targets, k, asked))
         if parts:
             values, ranks, ids, tops = (to_host(torch.cat(column)) for column in zip(*parts))

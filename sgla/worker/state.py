@@ -28,7 +28,7 @@ class SlotTables:
         self, slots: int, context_len: int, page_size: int, groups: int = 1, states: bool = False
     ) -> None:
         self.page_size = page_size
-        self.tokens: Int32s = np.empty((slots, context_len + 1), np.int32)
+        self.tokens: Int32s = np.zeros((slots, context_len + 1), np.int32)
         self.page_table: Int32s = np.zeros((groups, slots, -(-(context_len + 1) // page_size)), np.int32)
         self.unit: Int32s | None = np.zeros(slots, np.int32) if states else None
         self.page_count: Int32s = np.zeros(slots, np.int32)
@@ -42,12 +42,19 @@ class SlotTables:
 
     def apply(self, plan: StepPlan) -> None:
         """Take in the new rows, then pending tokens and the appended pages."""
-        for new in plan.new:
-            self._admit(new)
+        self.admit(plan.new)
         if plan.tokens:
             pending = column(plan.tokens)
             rows = len(pending)
             self.tokens[column(plan.slots)[:rows], column(plan.starts)[:rows]] = pending
+        self.append(plan)
+
+    def admit(self, rows: list[NewRow]) -> None:
+        for new in rows:
+            self._admit(new)
+
+    def append(self, plan: StepPlan) -> None:
+        """Take in its pages, but for those of new rows."""
         if not plan.page_slots:
             return
         slots, counts = column(plan.page_slots), column(plan.page_counts)

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgla.kernels.gpu.states import DeviceStates
 from sgla.kernels.triton import drafts
 from sgla.kernels.triton.drafts import Others
+from sgla.kernels.triton.tokens import put_tokens
 from sgla.messages import SAMPLE, VERIFIED, Failed, NewRow, StepPlan, StepResult
 from sgla.sampling.constraints import Constraints, Forced
 from sgla.sampling.runs import ragged
@@ -34,11 +35,11 @@ class DeviceDrafts:
     _layout: tuple[tuple[bytes, ...], Layout] | None = None  # the last one, and what it was made of
 
     def __init__(self, tables: DeviceTables, searches: bool) -> None:
-        self.tokens, self.padding, self.searches = tables.tokens, len(tables.tokens) - 1, searches
+        self.tokens, self.padding, self.searches = tables.tokens, tables.tokens.slots - 1, searches
         self.host = tables.host
-        shape = 3, len(tables.tokens)
+        shape = 3, tables.tokens.slots
         self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
-        slots = len(tables.tokens)
+        slots = tables.tokens.slots
         self.others = Others(
             torch.zeros((1 << BITS) + ROOM + VERIFIED, dtype=torch.int32, device="cuda"),
             torch.zeros(slots, dtype=torch.int32, device="cuda"),
@@ -178,8 +179,8 @@ class Verify:
         if self._told is None:
             return positions, positions[:0]
         self._heard.synchronize()
-        tokens, ends = self._told.numpy()
-        return np.concatenate([ends, positions[len(ends) :]]), tokens
+        read, ends = self._told.numpy()
+        return np.concatenate([ends, positions[len(ends) :]]), read
 
     def came(self) -> NDArray[np.bool_]:
         """bool[S]: which samples of ``plan`` count. The step is over."""
@@ -197,8 +198,8 @@ class Verify:
     def restore(self) -> None:
         """Put the guesses, which rules read, back into the token table, where a graph put what it drew."""
         if self._leading:
-            slots, ends = self._where[: self._leading].long(), self._ends[: self._leading].long()
-            self._state.tokens[slots, ends - 1] = self._ids[: self._leading]
+            n = self._leading
+            put_tokens(self._where[:n], self._ends[:n] - 1, self._ids[:n], self._state.tokens)
 
     def accept(self, out: Tensor) -> None:
         """All rows have drawn, into ``out``."""

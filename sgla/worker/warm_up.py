@@ -80,6 +80,7 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
         measure(steps)
         for plan in _plans(steps):
             steps.tables.apply(plan, steps.sampler)
+        steps.tables.put(np.array([[steps.slots], [0], [0]], np.int32))
 
 
 def _rehearse_eager(steps: GpuSteps) -> None:
@@ -169,7 +170,7 @@ def warm_up(steps: GpuSteps, execute: Callable[[StepPlan], object]) -> None:
         execute(plan)
         if steps.pictures is not None:
             _run_pictured(steps, plan)
-    steps.tables.put(np.array([[steps.slots], [0], [0]]))
+    steps.tables.put(np.array([[steps.slots], [0], [0]], np.int32))
 
 
 def layers_of_all_kinds(spec: ModelSpec) -> int:

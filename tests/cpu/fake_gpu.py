@@ -246,7 +246,7 @@ class Launches:
 
 
 # Kernels that know nothing of the model but its vocabulary.
-OF_NO_SHAPE = {f"sgla.kernels.triton.{name}" for name in ("sampling", "step", "rules")}
+OF_NO_SHAPE = {f"sgla.kernels.triton.{name}" for name in ("sampling", "rules")}
 OF_HEADS = {f"sgla.kernels.triton.{name}" for name in ("attention", "cascade")}
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from config_cases import MIMO, deepseek
@@ -33,6 +34,7 @@ from interpreted_gpu import (
 )
 from msgspec.structs import replace as replace_struct
 from tiny import VOCAB, Launching, Transcript, make_core, run, submit, tiny_config
+from token_tables import row
 
 from sgla.dist import Shard, gpus
 from sgla.grammar.protocol import Vocabulary
@@ -202,7 +204,8 @@ class Guesses(dict[str, list[int]]):
             guess(slots, most, pair)
             for slot, n in zip(slots.tolist(), most.tolist()):
                 known = int(state.computed[slot]) + 1
-                self._note(state.tokens[slot], known, min(n, int(state.limits[slot]) - known - 1))
+                count = min(n, int(state.limits[slot]) - known - 1)
+                self._note(np.array(row(state.tokens, slot, known + count)), known, count)
 
         runner.chains._guess = spied
 

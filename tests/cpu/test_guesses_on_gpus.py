@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forked import run_script
+from token_tables import in_rows
 
 pytest.importorskip("triton")
 from sgla.kernels.triton import drafts
@@ -157,7 +158,7 @@ def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
         answers, forced = answered(rng), force(rng, before, computed)
         apart = columns([0, 1, 0, 0, 0, 0])[0]
         others = drafts.Others(torch.from_numpy(answers.memory), apart, forced, (RUN, BITS, PRIME))
-        asked = rows, tokens, *state, slots, starts, where, ends, 5
+        asked = rows, in_rows(tokens), *state, slots, starts, where, ends, 5
         drafts.guess(*asked, (LONGEST, SHORTEST), MOST, others)
         out, ids = torch.zeros_like(slots), torch.zeros_like(slots)
         expected = []

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import torch
 from forked import run_script
+from token_tables import in_rows
 
 from sgla.messages import Transcript
 from sgla.sampling.device_transcripts import DeviceTranscripts
@@ -28,7 +29,7 @@ def test_rules_on_a_gpu_are_those_of_a_cpu() -> None:
         tokens = rng.integers(0, 32, (6, 12)).astype(np.int32)
         said = [kinds[n] for n in rng.integers(0, 2, 6)]
         begins, lengths = rng.integers(1, 4, 6), rng.integers(0, 6, 6)
-        device = DeviceTranscripts(torch.from_numpy(tokens))
+        device = DeviceTranscripts(in_rows(torch.from_numpy(tokens)))
         for slot in range(6):
             device.admit(slot, int(begins[slot]), said[slot])
         slots = rng.permutation(6).astype(np.int32)

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from test_triton import random_batch
+from token_tables import in_rows
 
 from sgla.attention.base import cut
 from sgla.kernels import ops
@@ -60,5 +61,5 @@ def test_tiles_behind_a_prefix_are_counted() -> None:
     slots, starts = torch.tensor([0, 1, 2]).int(), torch.tensor([40, 64, -1]).int()
     columns = [torch.zeros(3, dtype=torch.int32) for _ in range(4)]
     cum, skip = torch.zeros(4, dtype=torch.int32), torch.tensor([32, 0, 0]).int()
-    step.prepare_decode(slots, starts, tokens, table, 16, *columns, cum, 16, 0, skip)
+    step.prepare_decode(slots, starts, in_rows(tokens), table, *columns, cum, 16, 0, skip)
     assert cum.tolist() == [0, 1, 6, 6]

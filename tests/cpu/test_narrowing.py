@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from token_tables import in_rows
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from sgla.kernels.triton import rules
@@ -43,7 +44,7 @@ def on_device(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> 
     """The same by the GPU's kernels, as the second of two rows."""
     table = torch.zeros(4, CONTEXT, dtype=torch.int32)
     table[1, : len(tokens)] = torch.from_numpy(tokens)
-    sampler = DeviceSampler(table, VOCAB)
+    sampler = DeviceSampler(in_rows(table), VOCAB)
     for slot, asked in ((1, sampling), (2, RowSampling())):
         sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=[b""], sampling=asked))
     assert not sampler.plain(np.array([1], np.int32))
@@ -153,7 +154,7 @@ def test_all_rules_of_all_rows_are_those_of_the_host() -> None:
     """Also of slots that had other rules before."""
     rng = np.random.default_rng(1)
     table = rng.integers(0, VOCAB, (8, CONTEXT)).astype(np.int32)
-    sampler, host = DeviceSampler(torch.from_numpy(table), VOCAB), Sampler(table, VOCAB)
+    sampler, host = DeviceSampler(in_rows(torch.from_numpy(table)), VOCAB), Sampler(table, VOCAB)
     words = [[4], [1, 2], *([int(a), int(b)] for a, b in table[:, -3:-1]), table[2, -20:].tolist()]
     asked = [
         RowSampling(
@@ -184,7 +185,7 @@ def test_all_rules_of_all_rows_are_those_of_the_host() -> None:
 
 def test_the_largest_rules_fit_their_records() -> None:
     vocab = 2 * (MAX_BIASES + MAX_STOP_IDS + MAX_WORD_TOKENS)
-    sampler = DeviceSampler(torch.zeros(2, CONTEXT, dtype=torch.int32), vocab)
+    sampler = DeviceSampler(in_rows(torch.zeros(2, CONTEXT, dtype=torch.int32)), vocab)
     largest = {
         "logit_bias": [(token, 1.0) for token in range(MAX_BIASES)],
         "stop_ids": list(range(vocab - MAX_STOP_IDS, vocab)),

@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from draws import DISTRIBUTIONS, possible
+from token_tables import in_rows
 
 from sgla.attention.base import DeviceBatch, cut
 from sgla.kernels import ops
@@ -23,6 +24,7 @@ from sgla.kernels.gpu import picked
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.picking import pick, picked_attention
 from sgla.kernels.triton import attention, elementwise, latent, picking, sampling, step, turning
+from sgla.kernels.triton.tokens import TokenTable
 from sgla.layers.spec import StateTensor
 from sgla.model.state import LayerState, kv_groups
 from sgla.sampling.draw import Distribution, bits_of
@@ -375,12 +377,15 @@ def test_prepare_decode_and_pages() -> None:
     step.append_pages(torch.tensor([[2, 2, 0], [0, 1, 0], [5, 6, 7]], dtype=torch.int32), table)
     assert table[2].tolist() == [5, 6, 0, 0, 0, 0, 0, 0]
     assert table[0, 0] == 7
-    tokens = torch.arange(4 * 33, dtype=torch.int32).view(4, 33)
+    held = torch.tensor([0, 0, 8, 0], dtype=torch.int32)  # what slot 0 has drawn has no page yet
+    tokens = TokenTable(table, held, 4)
+    tokens.resize(9)
+    tokens.ids[:] = torch.arange(len(tokens.ids))
     slots, starts = torch.tensor([2, 0, 3], dtype=torch.int32), torch.tensor([5, 3, -1], dtype=torch.int32)
     ids, positions, kv_len, out_loc = (torch.full((3,), 9, dtype=torch.int32) for _ in range(4))
     cum = torch.zeros(4, dtype=torch.int32)
-    step.prepare_decode(slots, starts, tokens, table, 4, ids, positions, kv_len, out_loc, cum, tile=2)
-    assert ids.tolist() == [2 * 33 + 5, 3, 0]
+    step.prepare_decode(slots, starts, tokens, table, ids, positions, kv_len, out_loc, cum, tile=2)
+    assert ids.tolist() == [tokens.base + 25, 3, 0]
     assert positions.tolist() == [5, 3, 0]
     assert kv_len.tolist() == [6, 4, 0]
     assert out_loc.tolist() == [6 * 4 + 1, 7 * 4 + 3, 0]
@@ -403,7 +408,7 @@ def draw(
         cuts = sampling.find_thresholds(
             logits, slots, temperatures, full("top_k", 0).int(), full("top_p", 1.0), full("min_p", 0.0)
         )
-    sampling.sample(logits, slots, positions, torch.tensor(seeds), temperatures, table, out, cuts)
+    sampling.sample(logits, slots, positions, torch.tensor(seeds), temperatures, in_rows(table), out, cuts)
     assert torch.equal(table[:, position], out.clamp(min=0))
     return out, cuts
 
@@ -536,7 +541,7 @@ def test_logits_without_a_token(ranks: int, temperature: float, cut: bool) -> No
                 positions,
                 seeds,
                 temperatures,
-                table,
+                in_rows(table),
                 out,
                 cuts,
                 first,
@@ -590,7 +595,7 @@ def test_ranks_draw_what_one_would() -> None:
                 positions,
                 seeds,
                 temperatures,
-                table,
+                in_rows(table),
                 out,
                 first=first,
                 best_of_ranks=best_of_ranks if len(parts) > 1 else None,
@@ -602,5 +607,5 @@ def test_ranks_draw_what_one_would() -> None:
     assert torch.equal(found[0][1], found[1][1])
     assert torch.equal(out[:6].long(), logits[:6].argmax(-1))
     assert (out >= split).any()
-    sampling.follow(torch.full((rows,), sampling.WORST), slots, positions, table, out, best_of_ranks)
+    sampling.follow(torch.full((rows,), sampling.WORST), slots, positions, in_rows(table), out, best_of_ranks)
     assert torch.equal(out, found[0][1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from token_tables import in_rows
 
 from sgla.messages import MAX_BIASES, MAX_STOP_IDS, MAX_WORD_TOKENS, NewRow, RowSampling, ThinkLimit
 from sgla.sampling.device import DeviceSampler
@@ -37,7 +38,7 @@ def test_rules_are_those_of_the_cpu() -> None:
     tokens[::2] %= 50
     ends = rng.integers(PROMPT + 1000, CONTEXT, ROWS).astype(np.int32)
     slots = rng.permutation(ROWS).astype(np.int32)
-    sampler = DeviceSampler(torch.from_numpy(tokens).cuda(), VOCAB)
+    sampler = DeviceSampler(in_rows(torch.from_numpy(tokens).cuda()), VOCAB)
     logits = torch.randn(ROWS, VOCAB, device="cuda") * 5
     columns = torch.from_numpy(slots).cuda(), torch.from_numpy(ends).cuda()
     for turn in range(2):  # the second time with other rules in each slot

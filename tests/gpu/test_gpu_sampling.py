@@ -6,6 +6,7 @@ import pytest
 import torch
 from draws import DISTRIBUTIONS, possible
 from test_gpu_kernels import BF16, relative
+from token_tables import in_rows
 
 from sgla.sampling.draw import Distribution, draw
 
@@ -68,11 +69,11 @@ def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, fi
     assert relative(logits, x.double() @ weight.double().t()) < 1e-5
     assert (keys == sampling.WORST).all()
     tables, outs = torch.zeros(2, m, m + 2, device="cuda").int(), torch.zeros(2, m, device="cuda").int()
-    sampling.sample(logits, slots, positions, seeds, temperatures, tables[0], outs[0], first=first)
+    sampling.sample(logits, slots, positions, seeds, temperatures, in_rows(tables[0]), outs[0], first=first)
     plain += 1
     for _ in range(3):
         untouched = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.DRAW, draw=fused, out=logits * 0)
-        sampling.follow(keys, slots, positions, tables[1], outs[1])
+        sampling.follow(keys, slots, positions, in_rows(tables[1]), outs[1])
         assert not untouched.any()
         assert torch.equal(outs[0], outs[1])
         assert torch.equal(tables[0], tables[1])
@@ -99,7 +100,7 @@ def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy
     def draw() -> tuple[torch.Tensor, torch.Tensor]:
         table, out = torch.zeros(m, m + 2, device="cuda").int(), torch.zeros(m, device="cuda").int()
         batch_gemm.linear(x, weight, config, epilogue=batch_gemm.DRAW, draw=fused)
-        sampling.follow(keys, slots, positions, table, out)
+        sampling.follow(keys, slots, positions, in_rows(table), out)
         return table, out
 
     good = draw()[1]
@@ -114,7 +115,7 @@ def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy
     assert (draw()[1] == -1).all()
     logits = (x.float() @ weight.float().t()).contiguous()
     other = torch.zeros(m, device="cuda").int()
-    sampling.sample(logits, slots, positions, seeds, temperatures, table, other)
+    sampling.sample(logits, slots, positions, seeds, temperatures, in_rows(table), other)
     assert (other == -1).all()
 
 
@@ -136,7 +137,14 @@ def test_draws_from_logits_that_give_no_token(limited: bool) -> None:
             thresholds = find_thresholds(logits, slots, temperatures, full(40).int(), full(0.9), full(0.05))
         table, out = torch.zeros(rows, rows + 1, device="cuda").int(), torch.zeros(rows, device="cuda").int()
         sampling.sample(
-            logits, slots, positions, torch.arange(rows, device="cuda"), temperatures, table, out, thresholds
+            logits,
+            slots,
+            positions,
+            torch.arange(rows, device="cuda"),
+            temperatures,
+            in_rows(table),
+            out,
+            thresholds,
         )
         assert out[:5].tolist() == [-1, -1, -2, -1, 0]
         assert 0 <= int(out[5]) < vocab
@@ -158,7 +166,7 @@ def test_sampling_at_full_vocabulary() -> None:
     top_ks = torch.full((rows,), 50, device="cuda").int()
     top_ps, min_ps = torch.full((rows,), 0.9, device="cuda"), torch.zeros(rows, device="cuda")
     thresholds = find_thresholds(logits, slots, temperatures, top_ks, top_ps, min_ps)
-    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, thresholds)
+    sampling.sample(logits, slots, positions, seeds, temperatures, in_rows(table), out, thresholds)
     top = logits.topk(50)
     p = (top.values.double() / 0.8).softmax(-1)
     kept = (p.cumsum(-1) - p < 0.9).sum(-1)
@@ -195,7 +203,7 @@ def test_draws_are_those_of_the_cpu(vocab: int, each: Distribution) -> None:
             logits, slots, temperatures, full(each.top_k).int(), full(each.top_p), full(each.min_p)
         )
     table, out = torch.zeros(rows, position + 1, device="cuda").int(), torch.zeros(rows, device="cuda").int()
-    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, thresholds)
+    sampling.sample(logits, slots, positions, seeds, temperatures, in_rows(table), out, thresholds)
     asked = list(zip(logits.cpu().numpy(), seeds.tolist(), out.tolist(), strict=True))
     assert all(token in possible(row, each, seed, position) for row, seed, token in asked)
     assert sum(token == draw(row, each, seed, position) for row, seed, token in asked) >= rows - 2

@@ -17,8 +17,10 @@ from torch import Tensor
 os.environ["TRITON_INTERPRET"] = "1"  # a GPU may be there, but all tensors are the CPU's
 sys.path.append(str(Path(__file__).parents[1]))
 import interpreter
+from token_tables import in_rows
 
 from sgla.kernels.triton import sampling
+from sgla.kernels.triton.tokens import TokenTable
 from sgla.messages import RowSampling, StepPlan, StepResult
 from sgla.sampling import device
 from sgla.sampling.constraints import Constraints
@@ -53,7 +55,8 @@ class Event:
 
 def choose(logits: Tensor, slots: Tensor, positions: Tensor, *tables: Any) -> None:
     """For the kernel of this name."""
-    seeds, temperatures, tokens, out = tables[:4]
+    seeds, temperatures, table, out = tables[:4]
+    tokens = table.ids.view(table.slots, -1)
     for n, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
         temperature = float(temperatures[slot])
         if logits[n].max() == float("-inf"):
@@ -77,8 +80,8 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor, ends: Tensor | None = None
 class HostRules:
     """For ``DeviceRules``, whose kernels are compared with these in tests/cpu/test_narrowing.py."""
 
-    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
-        self._tokens, self._vocab = tokens.numpy(), vocab_size
+    def __init__(self, tokens: TokenTable, vocab_size: int) -> None:
+        self._tokens, self._vocab = tokens.ids.view(tokens.slots, -1).numpy(), vocab_size
         self._rules: dict[int, list[Rule]] = {}
 
     def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> bool:
@@ -104,7 +107,7 @@ class DeviceLike(CpuRunner):
         tables, vocab = self.tables, self.model.spec.vocab
         on_device = torch.from_numpy(tables.tokens)
         self._host = np.zeros_like(tables.tokens)
-        self._device = DeviceSampler(on_device, vocab)
+        self._device = DeviceSampler(in_rows(on_device), vocab)
         assert self.matchers is not None
         self._constraints = Constraints(self._host, vocab, self.matchers, skip_forced=True, pin=False)
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.tokens import TokenTable, _token
+
 HISTORY = 1024  # tokens that a program looks at together
 PARTS, WORDS = 16, 2048  # programs that copy a unit, and what one of them moves together
 PLACES = 21  # bits of a place in a history (``messages.LONGEST``)
@@ -28,20 +30,25 @@ def _spread(slot, known, guessed, most, left, first, slots, starts, where, ends,
 
 @triton.jit
 def _of_others(
-    history, known, wanted, others, RUN: tl.constexpr, BITS: tl.constexpr, PRIME: tl.constexpr,
-    MOST: tl.constexpr,
+    tokens, pages, stride, held, page_size, base, own, known, wanted, others,
+    RUN: tl.constexpr, BITS: tl.constexpr, PRIME: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Where in ``others`` the last ``RUN`` tokens came before, behind the numbers of runs, and how many of
     the ``wanted`` tokens are there; see ``worker/others.py: Outputs``."""
     number = tl.zeros([1], tl.uint32)
     for back in tl.static_range(RUN, 0, -1):
-        token = tl.load(history + known - back, mask=known >= RUN, other=0)
+        token = tl.load(
+            _token(tokens, pages, stride, held, page_size, base, own, known - back),
+            mask=known >= RUN,
+            other=0,
+        )
         number = (number ^ token.to(tl.uint32)) * PRIME
     place = tl.load(others + (number >> (32 - BITS)).to(tl.int32))
     texts = others + (1 << BITS) + place
     before, i = tl.arange(0, RUN) - RUN, tl.arange(0, MOST)
     there = tl.load(texts + before, mask=(place >= RUN) & (before < 0), other=-1)
-    last = tl.load(history + known + before, mask=known + before >= 0, other=-2)
+    last = _token(tokens, pages, stride, held, page_size, base, own, known + before)
+    last = tl.load(last, mask=known + before >= 0, other=-2)
     wanted = tl.where(tl.min((there == last).to(tl.int32), 0) > 0, wanted, 0)
     ends = tl.load(texts + i, mask=i < wanted, other=-1) < 0
     return texts, tl.min(tl.where(ends, i, MOST), 0)
@@ -52,8 +59,8 @@ def _of_others(
     do_not_specialize_on_alignment=["columns", "slots", "starts", "where", "ends"],
 )
 def _guess(
-    columns, rows, tokens, stride, computed, limits, trusts, slots, starts, where, ends, padding,
-    others, apart, forced, RUN: tl.constexpr, BITS: tl.constexpr, PRIME: tl.constexpr,
+    columns, rows, tokens, pages, stride, held, page_size, base, computed, limits, trusts, slots, starts,
+    where, ends, padding, others, apart, forced, RUN: tl.constexpr, BITS: tl.constexpr, PRIME: tl.constexpr,
     LONGEST: tl.constexpr, SHORTEST: tl.constexpr, PLACES: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +68,7 @@ def _guess(
     slot, most = tl.load(columns + row), tl.load(columns + rows + row)
     first = tl.load(columns + 2 * rows + row)
     if most >= 0:
-        history = tokens + slot.to(tl.int64) * stride
+        own = slot.to(tl.int64)
         known = tl.load(computed + slot) + 1
         left = tl.load(limits + slot) - known - 1  # -1: it has all its tokens, and the host does not know yet
         wanted = tl.minimum(tl.minimum(most, left), tl.load(trusts + slot))
@@ -70,28 +77,36 @@ def _guess(
             end = begin + tl.arange(0, BLOCK)
             same, alike = end < known, tl.zeros([BLOCK], tl.int32)
             for back in tl.static_range(1, LONGEST + 1):
-                there = tl.load(history + end - back, mask=same & (end >= back), other=-1)
-                same = same & (there == tl.load(history + known - back, mask=known >= back, other=-2))
+                place = _token(tokens, pages, stride, held, page_size, base, own, end - back)
+                there = tl.load(place, mask=same & (end >= back), other=-1)
+                place = _token(tokens, pages, stride, held, page_size, base, own, known - back)
+                same = same & (there == tl.load(place, mask=known >= back, other=-2))
                 alike += same.to(tl.int32)
             best = tl.maximum(best, tl.max(tl.where(alike >= SHORTEST, (alike << PLACES) + end, 0), 0))
         end, i = best & ((1 << PLACES) - 1), tl.arange(0, MOST)
         guessed = tl.where(best > 0, wanted, 0)
         wanted = tl.where((best >> PLACES < LONGEST) & (tl.load(apart + slot) == 0), wanted, 0)
-        found, count = _of_others(history, known, wanted, others, RUN, BITS, PRIME, MOST)
-        token = tl.load(history + end + i % (known - end), mask=i < guessed, other=0)
+        found, count = _of_others(
+            tokens, pages, stride, held, page_size, base, own, known, wanted, others, RUN, BITS, PRIME, MOST
+        )
+        place = _token(tokens, pages, stride, held, page_size, base, own, end + i % (known - end))
+        token = tl.load(place, mask=i < guessed, other=0)
         token = tl.where(count > 0, tl.load(found + i, mask=i < count, other=0), token)
         guessed = tl.where(count > 0, count, guessed)
         # What its grammar forces, if the text has gone on as was thought.
-        run = forced + slot.to(tl.int64) * (MOST + 2)
+        run = forced + own * (MOST + 2)
         ahead, size = known - tl.load(run), tl.load(run + 1)
         behind = tl.load(run + 2 + i, mask=i < size, other=0)
         came = (i < ahead) & (i < size)
-        other = came & (behind != tl.load(history + known - ahead + i, mask=came, other=0))
+        place = _token(tokens, pages, stride, held, page_size, base, own, known - ahead + i)
+        other = came & (behind != tl.load(place, mask=came, other=0))
         there = (ahead >= 0) & (ahead < size) & (tl.max(other.to(tl.int32), 0) == 0)
         count = tl.where(there, tl.minimum(size - ahead, tl.minimum(most, left)), 0)
         token = tl.where(count > 0, tl.load(run + 2 + ahead + i, mask=i < count, other=0), token)
         guessed = tl.where(count > 0, count, guessed)
-        tl.store(history + known + i, token, mask=i < guessed)
+        tl.store(
+            _token(tokens, pages, stride, held, page_size, base, own, known + i), token, mask=i < guessed
+        )
         _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST)
 
 
@@ -145,15 +160,16 @@ def _go_back(columns, rows, sources, memory, places, BLOCK: tl.constexpr):
             tl.store(units + target * words + i, kept, mask=i < words)
 
 
-@triton.jit(
-    do_not_specialize=["count", "stride"], do_not_specialize_on_alignment=["slots", "starts", "ends", "told"]
-)
-def _tell(slots, starts, ends, count, tokens, stride, told, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "starts", "ends", "told"])
+def _tell(
+    slots, starts, ends, count, tokens, pages, stride, held, page_size, base, told, BLOCK: tl.constexpr
+):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < count
     slot, start = tl.load(slots + i, mask=live, other=0), tl.load(starts + i, mask=live, other=0)
     end = tl.load(ends + i, mask=live, other=0)
-    tl.store(told + i, tl.load(tokens + slot.to(tl.int64) * stride + start, mask=end > 0, other=0), mask=live)
+    place = _token(tokens, pages, stride, held, page_size, base, slot.to(tl.int64), start)
+    tl.store(told + i, tl.load(place, mask=end > 0, other=0), mask=live)
     tl.store(told + count + i, end, mask=live)
 
 
@@ -263,7 +279,7 @@ class Others(NamedTuple):
 
 def guess(
     columns: Tensor,
-    tokens: Tensor,
+    tokens: TokenTable,
     computed: Tensor,
     limits: Tensor,
     trusts: Tensor,
@@ -279,8 +295,8 @@ def guess(
     """Fill in the decode rows that R rows with guesses are made of.
 
     ``columns`` int32[3, R]: slot, guesses at most (-1: the row does not guess), and the number of its first
-    decode row. Int32 of each slot: ``tokens`` [slots, *], into which the guesses go behind what is known;
-    ``computed``, how many have KV; ``limits``, how many there may be; ``trusts``, how many may be guessed.
+    decode row. The guesses go into ``tokens``, behind what is known. Int32 of each slot: ``computed``, how
+    many have KV; ``limits``, how many there may be; ``trusts``, how many may be guessed.
     Int32 of each decode row: slot and position of its input (``slots``, ``starts``) and of what it samples
     (``where``, ``ends``). One without a guess reads the first token of the slot ``padding`` and samples
     nothing (end 0). ``lengths``: most and fewest tokens that must have come before; ``most``: decode rows of
@@ -290,7 +306,7 @@ def guess(
     run, bits, prime = others.numbering
     rows = columns.shape[1]
     _guess[(rows,)](
-        columns, rows, tokens, tokens.stride(0), computed, limits, trusts, slots, starts, where, ends,
+        columns, rows, *tokens.arguments, computed, limits, trusts, slots, starts, where, ends,
         padding, others.answers, others.apart, others.forced, RUN=run, BITS=bits, PRIME=prime,
         LONGEST=longest, SHORTEST=shortest, PLACES=PLACES, MOST=most, BLOCK=HISTORY, num_warps=4,
     )  # fmt: skip
@@ -355,12 +371,12 @@ def place(
     )
 
 
-def tell(slots: Tensor, starts: Tensor, ends: Tensor, tokens: Tensor, told: Tensor) -> None:
+def tell(slots: Tensor, starts: Tensor, ends: Tensor, tokens: TokenTable, told: Tensor) -> None:
     """``told`` int32[2, N], pinned: of the first N decode rows the token that each reads, and ``ends``; see
     ``guess``, which comes before."""
     count = told.shape[1]
     _tell[(triton.cdiv(count, 128),)](
-        slots, starts, ends, count, tokens, tokens.stride(0), told, BLOCK=128, num_warps=1
+        slots, starts, ends, count, *tokens.arguments, told, BLOCK=128, num_warps=1
     )
 
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.tokens import TokenTable, _token
+
 # Numbers at the beginning of a record. UNTIL: the position before which stop tokens are banned; COUNTED: 1 +
 # the first position that counts for penalties; LIMIT: 1 + tokens of reasoning; NGRAM: tokens in a row that do
 # not come twice. The last three are 0 where there is none.
@@ -46,7 +48,10 @@ def _float(pointer):
 
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["slots", "positions"])
-def _count(tokens, stride, slots, positions, records, width, counts, vocab, first, BLOCK: tl.constexpr):
+def _count(
+    tokens, pages, stride, held, page_size, base, slots, positions, records, width, counts, vocab, first,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0)
     slot = tl.load(slots + first + n).to(tl.int64)
     record = records + slot * width
@@ -54,7 +59,9 @@ def _count(tokens, stride, slots, positions, records, width, counts, vocab, firs
     if counted > 0:
         position, prompt = tl.load(positions + first + n), tl.load(record + PROMPT)
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        token = tl.load(tokens + slot * stride + i, mask=i < position, other=0)
+        token = tl.load(
+            _token(tokens, pages, stride, held, page_size, base, slot, i), mask=i < position, other=0
+        )
         at = counts + n.to(tl.int64) * vocab + token
         tl.atomic_or(at, SEEN, mask=(i >= counted - 1) & (i < prompt) & (i < position), sem="relaxed")
         tl.atomic_add(at, 1, mask=(i >= prompt) & (i < position), sem="relaxed")
@@ -95,7 +102,20 @@ def _bias(logits, slots, positions, records, width, vocab, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _forbid(
-    logits, tokens, stride, slots, positions, records, width, vocab, SOME: tl.constexpr, DEEP: tl.constexpr
+    logits,
+    tokens,
+    pages,
+    stride,
+    held,
+    page_size,
+    base,
+    slots,
+    positions,
+    records,
+    width,
+    vocab,
+    SOME: tl.constexpr,
+    DEEP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -113,7 +133,8 @@ def _forbid(
         back = done + 1 + tl.arange(0, DEEP)
         needed = alive[:, None] & (back[None, :] <= before[:, None])
         wanted = tl.load(text + last[:, None] - back[None, :], mask=needed, other=0)
-        there = tl.load(tokens + slot * stride + position - back, mask=back <= position, other=0)
+        place = _token(tokens, pages, stride, held, page_size, base, slot, position - back)
+        there = tl.load(place, mask=back <= position, other=0)
         wrong = needed & (wanted != there[None, :])
         alive = alive & (tl.sum(wrong.to(tl.int32), 1) == 0)
         done += DEEP
@@ -122,22 +143,31 @@ def _forbid(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
-def _fall(logits, tokens, stride, slots, positions, records, width, vocab, BLOCK: tl.constexpr):
+def _fall(
+    logits, tokens, pages, stride, held, page_size, base, slots, positions, records, width, vocab,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Programs that meet the same token write the same: what has fallen does not fall again."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     record = records + slot * width
     size = tl.load(record + NGRAM)
     if size > 0:
-        position, history = tl.load(positions + row), tokens + slot * stride
+        position = tl.load(positions + row)
         i = tl.load(record + PROMPT) + size - 1 + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         alive = i < position
         back = 1
         while (back < size) & (tl.sum(alive.to(tl.int32), 0) > 0):
-            there = tl.load(history + i - back, mask=alive, other=-1)
-            alive = alive & (there == tl.load(history + position - back))
+            there = tl.load(
+                _token(tokens, pages, stride, held, page_size, base, slot, i - back),
+                mask=alive,
+                other=-1,
+            )
+            wanted = _token(tokens, pages, stride, held, page_size, base, slot, position - back)
+            alive = alive & (there == tl.load(wanted))
             back += 1
-        at = logits + row * vocab + tl.load(history + i, mask=alive, other=0)
+        found = tl.load(_token(tokens, pages, stride, held, page_size, base, slot, i), mask=alive, other=0)
+        at = logits + row * vocab + found
         x = tl.load(at, mask=alive, other=0.0)
         tl.store(at, tl.where(x > -FALL / 2, x - FALL, x), mask=alive)
 
@@ -149,7 +179,20 @@ def _later(a, b):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _end_thinking(
-    logits, tokens, stride, slots, positions, records, width, vocab, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+    logits,
+    tokens,
+    pages,
+    stride,
+    held,
+    page_size,
+    base,
+    slots,
+    positions,
+    records,
+    width,
+    vocab,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """A turn at position i has the number 2i + 2, and one more if reasoning begins there:
     the largest one tells where one is."""
@@ -159,12 +202,13 @@ def _end_thinking(
     limit, close = tl.load(record + LIMIT), tl.load(record + CLOSE)
     if limit > 0:
         prompt, position = tl.load(record + PROMPT), tl.load(positions + row)
-        history = tokens + slot * stride
         turn, used = tl.load(record + OPENED), 0
         for start in range(prompt, position, BLOCK):
             i = start + tl.arange(0, BLOCK)
-            token = tl.load(history + i, mask=i < position, other=-2)
-            ahead = tl.load(history + i - 1, mask=(i > start) & (i <= position), other=-2)
+            own = _token(tokens, pages, stride, held, page_size, base, slot, i)
+            before = _token(tokens, pages, stride, held, page_size, base, slot, i - 1)
+            token = tl.load(own, mask=i < position, other=-2)
+            ahead = tl.load(before, mask=(i > start) & (i <= position), other=-2)
             opens, closes = ahead == tl.load(record + OPEN), ahead == close
             number = tl.where(opens, 2 * i + 1, tl.where(closes, 2 * i, 0))
             inside = tl.maximum(tl.associative_scan(number, 0, _later), turn) % 2 == 1
@@ -181,7 +225,7 @@ def _end_thinking(
 
 def penalize(
     logits: Tensor,
-    tokens: Tensor,
+    tokens: TokenTable,
     slots: Tensor,
     positions: Tensor,
     records: Tensor,
@@ -189,13 +233,13 @@ def penalize(
     longest: int,
 ) -> None:
     """Penalties on ``logits`` float32[S, V] of the tokens that stand at ``positions`` of ``slots``, int32[S];
-    ``longest`` is the largest of them. ``tokens`` int32[slots, *], ``records`` int32[slots, *]; ``counts``
+    ``longest`` is the largest of them. ``records`` int32[slots, *]; ``counts``
     int32[n, V] is zero, before and after."""
     rows, vocab = logits.shape
     for first in range(0, rows, len(counts)):
         some = min(len(counts), rows - first)
         _count[(some, triton.cdiv(longest, HISTORY))](
-            tokens, tokens.stride(0), slots, positions, records, records.stride(0), counts, vocab, first,
+            *tokens.arguments, slots, positions, records, records.stride(0), counts, vocab, first,
             BLOCK=HISTORY
         )  # fmt: skip
         _penalize[(some, triton.cdiv(vocab, CHUNK))](
@@ -210,29 +254,31 @@ def bias(logits: Tensor, slots: Tensor, positions: Tensor, records: Tensor) -> N
 
 
 def forbid(
-    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor, most: int
+    logits: Tensor, tokens: TokenTable, slots: Tensor, positions: Tensor, records: Tensor, most: int
 ) -> None:
     """The last tokens of words whose other tokens are there; ``most``: words of a row.
     Tensors as in ``penalize``."""
     _forbid[(len(logits), triton.cdiv(most, SOME))](
-        logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
+        logits, *tokens.arguments, slots, positions, records, records.stride(0), logits.shape[1],
         SOME=SOME, DEEP=DEEP,
     )  # fmt: skip
 
 
 def lower_repeats(
-    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor, longest: int
+    logits: Tensor, tokens: TokenTable, slots: Tensor, positions: Tensor, records: Tensor, longest: int
 ) -> None:
     """Let tokens fall that would complete what the output has had; arguments as in ``penalize``."""
     _fall[(len(logits), triton.cdiv(longest, HISTORY))](
-        logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
+        logits, *tokens.arguments, slots, positions, records, records.stride(0), logits.shape[1],
         BLOCK=HISTORY,
     )  # fmt: skip
 
 
-def end_thinking(logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor) -> None:
+def end_thinking(
+    logits: Tensor, tokens: TokenTable, slots: Tensor, positions: Tensor, records: Tensor
+) -> None:
     """Leave the end of reasoning alone in rows that have reasoned enough; tensors as in ``penalize``."""
     _end_thinking[(len(logits),)](
-        logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
+        logits, *tokens.arguments, slots, positions, records, records.stride(0), logits.shape[1],
         BLOCK=HISTORY, CHUNK=CHUNK,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from sgla.kernels.triton.common import _begin, _pdl
+from sgla.kernels.triton.tokens import TokenTable, _token
 
 CHUNK = 4096  # logits a program masks
 LOGITS = 2048  # that a program bounds
@@ -147,7 +148,7 @@ def _land(token, row, landing, stride, place, LANDS: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
 def _finish(
     logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
-    table, stride, out, landing, landing_stride, place,
+    tokens, pages, stride, held, page_size, base, out, landing, landing_stride, place,
     LANDS: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +162,8 @@ def _finish(
     _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
-    tl.store(table + slot * stride + position, tl.maximum(token, 0), mask=position > 0)
+    at = _token(tokens, pages, stride, held, page_size, base, slot, position)
+    tl.store(at, tl.maximum(token, 0), mask=position > 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -184,8 +186,8 @@ def _make_keys(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
 def _use_keys(
-    keys, slots, positions, table, stride, out, landing, landing_stride, place,
-    LANDS: tl.constexpr, PDL: tl.constexpr,
+    keys, slots, positions, tokens, pages, stride, held, page_size, base, out, landing, landing_stride,
+    place, LANDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -198,7 +200,8 @@ def _use_keys(
     _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
-    tl.store(table + slot * stride + position, tl.maximum(token, 0), mask=position > 0)
+    at = _token(tokens, pages, stride, held, page_size, base, slot, position)
+    tl.store(at, tl.maximum(token, 0), mask=position > 0)
 
 
 @triton.jit
@@ -356,7 +359,7 @@ def sample(
     positions: Tensor,
     seeds: Tensor,
     temperatures: Tensor,
-    table: Tensor,
+    tokens: TokenTable,
     out: Tensor,
     thresholds: Tensor | None = None,
     first: int = 0,
@@ -364,7 +367,7 @@ def sample(
     landing: Landing | None = None,
 ) -> None:
     """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S] (see above
-    for what is no token), and into ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and
+    for what is no token), and into ``tokens`` if the position is above 0. ``seeds`` int64 and
     ``temperatures`` float32 by slot.
 
     ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys
@@ -381,19 +384,19 @@ def sample(
     options |= {"CHUNKS": triton.next_power_of_2(chunks), "num_warps": 8}
     if best_of_ranks is None:
         _finish[(rows,)](
-            *given, table, table.stride(0), out, *_landing(landing, out), LANDS=landing is not None, **options
+            *given, *tokens.arguments, out, *_landing(landing, out), LANDS=landing is not None, **options
         )
         return
     keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _make_keys[(rows,)](*given, keys, **options)
-    follow(keys, slots, positions, table, out, best_of_ranks, landing)
+    follow(keys, slots, positions, tokens, out, best_of_ranks, landing)
 
 
 def follow(
     keys: Tensor,
     slots: Tensor,
     positions: Tensor,
-    table: Tensor,
+    tokens: TokenTable,
     out: Tensor,
     best_of_ranks: Callable[[Tensor], None] | None = None,
     landing: Landing | None = None,
@@ -405,8 +408,7 @@ def follow(
         keys,
         slots,
         positions,
-        table,
-        table.stride(0),
+        *tokens.arguments,
         out,
         *_landing(landing, out),
         LANDS=landing is not None,

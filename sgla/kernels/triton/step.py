@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Bookkeeping of a step on the device:
-page-table appends, and from the plan's columns to the forward batch."""
+"""Bookkeeping of a step on the device: pages and tokens that come, and from the plan's columns to the forward
+batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.triton.common import _begin_early, _pdl
+from sgla.kernels.triton.tokens import RING, TokenTable, _token
 
 
 # Steps differ in their counts and in where a column begins;
@@ -26,9 +27,10 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _prepare_decode(
-    slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len,
-    out_loc, cum, skip, deltas, rows, window,
-    HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    slots, starts, tokens, pages, stride, held, page_size, base, page_table, table_stride, ids, positions,
+    kv_len, out_loc, cum, skip, deltas, rows, window,
+    SHIFT: tl.constexpr, HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     _begin_early(PDL)
     r = tl.arange(0, BLOCK)
@@ -37,7 +39,8 @@ def _prepare_decode(
     start = tl.load(starts + r, mask=live, other=-1)
     real = live & (start >= 0)
     position = tl.maximum(start, 0)
-    token = tl.load(tokens + slot * token_stride + position, mask=real, other=0)
+    at = _token(tokens, pages, stride, held, page_size, base, slot, position + SHIFT)
+    token = tl.load(at, mask=real, other=0)
     page = tl.load(page_table + slot * table_stride + position // page_size, mask=real, other=0)
     tl.store(ids + r, token, mask=live)
     if DELTAS:
@@ -80,9 +83,8 @@ def append_pages(columns: Tensor, page_table: Tensor) -> None:
 def prepare_decode(
     slots: Tensor,
     starts: Tensor,
-    tokens: Tensor,
+    tokens: TokenTable,
     page_table: Tensor,
-    page_size: int,
     ids: Tensor,
     positions: Tensor,
     kv_len: Tensor,
@@ -92,16 +94,18 @@ def prepare_decode(
     window: int = 0,
     skip: Tensor | None = None,
     deltas: Tensor | None = None,
+    shift: int = 0,
 ) -> None:
     """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which
     gets ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row,
     ``cum[0]`` is 0. ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding).
-    ``deltas`` int32[slots]: by how much ``positions`` are more than the numbers of tokens."""
+    ``deltas`` int32[slots]: by how much ``positions`` are more than the numbers of tokens. ``page_table``: of
+    the cache group that ``out_loc`` is for. ``shift``: the ids are those of so many tokens further on."""
     rows, least = slots.shape[0], 32  # few variants to compile
     _prepare_decode[(1,)](
-        slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
+        slots, starts, *tokens.arguments, page_table, page_table.stride(0),
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum,
-        deltas if deltas is not None else cum, rows, window,
+        deltas if deltas is not None else cum, rows, window, SHIFT=shift,
         HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile,
         BLOCK=max(least, triton.next_power_of_2(rows)), num_warps=4, **_pdl(),
     )  # fmt: skip
@@ -113,32 +117,70 @@ def count_tiles(kv_len: Tensor, cum: Tensor, tile: int, window: int) -> None:
     _count_tiles[(1,)](kv_len, cum, rows, window, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4)
 
 
-# Slot, token offset, tokens, page offset, pages, temperature, top_p, min_p, top_k, seed low, seed high.
-ADMIT_COLUMNS = 11
+# Of a row that gets pages: slot; pages that it has; how many come, and where they end; how many tokens come
+# with them, from the first one that had no page, and where they end; up to which token the host knows all.
+COLUMNS = tl.constexpr(7)
+# Of a row that takes its slot behind these: temperature, top_p, min_p, top_k, seed low, seed high.
+ADMIT_COLUMNS = COLUMNS.value + 6
 
 
 @triton.jit
-def _admit(
-    head, data, tokens, token_stride, page_table, table_stride, temperatures, top_ps, min_ps, top_ks, seeds,
+def _grow(head, data, slot, tokens, pages, stride, held, page_size, base, BLOCK: tl.constexpr):
+    """Take in a part of the pages and tokens of a row. What it has in its ring moves to its pages, as far as
+    the host does not know it."""
+    before, count, known = tl.load(head + 1), tl.load(head + 2), tl.load(head + 6)
+    coming, come = data + tl.load(head + 3) - count, tl.load(head + 4)
+    given = data + tl.load(head + 5) - come
+    begin, end = before * page_size, (before + count) * page_size
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(pages + slot * stride + before + i, tl.load(coming + i, mask=i < count), mask=i < count)
+    place = _coming(coming, tokens, page_size, base, begin, end, slot, begin + i)
+    tl.store(place, tl.load(given + i, mask=i < come), mask=i < come)
+    if tl.program_id(1) == 0:
+        position = begin + tl.arange(0, RING)
+        moves = (position >= known) & (position < end)
+        value = tl.load(tokens + slot * RING + position % RING, mask=moves, other=0)
+        paged = _coming(coming, tokens, page_size, base, begin, end, slot, position)
+        tl.store(paged, value, mask=moves)
+        tl.store(held + slot, end)
+
+
+@triton.jit
+def _coming(coming, tokens, page_size, base, begin, end, slot, position):
+    """As ``_token``, of a row that gets the pages ``coming``, for tokens from ``begin`` to ``end``."""
+    inside = position < end
+    page = tl.load(coming + (position - begin) // page_size, mask=inside, other=0).to(tl.int64)
+    return tokens + tl.where(
+        inside, base + page * page_size + position % page_size, slot * RING + position % RING
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["data"])
+def _append(
+    head, data, tokens, pages, stride, held, page_size, base,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    head += row * COLUMNS
+    head += tl.program_id(0) * COLUMNS
     slot = tl.load(head).to(tl.int64)
-    i = chunk * BLOCK + tl.arange(0, BLOCK)
-    live = i < tl.load(head + 2)
-    tl.store(tokens + slot * token_stride + i, tl.load(data + tl.load(head + 1) + i, mask=live), mask=live)
-    live = i < tl.load(head + 4)
-    tl.store(
-        page_table + slot * table_stride + i, tl.load(data + tl.load(head + 3) + i, mask=live), mask=live
-    )
-    if chunk == 0:
-        tl.store(temperatures + slot, tl.load(head + 5).to(tl.float32, bitcast=True))
-        tl.store(top_ps + slot, tl.load(head + 6).to(tl.float32, bitcast=True))
-        tl.store(min_ps + slot, tl.load(head + 7).to(tl.float32, bitcast=True))
-        tl.store(top_ks + slot, tl.load(head + 8))
-        low = tl.load(head + 9).to(tl.uint32, bitcast=True).to(tl.int64)
-        high = tl.load(head + 10).to(tl.int64)
+    _grow(head, data, slot, tokens, pages, stride, held, page_size, base, BLOCK)
+
+
+@triton.jit(do_not_specialize_on_alignment=["data"])
+def _admit(
+    head, data, tokens, pages, stride, held, page_size, base, temperatures, top_ps, min_ps, top_ks, seeds,
+    COLUMNS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head += tl.program_id(0) * COLUMNS
+    slot = tl.load(head).to(tl.int64)
+    _grow(head, data, slot, tokens, pages, stride, held, page_size, base, BLOCK)
+    if tl.program_id(1) == 0:
+        own = head + OWN
+        tl.store(temperatures + slot, tl.load(own).to(tl.float32, bitcast=True))
+        tl.store(top_ps + slot, tl.load(own + 1).to(tl.float32, bitcast=True))
+        tl.store(min_ps + slot, tl.load(own + 2).to(tl.float32, bitcast=True))
+        tl.store(top_ks + slot, tl.load(own + 3))
+        low = tl.load(own + 4).to(tl.uint32, bitcast=True).to(tl.int64)
+        high = tl.load(own + 5).to(tl.int64)
         tl.store(seeds + slot, (high << 32) | low)
 
 
@@ -146,8 +188,8 @@ def _admit(
     do_not_specialize_on_alignment=["slots", "starts", "q_start", "ids", "positions", "out_loc"],
 )
 def _prepare_extend(
-    slots, starts, q_start, tokens, token_stride, page_table, table_stride, page_size, ids, positions,
-    out_loc, deltas, DELTAS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, starts, q_start, tokens, pages, stride, held, page_size, base, page_table, table_stride, ids,
+    positions, out_loc, deltas, SHIFT: tl.constexpr, DELTAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     begin = tl.load(q_start + row)
@@ -157,7 +199,8 @@ def _prepare_extend(
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(starts + row) + i
     page = tl.load(page_table + slot * table_stride + position // page_size, mask=live, other=0)
-    tl.store(ids + begin + i, tl.load(tokens + slot * token_stride + position, mask=live, other=0), mask=live)
+    at = _token(tokens, pages, stride, held, page_size, base, slot, position + SHIFT)
+    tl.store(ids + begin + i, tl.load(at, mask=live, other=0), mask=live)
     if DELTAS:
         tl.store(positions + begin + i, position + tl.load(deltas + slot), mask=live)
     else:
@@ -165,23 +208,29 @@ def _prepare_extend(
     tl.store(out_loc + begin + i, page * page_size + position % page_size, mask=live)
 
 
+def append(head: Tensor, data: Tensor, longest: int, tokens: TokenTable) -> None:
+    """Rows get pages, and tokens that the host knows. ``head`` int32[rows, COLUMNS]; ``data`` int32[*]: the
+    pages of all rows, then their tokens; ``longest``: most tokens or pages of a row."""
+    _append[(head.shape[0], triton.cdiv(max(longest, 1), 1024))](
+        head, data, *tokens.arguments, COLUMNS=COLUMNS.value, BLOCK=1024
+    )
+
+
 def admit(
     head: Tensor,
     data: Tensor,
     longest: int,
-    tokens: Tensor,
-    page_table: Tensor,
+    tokens: TokenTable,
     temperatures: Tensor,
     top_ps: Tensor,
     min_ps: Tensor,
     top_ks: Tensor,
     seeds: Tensor,
 ) -> None:
-    """New rows take their slots. ``head`` int32[new, ADMIT_COLUMNS] (floats as their bits) points into
-    ``data`` int32[*]; ``longest``: most tokens or pages of a row."""
-    _admit[(head.shape[0], triton.cdiv(longest, 1024))](
-        head, data, tokens, tokens.stride(0), page_table, page_table.stride(0), temperatures, top_ps,
-        min_ps, top_ks, seeds, COLUMNS=ADMIT_COLUMNS, BLOCK=1024,
+    """``append`` for rows that take their slots. ``head`` int32[new, ADMIT_COLUMNS], floats as their bits."""
+    _admit[(head.shape[0], triton.cdiv(max(longest, 1), 1024))](
+        head, data, *tokens.arguments, temperatures, top_ps, min_ps, top_ks, seeds,
+        COLUMNS=ADMIT_COLUMNS, OWN=COLUMNS.value, BLOCK=1024,
     )  # fmt: skip
 
 
@@ -190,18 +239,18 @@ def prepare_extend(
     starts: Tensor,
     q_start: Tensor,
     longest: int,
-    tokens: Tensor,
+    tokens: TokenTable,
     page_table: Tensor,
-    page_size: int,
     ids: Tensor,
     positions: Tensor,
     out_loc: Tensor,
     deltas: Tensor | None = None,
+    shift: int = 0,
 ) -> None:
     """Fill ``ids``, ``positions``, ``out_loc`` int32[T] of rows with any number of tokens, at most
-    ``longest`` each. ``deltas``: as in ``prepare_decode``."""
+    ``longest`` each. ``page_table``, ``deltas`` and ``shift``: as in ``prepare_decode``."""
     _prepare_extend[(slots.shape[0], triton.cdiv(longest, 256))](
-        slots, starts, q_start, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
-        ids, positions, out_loc, deltas if deltas is not None else positions, DELTAS=deltas is not None,
-        BLOCK=256,
+        slots, starts, q_start, *tokens.arguments, page_table, page_table.stride(0),
+        ids, positions, out_loc, deltas if deltas is not None else positions, SHIFT=shift,
+        DELTAS=deltas is not None, BLOCK=256,
     )  # fmt: skip
