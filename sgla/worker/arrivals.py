@@ -125,7 +125,7 @@ class Taken:
     def __init__(self, arrivals: Arrivals, group: int) -> None:
         self._arrivals, self._group = arrivals, group
 
-    def read(self, unit: int, key: bytes) -> Beside:
+    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> Beside:
         with self._arrivals.lock:
             taken = self._arrivals.take(self._group, key)
         if taken is None:
@@ -133,7 +133,7 @@ class Taken:
         fit, arrived = taken
         return fit.join(self._group, [one.content() for one in arrived])
 
-    def write(self, unit: int, key: bytes, data: bytes) -> None:
+    def write(self, unit: int, key: bytes, data: Beside) -> None:
         raise AssertionError("nothing is saved to a prefill server")
 
     def erase(self, unit: int) -> None:

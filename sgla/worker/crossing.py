@@ -55,14 +55,12 @@ class Crossing:
 
 
 class Chunk(NamedTuple):
-    """Units of a section (see ``HostTier``) that cross together, and their places beside the cache. ``runs``:
-    first ones and numbers of units that follow each other in both, or nothing. ``closes``: it is the last of
-    its band."""
+    """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
+    ``closes``: it is the last of its band."""
 
     section: int
     units: Int32s
     places: Int32s
-    runs: list[tuple[int, int]]
     closes: bool
 
 

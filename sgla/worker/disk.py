@@ -25,7 +25,7 @@ from sgla.version import __version__
 from sgla.worker.memory import tier_units
 from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
 
-FORMAT = 3  # of the files
+FORMAT = 4  # of the files
 ENTRY = KEY + SUM
 BLOCK = 512  # bytes of st_blocks
 log = logging.getLogger(__name__)
@@ -59,26 +59,31 @@ class UnitFile:
         index = os.pread(self._index, self._units * ENTRY, 0)
         return np.frombuffer(index, np.uint8).reshape(-1, ENTRY)[:, :KEY].tobytes()
 
-    def write(self, unit: int, key: bytes, data: bytes) -> None:
+    def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:
         """Raises OSError."""
         self._write(self._data, data, (unit - 1) * self._nbytes)
         self._write(self._index, key + checksum(key, data, self._place), (unit - 1) * ENTRY)
 
-    def _write(self, fd: int, data: bytes, at: int) -> None:
+    def _write(self, fd: int, data: bytes | memoryview, at: int) -> None:
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:] if done else data, at + done)
 
-    def read(self, unit: int, key: bytes) -> memoryview:
+    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> memoryview:
         """Raises OSError if that is not what the unit holds."""
         entry = os.pread(self._index, ENTRY, (unit - 1) * ENTRY)
-        if not hasattr(self._own, "room"):  # of this thread: to find new memory takes longer than to read
-            self._own.room = memoryview(bytearray(self._nbytes))
-        data: memoryview = self._own.room
+        data = self._own_room() if room is None else room
         found = os.preadv(self._data, [data], (unit - 1) * self._nbytes)
         if found != self._nbytes or entry != key + checksum(key, data, self._place):
             raise OSError("a file has been changed, or was cut off")
         return data
+
+    def _own_room(self) -> memoryview:
+        """This thread's: to find new memory takes longer than to read."""
+        if not hasattr(self._own, "room"):
+            self._own.room = memoryview(bytearray(self._nbytes))
+        room: memoryview = self._own.room
+        return room
 
     def erase(self, unit: int) -> None:
         """Raises OSError."""

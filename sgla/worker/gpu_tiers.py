@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from operator import mul
 from typing import Any, NamedTuple, Protocol
 
@@ -21,13 +20,10 @@ from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
 from sgla.worker.pinned import Pinned
-from sgla.worker.rows import Part, copy_rows
 from sgla.worker.state import Int32s, column
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
-ALONG = False  # units that follow each other cross without being staged: right on GPUs, not timed
-RUN = 8  # so many of them, on average
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # units of a copy that threads read or write at a time
 
@@ -46,21 +42,12 @@ class Room(Protocol):
 
 class Section(NamedTuple):
     """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
-    of a unit]. ``parts``: of a unit; none if ``beside`` is on a GPU."""
+    of a unit]."""
 
     group: int
     band: int
     memory: list[Tensor]
     beside: Tensor
-    parts: list[Part]
-
-
-class Piece(NamedTuple):
-    """See ``Chunk``."""
-
-    units: Int32s
-    places: Int32s
-    runs: list[tuple[int, int]]
 
 
 class HostTier:
@@ -90,9 +77,8 @@ class HostTier:
                 own = tensors[len(tensors) * band // bands : len(tensors) * (band + 1) // bands]
                 self._band_of |= {tensor.data_ptr(): band for tensor in own}
                 size = places * _width(own)
-                beside, joined = flat[at : at + size].view(places, _width(own)), _joined(_wide(own))
-                parts = [] if beside.is_cuda else list(_parts(joined))
-                sections.append(Section(group, band, joined, beside, parts))
+                beside = flat[at : at + size].view(places, _width(own))
+                sections.append(Section(group, band, _joined(_wide(own)), beside))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self._in = Lane(staging[0], Route(self._cross_in, self._scatter))
@@ -120,21 +106,17 @@ class HostTier:
     def _parted(self, units: Sequence[Int32s], places: Sequence[Int32s]) -> Iterator[Chunk]:
         """At least one, which may be empty. Places that follow each other cross at once."""
         orders = [np.argsort(there, kind="stable") for there in places]
-        pieces = dict[
-            tuple[int, int], list[Piece]
-        ]()  # of a group, so many units at most; bands have the same
-        parts = list[tuple[int, Piece]]()
+        ends = [(here[order], there[order]) for here, there, order in zip(units, places, orders)]
+        parts = list[tuple[int, Int32s, Int32s]]()
         for number, section in enumerate(self._sections):
-            group, width = section.group, section.beside.shape[1]
-            name = group, max(1, STAGED // max(1, width))
-            if name not in pieces:
-                order, along = orders[group], ALONG and bool(section.parts)
-                pieces[name] = list(_pieces(units[group][order], places[group][order], name[1], along))
-            parts += ((number, piece) for piece in (pieces[name] if width else ()))
-        parts = parts or [(0, Piece(units[0][:0], places[0][:0], []))]
+            (here, there), width = ends[section.group], section.beside.shape[1]
+            most = max(1, STAGED // max(1, width))
+            for at in range(0, len(here) if width else 0, most):
+                parts.append((number, here[at : at + most], there[at : at + most]))
+        parts = parts or [(0, units[0][:0], places[0][:0])]
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
-            yield Chunk(part[0], *part[1], closes=band != after)
+            yield Chunk(*part, closes=band != after)
 
     def awaited(self, plan: StepPlan) -> list[Crossing]:
         """Those told of that have units which the step reads or writes: what its new rows have, or others
@@ -173,9 +155,6 @@ class HostTier:
                 self.wait([c for c in self._early if _meet(c, [column(u) for u in units])])
 
     def _cross_in(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if chunk.runs:
-            self._cross_along(chunk, True)
-            return
         if (rows := self._staged(chunk, half)) is None:
             return
         beside, places = self._sections[chunk.section].beside, chunk.places.tolist()
@@ -183,8 +162,6 @@ class HostTier:
             rows[first : first + count].copy_(beside[place : place + count], non_blocking=True)
 
     def _scatter(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if chunk.runs:
-            return
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, True)
             return
@@ -192,29 +169,18 @@ class HostTier:
             tensor.index_copy_(0, index, part)
 
     def _gather(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if chunk.runs or (rows := self._staged(chunk, half)) is None:
+        if (rows := self._staged(chunk, half)) is None:
             return
         for tensor, part in self._pairs(chunk, rows):
             torch.index_select(tensor, 0, index, out=part)
 
     def _cross_out(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if chunk.runs:
-            self._cross_along(chunk, False)
-            return
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, False)
             return
         beside = self._sections[chunk.section].beside
         for first, count, place in _runs(chunk.places.tolist()):
             beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
-
-    def _cross_along(self, chunk: Chunk, inward: bool) -> None:
-        """Nothing is staged: no byte passes the GPU's memory but once, and no kernel runs."""
-        section = self._sections[chunk.section]
-        pitch, base = section.beside.shape[1], section.beside.data_ptr()
-        for first, count in chunk.runs:
-            host = base + int(chunk.places[first]) * pitch
-            copy_rows(section.parts, int(chunk.units[first]), count, host, pitch, inward)
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
         """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
@@ -313,34 +279,6 @@ def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
-def _parts(tensors: Sequence[Tensor]) -> Iterator[Part]:
-    """Of a unit of tensors [units, parts, width]."""
-    at = 0
-    for tensor in tensors:
-        width, apart, gap = (
-            n * tensor.itemsize for n in (tensor.shape[2], tensor.stride(0), tensor.stride(1))
-        )
-        for i in range(tensor.shape[1]):
-            yield Part(tensor.data_ptr() + i * gap, apart, at, width)
-            at += width
-
-
-def _pieces(units: Int32s, places: Int32s, most: int, along: bool) -> Iterator[Piece]:
-    """Of ``most`` units. ``along``: those that follow each other may cross so."""
-    for at in range(0, len(units), most):
-        ends = units[at : at + most], places[at : at + most]
-        yield Piece(*ends, _alongside(*ends) if along else [])
-
-
-def _alongside(units: Int32s, places: Int32s) -> list[tuple[int, int]]:
-    """Runs of units and places that both follow each other: the first, and how many; [] if they are short."""
-    follows = (np.diff(units) == 1) & (np.diff(places) == 1)
-    firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
-    if len(units) < RUN * len(firsts):
-        return []
-    return list(zip(firsts.tolist(), np.diff([*firsts, len(units)]).tolist()))
-
-
 def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
     """Whether some of ``units`` of each cache group are to come."""
     return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
@@ -394,6 +332,15 @@ def _follows(tensor: Tensor, run: list[Tensor]) -> bool:
     return same and gap == before > 0 and (tensor.shape, tensor.stride()) == (last.shape, last.stride())
 
 
+class UnitRoom(NamedTuple):
+    """A thread's room for a unit, in pinned memory, its parts on the device, and what they cross by."""
+
+    row: NDArray[np.uint8]
+    view: memoryview
+    parts: list[Tensor]
+    stream: torch.cuda.Stream
+
+
 class GpuMemory:
     """Units of one cache group, ``nbytes`` each, for threads that bring them to files and back."""
 
@@ -412,28 +359,32 @@ class GpuMemory:
         mark.synchronize()
 
     @torch.inference_mode()
-    def read(self, unit: int) -> bytes:
-        with self._room() as (row, parts):
-            for tensor, part in zip(self._tensors, parts):
+    def read(self, unit: int) -> memoryview:
+        room = self._room()
+        with torch.cuda.stream(room.stream):
+            for tensor, part in zip(self._tensors, room.parts):
                 part.copy_(tensor[unit], non_blocking=True)
-        return row.tobytes()
+        room.stream.synchronize()
+        return room.view
+
+    def room(self) -> memoryview:
+        return self._room().view
 
     @torch.inference_mode()
     def write(self, unit: int, data: bytes | memoryview) -> None:
-        with self._room() as (row, parts):
-            row[:] = np.frombuffer(data, np.uint8)
-            for tensor, part in zip(self._tensors, parts):
+        room = self._room()
+        if data is not room.view:
+            room.row[:] = np.frombuffer(data, np.uint8)
+        with torch.cuda.stream(room.stream):
+            for tensor, part in zip(self._tensors, room.parts):
                 tensor[unit].copy_(part, non_blocking=True)
+        room.stream.synchronize()
 
-    @contextmanager
-    def _room(self) -> Iterator[tuple[NDArray[np.uint8], list[Tensor]]]:
-        """This thread's room for a unit, on the host, and its parts; what is done with it is done then."""
-        own = self._own
-        if not hasattr(own, "stream"):
+    def _room(self) -> UnitRoom:
+        if not hasattr(self._own, "room"):
             self._begin()
-            own.stream = torch.cuda.Stream()
             row = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-            own.row, own.parts = row.numpy(), [part[0] for part in parts_of(row[None], self._tensors)]
-        with torch.cuda.stream(own.stream):
-            yield own.row, own.parts
-        own.stream.synchronize()
+            parts = [part[0] for part in parts_of(row[None], self._tensors)]
+            self._own.room = UnitRoom(row.numpy(), row.numpy().data, parts, torch.cuda.Stream())
+        room: UnitRoom = self._own.room
+        return room

@@ -63,7 +63,7 @@ class SegmentUnits:
     def __init__(self, segment: Segment) -> None:
         self._units = segment.units
 
-    def read(self, unit: int, key: bytes) -> memoryview:
+    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> memoryview:
         return self._units[unit].data
 
     def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:

@@ -47,13 +47,13 @@ class Objects:
         self._fs, self._path, self._whole, self._threads = fs, path, whole, threads
         self._size, self._place = SUM + nbytes, place
 
-    def read(self, unit: int, key: bytes) -> bytes:
-        found: bytes = _tried(self._fs.cat_file, self._of(key), 0, self._size + 1)
+    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> memoryview:
+        found = memoryview(_tried(self._fs.cat_file, self._of(key), 0, self._size + 1))
         if len(found) != self._size or found[:SUM] != checksum(key, found[SUM:], self._place):
             raise OSError("an object is not what was written")
         return found[SUM:]
 
-    def write(self, unit: int, key: bytes, data: bytes) -> None:
+    def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:
         """Who reads half of it sees a wrong checksum."""
         path, content = self._of(key), checksum(key, data, self._place) + data
         try:

@@ -3,9 +3,8 @@ ended, one at a time, or when a step waits for them."""
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from random import Random
@@ -15,7 +14,6 @@ from unittest.mock import patch
 import torch
 
 from sgla.worker import crossing, gpu_tiers
-from sgla.worker.rows import Part
 
 
 class Stream:
@@ -75,13 +73,6 @@ def on(stream: Stream) -> Iterator[None]:
     CURRENT.pop()
 
 
-def copy_rows(parts: Sequence[Part], first: int, count: int, host: int, pitch: int, inward: bool) -> None:
-    for i in range(count):
-        for part in parts:
-            ends = part.address + (first + i) * part.pitch, host + i * pitch + part.within
-            ctypes.memmove(*(ends if inward else ends[::-1]), part.width)
-
-
 class Waits:
     """``count``: layers that steps have found not to be there yet."""
 
@@ -114,6 +105,5 @@ def late() -> Iterator[Waits]:
         patch.multiple(torch.cuda, **cuda),
         patch.object(crossing.Lane, "__init__", make),
         patch.object(gpu_tiers.HostTier, "wait", counted),
-        patch.object(gpu_tiers, "copy_rows", copy_rows),
     ):
         yield waits

@@ -171,6 +171,32 @@ def test_files_of_ranks_that_are_exchanged_are_not_read(tmp_path: Path) -> None:
         second.read(1, b"k" * KEY)
 
 
+@pytest.mark.parametrize("size", [40, 4096 * 3 + 5, 1 << 18])
+def test_whatever_changes_in_a_unit_changes_its_sum(size: int) -> None:
+    draw = np.random.default_rng(size)
+    unit, key = draw.integers(1, 256, size, dtype=np.uint8), b"k" * KEY
+    right, half = checksum(key, unit.data), size // 16 * 8
+    changed = [unit.copy() for _ in range(40)]
+    for i, other in enumerate(changed[:20]):
+        for place in draw.integers(size, size=1 + i % 2):
+            other[place] ^= 1 << (i % 8)
+    for other in changed[20:30]:
+        begin = draw.integers(size - 16)
+        other[begin : begin + 16] = 0
+    for i, other in enumerate(changed[30:], 1):
+        other[:] = np.roll(unit, i * half // 10 or 1)
+    changed += [np.concatenate([unit[half:], unit[:half]]), unit[:-1], np.append(unit, np.uint8(0))]
+    whole = size // 4096 * 4096
+    for i in range(1, size // 4096):  # blocks of a disk that are exchanged
+        blocks = unit[:whole].reshape(-1, 4096).copy()
+        blocks[[0, i]] = blocks[[i, 0]]
+        changed.append(np.concatenate([blocks.ravel(), unit[whole:]]))
+    sums = {checksum(key, other.data) for other in changed if other.tobytes() != unit.tobytes()}
+    assert right not in sums
+    assert len(sums) > 20
+    assert checksum(b"l" * KEY, unit.data) != right != checksum(key, unit.data, b"place")
+
+
 def test_no_more_of_a_folder_is_removed_than_was_made(tmp_path: Path) -> None:
     theirs = tmp_path / "kv-notes-of-1995"
     theirs.mkdir()
@@ -212,7 +238,7 @@ def test_a_slow_disk_is_waited_for_while_it_brings_something(monkeypatch: pytest
     monkeypatch.setattr("sgla.worker.tiers.clock", SimpleNamespace(now=lambda: now))
     read = list[float]()
 
-    def slow(unit: int, key: bytes) -> bytes:
+    def slow(unit: int, key: bytes, room: object) -> bytes:
         nonlocal now
         now += 29
         read.append(now)
@@ -259,13 +285,14 @@ def test_a_copy_that_nobody_wants_is_given_up() -> None:
     """What it has written to the device is nobody's."""
     begun, goes_on, written = Event(), Event(), list[int]()
 
-    def read(unit: int, key: bytes) -> bytes:
+    def read(unit: int, key: bytes, room: object) -> bytes:
         begun.set()
         goes_on.wait(20)
         return b"unit"
 
     kept: Any = SimpleNamespace(read=read, close=lambda: None)
-    memory: Any = SimpleNamespace(mark=str, wait=print, write=lambda unit, data: written.append(unit))
+    memory: Any = SimpleNamespace(mark=str, wait=print, room=bool)
+    memory.write = lambda unit, data: written.append(unit)
     tier = FileTier("--kv-disk", [kept], [memory])
     ends = int32([1, 2, 3])
     tier.begin(Copy(7, "disk", "device", [ends], [ends], [b"k" * 3 * KEY]))

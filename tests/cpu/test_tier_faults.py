@@ -40,7 +40,7 @@ class Faulty:
         elif chance < 0.2:
             time.sleep(0.002)
 
-    def read(self, unit: int, key: bytes) -> bytes:
+    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> bytes:
         self._may_fail()
         found, data = self.files.get(unit, (b"", b""))
         if found != key:
