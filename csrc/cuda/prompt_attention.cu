@@ -1,11 +1,12 @@
 // Causal attention of prompts, on `wgmma`.
 //
 // A tile is some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every
-// key up to them, the last keys first. Blocks stay and take tiles by turns. One warp feeds the rings of keys
-// and values with the copy engine, from pages, 16 tokens at a time, or from where the projection left them.
-// Two groups of warps multiply 64 rows each: the scores of the next keys and the values of these are issued
-// together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah et al.,
-// 2024). The first scores of a tile go with the last values of the one before, so products never pause.
+// key up to them, the last keys first. Blocks stay and take tiles by turns. One warp or more feed the rings
+// of keys and values with the copy engine, from pages, 16 tokens at a time, or from where the projection left
+// them. Two groups of warps multiply 64 rows each: the scores of the next keys and the values of these are
+// issued together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah
+// et al., 2024). The first scores of a tile go with the last values of the one before, so products never
+// pause.
 //
 // Few tiles behind long histories would leave multiprocessors idle, so a tile may be cut into parts, each
 // with some of its keys. Their sums go to memory, and `merge_parts` makes one result of them.
@@ -42,6 +43,9 @@
 #endif
 #ifndef WHOLE
 #define WHOLE 0
+#endif
+#ifndef LOADERS  // warps: 2, for keys and for values; 4, for the halves of their columns, too
+#define LOADERS 1
 #endif
 
 constexpr int GROUPS = DECODE ? 1 : 2;  // of warps that multiply
@@ -186,10 +190,12 @@ struct Join {
 };
 
 // Lanes copy side by side: each has its 16 tokens and its half of the columns. What lies behind the end stays
-// as it is.
+// as it is. An order takes a warp 60 cycles or more, and a stage of pages has 32 of them for 2700 cycles of
+// products, so keys and values may have a warp each.
 struct Loader {
   const Params& p;
   const Shared& shared;
+  const int warp;
   Slot<STAGES> slot;
   Slot<RAW> there;
 
@@ -198,11 +204,13 @@ struct Loader {
     pdl_launch();
     Work work(p, 0);
     for (int item = 0; work.count; ++item, work = work.next(p)) {
-      barrier_wait(shared.q_empty, item % 2 ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
-        for (int h = 0; h < HALVES; ++h)
-          copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
+      if (warp == 0) {
+        barrier_wait(shared.q_empty, item % 2 ^ 1);
+        if (threadIdx.x % 32 == 0) {
+          barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
+          for (int h = 0; h < HALVES; ++h)
+            copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
+        }
       }
       if (FP8) raw(work);
       else if (WHOLE || work.slot < 0) beside(work);
@@ -236,15 +244,24 @@ struct Loader {
     }
   }
 
+  // Which of them the warp has, and those of its lanes that copy, of `each` for half of the columns.
+  __device__ __forceinline__ bool has(bool values) const { return LOADERS == 1 || warp % 2 == values; }
+  __device__ __forceinline__ bool takes(int half) const { return LOADERS < 4 || warp / 2 == half; }
+
   __device__ __forceinline__ void beside(const Work& work) {
     const int lane = threadIdx.x % 32, column = (WHOLE ? 0 : work.head * HD) + lane * 64;
+    const bool mine = lane < HALVES && takes(lane);
     for (int block = work.last; block >= work.first; --block, slot.next()) {
       const int token = work.token - work.start + block * BN;
       const u32 to = slot.stage * KV_BYTES + lane * KV_HALF;
-      expect(shared.k_full, shared.k_empty, KV_BYTES);
-      if (lane < HALVES) copy(shared.k + to, p.k_beside, shared.k_full, column, work.head, token);
-      expect(shared.v_full, shared.v_empty, KV_BYTES);
-      if (lane < HALVES) copy(shared.v + to, p.v_beside, shared.v_full, column, work.head, token);
+      if (has(false)) {
+        expect(shared.k_full, shared.k_empty, KV_BYTES);
+        if (mine) copy(shared.k + to, p.k_beside, shared.k_full, column, work.head, token);
+      }
+      if (has(true)) {
+        expect(shared.v_full, shared.v_empty, KV_BYTES);
+        if (mine) copy(shared.v + to, p.v_beside, shared.v_full, column, work.head, token);
+      }
     }
   }
 
@@ -256,7 +273,7 @@ struct Loader {
 
   __device__ __forceinline__ void pages(const Work& work) {
     const int lane = threadIdx.x % 32, half = lane / PIECES, piece = lane % PIECES * PIECE,
-              end = half < HALVES ? work.end() : 0;
+              end = half < HALVES && takes(half) ? work.end() : 0;
     const int* pages = p.page_table + (long long)work.slot * p.table_stride;
     const auto page_of = [&](int token) {
       return token >= 0 && token < end ? pages[token / p.page_size] : 0;
@@ -267,18 +284,22 @@ struct Loader {
       const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
       const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
       const u32 to = slot.stage * KV_BYTES + half * KV_HALF + piece * 128;
-      expect(shared.k_full, shared.k_empty, bytes);
-      if (token < end) copy_2d(shared.k + to, p.k, shared.k_full + slot.stage * 8, half * 64, row);
-      expect(shared.v_full, shared.v_empty, bytes);
-      if (token < end) copy_2d(shared.v + to, p.v, shared.v_full + slot.stage * 8, half * 64, row);
+      if (has(false)) {
+        expect(shared.k_full, shared.k_empty, bytes);
+        if (token < end) copy_2d(shared.k + to, p.k, shared.k_full + slot.stage * 8, half * 64, row);
+      }
+      if (has(true)) {
+        expect(shared.v_full, shared.v_empty, bytes);
+        if (token < end) copy_2d(shared.v + to, p.v, shared.v_full + slot.stage * 8, half * 64, row);
+      }
       page = next;
     }
   }
 
-  // Wait until the stage is empty and say what will come.
+  // Wait until the stage is empty and say what will come, from all warps that have a part of it.
   __device__ __forceinline__ void expect(u32 full, u32 empty, int bytes) {
     barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
-    if (threadIdx.x % 32 == 0) barrier_expect(full + slot.stage * 8, bytes);
+    if (warp < 2 && threadIdx.x % 32 == 0) barrier_expect(full + slot.stage * 8, bytes);
     __syncwarp();
   }
 };
@@ -586,8 +607,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
   __syncthreads();
   if (threadIdx.x >= CONSUMERS) {
     if (!DECODE) fewer_registers<40>();
-    if (threadIdx.x < CONSUMERS + 32) Loader{p, shared}.run();
-    else if (FP8) Maker{p, shared, int(threadIdx.x - CONSUMERS) / 32 - 1}.run();
+    const int warp = (threadIdx.x - CONSUMERS) / 32;
+    if (warp < (FP8 ? 1 : LOADERS)) Loader{p, shared, warp}.run();
+    else if (FP8) Maker{p, shared, warp - 1}.run();
   } else {
     if (!DECODE) more_registers<232>();
     Rows{p, shared}.run();
