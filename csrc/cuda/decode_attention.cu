@@ -71,12 +71,6 @@
 #ifndef PAGE_TILES  // page size / 16
 #define PAGE_TILES 1
 #endif
-#ifndef MIN_TILES  // tiles a block takes at least: heads of 256 leave twice as much to merge
-#define MIN_TILES (HD > 128 ? 16 : 8)
-#endif
-#ifndef MOST_PARTS  // of a pair, if equal ones keep nearly all blocks busy or pairs are short
-#define MOST_PARTS 65536
-#endif
 #ifndef SNAP  // borders so close to the edge of a pair are moved there
 #define SNAP 12
 #endif
@@ -103,6 +97,10 @@
 #define ROT HD
 #endif
 
+constexpr int MIN_TILES = 8;  // that a block takes at least
+// Of a pair, if equal ones keep nearly all blocks busy or pairs are short: heads of 256 leave twice as much
+// to merge.
+constexpr int MOST_PARTS = HD > 128 ? 32 : 1 << 16;
 constexpr int TILE = 16;
 constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
 constexpr bool BYTES = FP8 || INT8;         // of k and v

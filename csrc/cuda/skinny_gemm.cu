@@ -86,7 +86,7 @@ struct Params {
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps;
 #if EPILOGUE == 5
-  const bf16* taps;                     // [channels, TAPS]
+  const float* taps;                    // [channels, TAPS]
   bf16* state;                          // [units, channels, TAPS - 1], the last inputs
   const int *reads, *writes, *marks;    // units of each row: what it begins with, or 0, and leaves; [m, 3]
   int channels, s_channel, s_place;
@@ -99,7 +99,8 @@ struct Params {
 // inputs.
 struct Window {
   int read = 0, write, mark;
-  bf16 taps[TAPS], before[TAPS - 1];
+  __align__(16) float taps[TAPS];
+  bf16 before[TAPS - 1];
 
   __device__ __forceinline__ void find(const Params& p, int row) {
     read = p.reads[row], write = p.writes[row], mark = p.marks[3 * row + 2];
@@ -108,7 +109,7 @@ struct Window {
     return p.state + unit * p.s_unit + (long long)n * p.s_channel;
   }
   __device__ __forceinline__ void load(const Params& p, int n) {
-    *reinterpret_cast<uint2*>(taps) = *reinterpret_cast<const uint2*>(p.taps + n * TAPS);
+    *reinterpret_cast<float4*>(taps) = *reinterpret_cast<const float4*>(p.taps + n * TAPS);
     const bf16* from = place(p, read, n);
 #pragma unroll
     for (int i = 0; i < TAPS - 1; ++i) before[i] = read > 0 ? from[i * p.s_place] : f2bf(0.f);
@@ -122,7 +123,7 @@ struct Window {
   __device__ __forceinline__ float take(const Params& p, int n, bf16 x) const {
     float y = 0.f;
 #pragma unroll
-    for (int i = 0; i < TAPS; ++i) y = fmaf(bf2f(taps[i]), bf2f(i < TAPS - 1 ? before[i] : x), y);
+    for (int i = 0; i < TAPS; ++i) y = fmaf(taps[i], bf2f(i < TAPS - 1 ? before[i] : x), y);
     leave(p, write, n, x);
     if (mark > 0) leave(p, mark, n, x);
     return gate<false>(y, 1.f);

@@ -36,7 +36,7 @@ def test_the_kernel_equals_the_ops(cut: Config, tmp_path: Path) -> None:
     torch.manual_seed(0)
     reads, writes, marks = [3, 0, 5], [3, 1, 2], [(1, 1, 4)]
     x, w = torch.randn(3, K).bfloat16(), (torch.randn(CHANNELS + OTHERS, K) * K**-0.5).bfloat16()
-    taps, norm = torch.randn(CHANNELS, TAPS).bfloat16(), torch.rand(K) + 0.5
+    taps, norm = torch.randn(CHANNELS, TAPS), torch.rand(K) + 0.5
     state = ops.StateLayer(torch.randn(UNITS, CHANNELS, TAPS - 1).bfloat16(), torch.empty(UNITS, 0, 0, 0))
     mine, batch = state.conv.clone(), batch_of([1] * 3, reads, writes, marks)
     y = (ops.rms_norm(x.float(), norm, 1e-6) @ w.float().T).bfloat16()
@@ -87,7 +87,7 @@ def test_the_rule_takes_rows_that_do_not_guess(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(skinny_gemm, "linear", linear)
     torch.manual_seed(0)
     table, w = (pack(torch.randn(n, 64) / 8, "bf16") for n in (9, CHANNELS + OTHERS))
-    taps, norm = torch.randn(CHANNELS, TAPS).bfloat16(), torch.rand(64) + 0.5
+    taps, norm = torch.randn(CHANNELS, TAPS), torch.rand(64) + 0.5
     state = ops.StateLayer(torch.randn(UNITS, CHANNELS, TAPS - 1).bfloat16(), torch.empty(UNITS, 0, 0, 0))
     begun = state.conv.clone()
 

@@ -14,7 +14,6 @@ from sgla.attention import DeviceBatch, ExtendRows
 from sgla.attention.base import cut
 from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.kernels import ops
-from sgla.kernels.cuda import decode_attention
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.rehearsal import rehearsing
@@ -319,11 +318,8 @@ def test_scores_that_rise_with_places(heads: int, kv_heads: int, dim: int) -> No
 
 @pytest.mark.parametrize("heads", [4, 16])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_heads_of_256_in_fine_parts(monkeypatch: pytest.MonkeyPatch, lengths: str, heads: int) -> None:
-    monkeypatch.setattr(decode_attention, "FINE", True)
-    decode_attention._kernel.cache_clear()
+def test_heads_of_256(lengths: str, heads: int) -> None:
     test_decode("auto", lengths, heads, max(1, heads // 8), 256, 0, 0.0)
-    decode_attention._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("dim", [80, 96, 100, 112, 192, 512])

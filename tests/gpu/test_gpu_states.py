@@ -101,7 +101,7 @@ def test_a_convolution_in_the_product(rows: int, channels: int, others: int, k: 
     torch.manual_seed(0)
     x, norm = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.rand(k, device="cuda") + 0.5
     w = torch.randn(channels + others, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
-    taps = torch.randn(channels, 4, device="cuda", dtype=torch.bfloat16) / 2
+    taps = torch.randn(channels, 4, device="cuda") / 2
     state = torch.randn(rows + 3, 3, channels, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     mine = state.clone()
     reads, writes = (torch.arange(1, rows + 1, device="cuda", dtype=torch.int32) for _ in range(2))

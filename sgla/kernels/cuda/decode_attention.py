@@ -140,9 +140,6 @@ class Cut(NamedTuple):
 
 FEW, MANY = Cut(8, 4, 1), Cut(4, 2, 2)
 WIDE = Cut(4, 4, 1)  # for heads of 256, whose results are twice as long
-# Whether short histories of such heads are cut as finely as others, and no history in more than 32 parts.
-# Right on an H200; off until a step has been timed with it (bench/gpu/few.sh).
-FINE = False
 
 
 @cache
@@ -188,7 +185,6 @@ def _kernel(
         "CASCADE": int(cascade),
         "FP8": int(kind == torch.float8_e4m3fn),
     }
-    defines |= {"MIN_TILES": 8, "MOST_PARTS": 32} if FINE and head_dim > 128 else {}
     defines |= {"INT8": 1} if int8 else {}
     defines |= {"INT4": 1} if int4 else {}
     defines |= {"ROT": rotated} if rotated != head_dim else {}

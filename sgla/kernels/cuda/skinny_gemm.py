@@ -38,7 +38,7 @@ class _Convolved(ctypes.Structure):
 
 
 class Convolution(NamedTuple):
-    """Of the first channels that rows of one token make: ``taps`` bf16 ``[C, TAPS]``; ``state`` bf16
+    """Of the first channels that rows of one token make: ``taps`` float32 ``[C, TAPS]``; ``state`` bf16
     ``[units, C, TAPS - 1]``, of which each row has the unit of ``reads`` (0: none) before, and behind it that
     of ``writes``, and that in the last column of ``marks`` int32[R, 3], if it is not 0."""
 

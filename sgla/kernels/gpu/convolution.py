@@ -28,8 +28,8 @@ def refuses(work: Work, linear: Node, split: Node, conv: Node) -> str | None:
         return "the layer has a gate before it, or one of both has a bias"
     if conv.given["activation"] != "silu" or taps.shape[1] != skinny_gemm.TAPS:
         return f"it takes convolutions over {skinny_gemm.TAPS} tokens with silu"
-    if taps.dtype != torch.bfloat16 or state.conv.dtype != torch.bfloat16 or not taps.is_contiguous():
-        return "weights and states are not in bfloat16"
+    if taps.dtype != torch.float32 or state.conv.dtype != torch.bfloat16 or not taps.is_contiguous():
+        return "it takes weights in float32 and states in bfloat16"
     return None
 
 
