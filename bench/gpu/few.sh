@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
-# way to cut and to start, and steps with what is off (convolution.py: SERVES, decode_attention.py: FINE) and without what is new (EARLY); a step of Qwen3-0.6B that
-# verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
+# way to cut and to start, and steps with what is off (SERVES of convolution.py and token_experts.py, EARLY of latent.py) and without what is new (EARLY of moe.py); a
+# step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
 #   parts: tests early layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but last)
@@ -10,7 +10,7 @@ LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
 # with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
 with='import runpy, sys
-from sgla.kernels.cuda import decode_attention
+from sgla.kernels.cuda import token_experts
 from sgla.kernels.gpu import convolution
 from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
@@ -18,15 +18,16 @@ sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
 before='moe.EARLY, latent.EARLY, moe.few_cuts = 0, False, lambda *_: moe.Few()'
 convolved='convolution.SERVES = True'
-fine='decode_attention.FINE = True'
-off="$convolved; $fine"
+alone='token_experts.SERVES = True'
+latents='latent.EARLY = True'
+off="$convolved; $alone; $latents"
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
     tests) part tests 150 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m "gpu and not slow" --tb=short \
         tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "moe or states or latents" ;;
     early) part early 80 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py \
-        tests/gpu/test_gpu_states.py -k "start_early or convolution_in_the" ;;
+        tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "start_early or convolution_in_the or chain_of_layers or heads_of_256" ;;
     states) part states 40 bench/gpu_states.py --rows 1,4 --tokens 64 ;;
     layers)
         part layers-qwen 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b
@@ -51,7 +52,7 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
     *)
         given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given
-        for more in ${WITH:-before convolved fine}; do
+        for more in ${WITH:-before convolved alone latents off}; do
             part "$each-$more" 60 -c "$with" "${!more}" $given
         done
         ;;

@@ -23,7 +23,7 @@ from test_gpu_runner import (
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import experts as native
-from sgla.kernels.cuda import grouped_gemm, router
+from sgla.kernels.cuda import grouped_gemm, router, token_experts
 from sgla.kernels.gpu import convolution, mixture
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import elementwise, latent, moe
@@ -193,21 +193,24 @@ def test_experts_of_few_tokens_in_a_chain_of_layers(
     for tokens in (1, 2):
         begin = torch.randn(tokens, d, dtype=BF16, device="cuda")
         expected = ops.moe(ops.rms_norm(begin, norm, 1e-6).float(), *layers[0], routing, "silu")
-        for early in (0, 2):
+        for early, cuda in ((0, False), (2, False), (2, True)):
             monkeypatch.setattr(moe, "EARLY", early)
+            monkeypatch.setattr(token_experts, "SERVES", cuda)
             found = mixture.run(begin, (norm, 1e-6), *layers[0], routing, "silu").sum()
             assert relative(found, expected) < (0.015 if kind == "bf16" else 0.06)
-        monkeypatch.setattr(moe, "EARLY", 0)
-        eager = chain(begin)
-        monkeypatch.setattr(moe, "EARLY", 2)
-        chain(begin)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = chain(begin)
-        for _ in range(50):
-            graph.replay()
-            assert torch.equal(captured, eager)
+        for cuda in (False, True):
+            monkeypatch.setattr(token_experts, "SERVES", cuda)
+            monkeypatch.setattr(moe, "EARLY", 0)
+            eager = chain(begin)
+            monkeypatch.setattr(moe, "EARLY", 2)
+            chain(begin)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = chain(begin)
+            for _ in range(50):
+                graph.replay()
+                assert torch.equal(captured, eager)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -254,6 +257,8 @@ def test_batching_does_not_change_the_tokens() -> None:
     [
         ("qwen3.6-35b-a3b", "experts"),
         ("qwen3.6-35b-a3b", "convolution"),
+        ("qwen3.6-35b-a3b", "alone"),
+        ("deepseek-v2-lite", "alone"),
         ("glm-4.7-flash", "none"),
         ("glm-4.7-flash", "experts"),
         ("glm-4.7-flash", "latents"),
@@ -274,12 +279,13 @@ def test_kernels_that_start_early_change_no_token(
         monkeypatch.setattr(moe, "EARLY", 2 if early and which == "experts" else 0)
         monkeypatch.setattr(latent, "EARLY", early and which == "latents")
         monkeypatch.setattr(convolution, "SERVES", early and which == "convolution")
+        monkeypatch.setattr(token_experts, "SERVES", early and which == "alone")
         runner = make(model, kv_cache_bytes=8 << 30)
         prompts = {0: prompt(0, 300), 1: prompt(1, 150)}
         texts.append([generate(runner, some, 80, True) for some in ({0: prompts[0]}, prompts)])
         del runner
         torch.cuda.empty_cache()
-    if which == "convolution":  # its silu rounds otherwise
+    if which in ("convolution", "alone"):  # silu rounds otherwise; sums are in another order
         assert min(map(agreement, *texts)) > 0.8
     else:
         assert texts[0] == texts[1]

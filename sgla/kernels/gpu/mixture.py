@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import experts, grouped_gemm
+from sgla.kernels.cuda import experts, grouped_gemm, token_experts
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
@@ -58,6 +58,7 @@ class Few:
     ids: Tensor
     down: Weight
     width: int
+    cuda: bool
 
     def sum(self) -> Tensor:
         return self._down(None)
@@ -69,6 +70,8 @@ class Few:
         return elementwise.rms_norm(self._down(residual), weight, eps)
 
     def _down(self, out: Tensor | None) -> Tensor:
+        if self.cuda:
+            return token_experts.down(self.inner, self.down.data, self.ids, self.width, out)
         return moe.few_down(self.inner, self.down.data, self.down.scale, self.ids, self.width, out)
 
 
@@ -140,27 +143,31 @@ def run(
     assert activation == "silu" or activation == "gelu_tanh"
     if one_kernel:
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
-    shared = routing.common if biases.places is None and routing.held is None else 0
-    return _products(sent, count, shared, gate_up, down, activation, rounded)
+    common = routing.common if biases.places is None and routing.held is None else None
+    return _products(sent, count, common, gate_up, down, activation, rounded)
 
 
 def _products(
     routed: RoutedExperts,
     count: Count,
-    shared: int,
+    common: int | None,
     gate_up: Weight,
     down: Weight,
     activation: Literal["silu", "gelu_tanh"],
     rounded: fp8.Rounded | None,
 ) -> Outputs:
-    """The experts' two products."""
+    """The experts' two products. ``common``: so many experts every token has; None: some pairs may be
+    another rank's."""
     x, probabilities, ids, _ = routed
     tokens, d = x.shape
+    if tokens <= FEW and common is not None and _alone(x, ids, down):
+        inner = token_experts.gate_up(x, probabilities, ids, gate_up.data, down.k, activation, common)
+        return Few(inner, ids, down, d, True)
     if tokens <= FEW:
         inner = moe.few_gate_up(
-            x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, shared
+            x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, common or 0
         )
-        return Few(inner, ids, down, d)
+        return Few(inner, ids, down, d, False)
     if (
         ids.numel() >= MANY * count.every
         and down.kind == "bf16"
@@ -319,6 +326,14 @@ def _one_kernel(x: Tensor, down: Weight, pairs: int, count: int) -> bool:
     if down.kind != "bf16" or x.dtype != torch.bfloat16 or not this_device().wgmma or len(x) <= FEW:
         return False
     return experts.refuses(pairs, down.k, x.shape[1], count) is None
+
+
+def _alone(x: Tensor, ids: Tensor, down: Weight) -> bool:
+    """Whether CUDA kernels read each token's experts."""
+    if not token_experts.SERVES or down.kind != "bf16" or x.dtype != torch.bfloat16:
+        return False
+    tokens, top_k = ids.shape
+    return this_device().wgmma and token_experts.refuses(tokens, top_k, x.shape[1], down.k) is None
 
 
 def _native(x: Tensor, router: Weight) -> bool:

@@ -1,0 +1,192 @@
+// The experts of one token, or of very few: both products read the weights of each pair of token and expert
+// once, at the speed of the memory. Pairs are as in `kernels/triton/moe.py`; their number is at most 32.
+//
+//   DOWN 0: out[pair, n] = p[pair] act(x[token] gate[n]^T) (x[token] up[n]^T)
+//   DOWN 1: out[token, n] (+)= sum over the token's experts of x[pair] w[n]^T
+//
+// One block a multiprocessor has an equal share of the outputs. A warp sums up an output by itself: weights
+// come through its own ring in shared memory, which the copy engine fills, so that it waits for nobody else,
+// and loads run on from one output to the next. What needs no earlier result is asked for before the wait:
+// gate and up of experts that all tokens have, and all of down, whose experts are chosen by then. Blocks of
+// both products, or of one and of the next layer, fit on a multiprocessor together.
+#include "common.cuh"
+
+#ifndef DOWN
+#define DOWN 0
+#endif
+#ifndef WIDTH  // elements of a row of weights, and of x
+#define WIDTH 2048
+#endif
+#ifndef OUTPUTS  // outputs of an expert: its inner activations, or the width of the residual stream
+#define OUTPUTS 512
+#endif
+#ifndef ROWS  // of weights in a stage: neighbouring outputs of down
+#define ROWS 1
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef TOP_K  // experts of a token
+#define TOP_K 8
+#endif
+#ifndef COMMON  // of them, the last ones, which every token has; they are the last of all
+#define COMMON 0
+#endif
+#ifndef GELU
+#define GELU 0
+#endif
+#ifndef ADD  // DOWN: into out
+#define ADD 0
+#endif
+
+constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr int ROW_BYTES = WIDTH * 2, STAGE_BYTES = ROWS * ROW_BYTES;
+constexpr int CHOSEN = TOP_K - COMMON;
+constexpr int PIECES = DOWN ? TOP_K : 2;  // of an output (or of ROWS), each of which fills a stage
+
+struct Params {
+  const bf16* x;  // [tokens, WIDTH]; DOWN: [pairs, WIDTH]
+  const float* p;  // [pairs], of the chosen experts
+  const int* ids;  // [pairs]
+  const bf16* w;   // [experts * 2 OUTPUTS, WIDTH], gate then up; DOWN: [experts * OUTPUTS, WIDTH]
+  bf16* out;
+  int tokens, experts;
+};
+
+__device__ __forceinline__ float dot(u32 w, u32 x, int lane) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < (WIDTH + 255) / 256; ++i) {
+    const int k = (i * 32 + lane) * 8;
+    if (WIDTH % 256 && k >= WIDTH) break;
+    const uint4 a = lds128(w + k * 2), b = lds128(x + k * 2);
+    sum += lo2f(a.x) * lo2f(b.x) + hi2f(a.x) * hi2f(b.x) + lo2f(a.y) * lo2f(b.y) + hi2f(a.y) * hi2f(b.y) +
+           lo2f(a.z) * lo2f(b.z) + hi2f(a.z) * hi2f(b.z) + lo2f(a.w) * lo2f(b.w) + hi2f(a.w) * hi2f(b.w);
+  }
+  return sum;
+}
+__device__ __forceinline__ float sum_of_warp(float v) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) v += __shfl_xor_sync(~0u, v, d);
+  return v;
+}
+// How many of ``all`` the blocks before this one have.
+__device__ __forceinline__ int before(int all, int block) { return int(u32(all) * u32(block) / gridDim.x); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Params p) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
+            bars = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES + warp * (STAGES * 8),
+            staged = smem_addr(smem) + WARPS * STAGES * (STAGE_BYTES + 8);
+  if (lane == 0)
+    for (int s = 0; s < STAGES; ++s) barrier_init(bars + s * 8, 1);
+  barriers_visible();
+  __syncwarp();
+
+  // This block's outputs: those of common experts come first.
+  const int block = blockIdx.x, common = p.tokens * COMMON * OUTPUTS;
+  const int all = DOWN ? p.tokens * (OUTPUTS / ROWS) : p.tokens * CHOSEN * OUTPUTS;
+  const int first_common = DOWN ? 0 : before(common, block),
+            commons = DOWN ? 0 : before(common, block + 1) - first_common;
+  const int first = before(all, block), outputs = before(all, block + 1) - first + commons;
+  const int own = outputs > warp ? (outputs - warp + WARPS - 1) / WARPS : 0, pieces = own * PIECES;
+  // The pair and the row of the own output i (DOWN: the token's first pair, and the first of ROWS).
+  auto find = [&](int i, int& pair, int& row) {
+    const int j = warp + i * WARPS;
+    if (DOWN) {
+      const u32 at = first + j, token = at / (OUTPUTS / ROWS);
+      pair = token * TOP_K, row = (at - token * (OUTPUTS / ROWS)) * ROWS;
+    } else if (COMMON && j < commons) {
+      const u32 at = first_common + j, which = at / OUTPUTS, token = which / max(COMMON, 1);
+      pair = which + (token + 1) * CHOSEN, row = at - which * OUTPUTS;
+    } else {
+      const u32 at = first + j - commons, which = at / OUTPUTS, token = which / max(CHOSEN, 1);
+      pair = which + token * COMMON, row = at - which * OUTPUTS;
+    }
+  };
+  int id = 0;  // of the pair ``lane``
+  auto chosen = [&]() {
+    const int place = lane % TOP_K;
+    if (lane < p.tokens * TOP_K) id = place < CHOSEN ? p.ids[lane] : p.experts - TOP_K + place;
+  };
+  const u64 policy = policy_once();
+  int asked = 0, to = 0;  // pieces, and the next one's stage
+  auto load = [&]() {
+    int pair, row;
+    find(asked / PIECES, pair, row);
+    const int part = asked % PIECES;
+    const int expert = __shfl_sync(~0u, id, DOWN ? pair + part : pair);
+    const long long at = (long long)(DOWN ? expert : 2 * expert + part) * OUTPUTS + row;
+    if (lane == 0) {
+      barrier_expect(bars + to * 8, STAGE_BYTES);
+      copy_bytes(ring + to * STAGE_BYTES, p.w + at * WIDTH, STAGE_BYTES, bars + to * 8, policy);
+    }
+    ++asked;
+    to = to + 1 == STAGES ? 0 : to + 1;
+  };
+
+  if (DOWN) {
+    chosen();
+    while (asked < min(STAGES, pieces)) load();
+  } else if (COMMON) {
+    id = p.experts - TOP_K + lane % TOP_K;
+    const int early = commons > warp ? (commons - warp + WARPS - 1) / WARPS * PIECES : 0;
+    while (asked < min(STAGES, early)) load();
+  }
+  pdl_wait();
+  pdl_launch();
+  if (!DOWN) chosen();
+  const float factor = !DOWN && lane < p.tokens * TOP_K ? p.p[lane] : 0.f;
+  const int all_x = (DOWN ? p.tokens * TOP_K : p.tokens) * WIDTH;
+  constexpr int AT_ONCE = 4;
+  for (int begin = 0; begin < all_x; begin += AT_ONCE * THREADS * 8) {
+    uint4 v[AT_ONCE];
+    auto place = [&](int i) { return begin + (i * THREADS + int(threadIdx.x)) * 8; };
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (place(i) < all_x) v[i] = *reinterpret_cast<const uint4*>(p.x + place(i));
+    if (begin == 0)
+      while (asked < min(STAGES, pieces)) load();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (place(i) < all_x) sts128(staged + place(i) * 2, v[i]);
+  }
+  __syncthreads();
+
+  int from = 0;
+  u32 parity = 0;
+  // What a stage's rows make of x, in ``sums``; then the stage is asked for again.
+  auto take = [&](int row_of_x, float (&sums)[ROWS]) {
+    barrier_wait(bars + from * 8, parity);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+      sums[r] += dot(ring + from * STAGE_BYTES + r * ROW_BYTES, staged + row_of_x * ROW_BYTES, lane);
+    __syncwarp();
+    if (asked < pieces) load();
+    if (++from == STAGES) from = 0, parity ^= 1;
+  };
+  for (int i = 0; i < own; ++i) {
+    int pair, row;
+    find(i, pair, row);
+    if (DOWN) {
+      bf16* to_out = p.out + (long long)(pair / TOP_K) * OUTPUTS + row + lane;
+      const float kept = ADD && lane < ROWS ? bf2f(*to_out) : 0.f;
+      float sums[ROWS] = {};
+      for (int j = 0; j < TOP_K; ++j) take(pair + j, sums);
+      float y = 0.f;
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const float sum = sum_of_warp(sums[r]);
+        if (lane == r) y = sum;
+      }
+      if (lane < ROWS) *to_out = f2bf(y + kept);
+    } else {
+      float g[ROWS] = {}, up[ROWS] = {};
+      take(pair / TOP_K, g);
+      take(pair / TOP_K, up);
+      const float y = gate<GELU>(sum_of_warp(g[0]), sum_of_warp(up[0])) * __shfl_sync(~0u, factor, pair);
+      if (lane == 0) p.out[(long long)pair * OUTPUTS + row] = f2bf(y);
+    }
+  }
+}

@@ -1,0 +1,63 @@
+"""The experts of very few tokens: the CUDA kernel, emulated, against Triton's, which are against torch's."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_cuda import HERE, compile_kernel
+
+from sgla.kernels.cuda import token_experts
+from sgla.kernels.cuda.token_experts import Cut
+
+D, F, EXPERTS = 264, 56, 7
+
+
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "common"),
+    [(2, 4, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 5, 1), (2, 3, 0)))],
+)
+def test_the_kernel_equals_the_products(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokens: int, top_k: int, common: int
+) -> None:
+    """Rows that fill no whole number of a warp's reads, warps with several outputs, and with none."""
+
+    class Emulated:
+        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int) -> None:
+            assert shared <= 113 << 10
+            self.library = compile_kernel(file, name, defines, 256, 1, tmp_path)
+
+        def launch(self, grid: int, threads: int, params: Any) -> None:
+            self.library.run(ctypes.byref(params), 1, grid)
+
+    monkeypatch.setattr(token_experts, "Kernel", Emulated)
+    monkeypatch.setattr(token_experts, "processors", lambda: 3)
+    token_experts._kernel.cache_clear()
+    torch.manual_seed(0)
+    x, p = torch.randn(tokens, D).bfloat16(), torch.rand(tokens, top_k)
+    ids = torch.stack([torch.randperm(EXPERTS - common)[:top_k].int() for _ in range(tokens)])
+    ids[:, top_k - common :] = EXPERTS - common + torch.arange(common)
+    w, v = torch.randn(EXPERTS, 2 * F, D).bfloat16() / 16, torch.randn(EXPERTS, D, F).bfloat16() / 8
+    inner = token_experts.gate_up(x, p, ids, w.view(-1, D), F, "silu", common)
+    g, up = torch.einsum("td,tkfd->tkf", x.float(), w.float()[ids]).chunk(2, -1)
+    expected = torch.nn.functional.silu(g) * up * p[:, :, None]
+    torch.testing.assert_close(inner.float().view(tokens, top_k, F), expected, rtol=1e-2, atol=1e-3)
+    residual = torch.randn(tokens, D).bfloat16()
+    summed = torch.einsum("tkf,tkdf->td", inner.float().view(tokens, top_k, F), v.float()[ids])
+    out = token_experts.down(inner, v.view(-1, F), ids, D)
+    torch.testing.assert_close(out.float(), summed, rtol=1e-2, atol=1e-3)
+    added = token_experts.down(inner, v.view(-1, F), ids, D, residual.clone())
+    torch.testing.assert_close(added.float(), summed + residual.float(), rtol=1e-2, atol=1e-2)
+    token_experts._kernel.cache_clear()
+
+
+def test_two_blocks_fit_on_a_multiprocessor() -> None:
+    assert token_experts.cut(2048, 512, 1, False) == Cut(1, 3, 8 * 3 * 4104 + 4096)
+    assert token_experts.cut(512, 2048, 9, True) == Cut(2, 6, 8 * 6 * 2056 + 9216)
+    assert token_experts.refuses(2, 9, 2048, 512) is token_experts.refuses(2, 8, 2048, 1408) is None
+    assert token_experts.refuses(1, 8, 7168, 2048) is not None
+    assert token_experts.refuses(2, 17, 2048, 512) is not None
