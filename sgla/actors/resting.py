@@ -24,6 +24,7 @@ Room = Callable[[], AbstractAsyncContextManager[Any]]
 
 RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps; POST /wake_up wakes it"}
 PARTS = "weights", "kv_cache"  # as SGLang and vLLM call them
+GRAPHS = "cuda_graph"  # SGLang's; they stay, as the addresses do
 GROUP = "weight_update_group"  # of a trainer, where it has no name; SGLang's
 # Types of tensors that a trainer may send: the latter are of layers that are stored quantized.
 FLOATS, PACKED = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "int8", "uint8", "int32", "int64")
@@ -109,6 +110,8 @@ class Resting(ABC):
         """Give back the memory of the KV cache, and of the weights; until all of it is there again no request
         is accepted. ``weights``: "" if they stay; else where they come from later, see ``ChangingRunner``.
         False if requests are open (nothing is given back then). Raises UnsupportedField and OutOfMemory."""
+        if not (kv or weights):
+            return True
         self.dozing = False
         return await self._whole(self._sleep(kv, weights))
 
@@ -168,6 +171,11 @@ class Resting(ABC):
     async def _scramble(self) -> None:
         await self._check("reset_tensors")
         self._brought(None)
+
+    def name_weights(self, version: str) -> None:
+        """Answers that begin from now on are of this ``weight_version``."""
+        self.require_ready(resting=True)
+        self.weight_version = version
 
     async def join_trainer(self, group: str, **where: Any) -> None:
         """A group of a trainer, ``where`` it meets (``dist/trainer.py``). Raises InvalidField."""
@@ -336,10 +344,10 @@ class Resting(ABC):
 
 
 def named_parts(tags: Collection[str] | None) -> Collection[str]:
-    """``PARTS`` that clients name; none means all. Raises InvalidField."""
-    if unknown := set(tags or ()) - set(PARTS):
+    """``PARTS`` that clients name; no tag means all. Raises InvalidField."""
+    if unknown := set(tags or ()) - {*PARTS, GRAPHS}:
         raise InvalidField(f"tags are weights and kv_cache, not {min(unknown)[:40]!r}", param="tags")
-    return tags or PARTS
+    return [part for part in PARTS if part in tags] if tags else PARTS
 
 
 def _waking(parts: Collection[str]) -> Control:

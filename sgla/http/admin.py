@@ -177,6 +177,12 @@ async def model_info(request: web.Request) -> web.Response:
     )
 
 
+@operation("SGLang: whose weights answers are of", answer=to.WeightVersion)
+async def weight_version(request: web.Request) -> web.Response:
+    """What the last update called them, or its folder; ``default`` before."""
+    return json_response({"weight_version": request[ASKED].ingress.weight_version})
+
+
 @operation("SGLang: settings, facts and the scheduler's counters", answer=dict[str, Any])
 async def server_info(request: web.Request) -> web.Response:
     """Settings (no secrets), what the workers have,

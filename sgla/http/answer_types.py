@@ -495,6 +495,14 @@ class Called(msgspec.Struct):
     results: list[None]
 
 
+class WeightVersion(msgspec.Struct):
+    weight_version: str
+
+
+class NamedWeights(Told):
+    new_version: str
+
+
 class WorldSize(msgspec.Struct):
     world_size: int
 

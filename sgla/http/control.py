@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from sgla.actors.placing import counts_of
-from sgla.actors.resting import PARTS, named_parts
+from sgla.actors.resting import named_parts
 from sgla.errors import InvalidField, NotFound
 from sgla.http import answer_types as to
 from sgla.http.clients import CLIENT
@@ -147,20 +147,25 @@ async def is_paused(request: web.Request) -> web.Response:
     return json_response({"is_paused": request[ASKED].ingress.paused})
 
 
-@operation("vLLM: give memory back", answer=to.Done, query=("level",))
+@operation("vLLM: give memory back", answer=to.Done, query=("level", "mode"))
 async def sleep(request: web.Request) -> web.Response:
-    """vLLM's levels: 1 gives back the KV cache, and what weights take of a GPU, 2 drops the weights."""
-    level = request.query.get("level", "1")
+    """vLLM's levels: 1 gives back the KV cache, and what weights take of a GPU, 2 drops the weights. Running
+    requests are aborted with ``mode`` ``abort``; else they are a 409."""
+    level, mode = request.query.get("level", "1"), request.query.get("mode")
     if level not in ("1", "2"):
-        raise InvalidField("level must be 1 or 2", param="level")
+        raise InvalidField("level must be 1 or 2; /pause stops generating alone", param="level")
+    if mode not in (None, "abort"):
+        raise unsupported("mode", f" as {mode[:40]!r}: it is abort; leave it out, and try again after a 409")
+    if mode is not None:
+        await request[ASKED].abort(None)
     await _sleep(request, kv=True, weights="files" if level == "2" else "host")
     return json_response({"success": True})
 
 
 @operation("SGLang: give memory back", MemoryRequest, to.Done, optional=True)
 async def release_memory(request: web.Request) -> web.Response:
-    """SGLang's tags, weights and kv_cache; none means both."""
-    tags = (await optional_intake(request, MEMORY, resting=True)).tags or PARTS
+    """SGLang's tags, weights and kv_cache; none means both. What cuda_graph names takes no memory."""
+    tags = named_parts((await optional_intake(request, MEMORY, resting=True)).tags)
     await _sleep(request, kv="kv_cache" in tags, weights="either" if "weights" in tags else "")
     return json_response({"success": True})
 
@@ -179,7 +184,7 @@ async def wake_up(request: web.Request) -> web.Response:
 @operation("SGLang: have it again", MemoryRequest, to.Done, optional=True)
 async def resume_memory(request: web.Request) -> web.Response:
     """SGLang's ``tags``; none means all."""
-    return await _wake(request, (await optional_intake(request, MEMORY, resting=True)).tags or PARTS)
+    return await _wake(request, named_parts((await optional_intake(request, MEMORY, resting=True)).tags))
 
 
 async def _wake(request: web.Request, parts: Collection[str]) -> web.Response:

@@ -56,6 +56,8 @@ ADMIN = frozenset(
         "release_memory_occupation",
         "resume_memory_occupation",
         "update_weights_from_disk",
+        "update_weight_version",
+        "post_process_weights",
         "get_weights_by_name",
         "start_profile",
         "stop_profile",

@@ -23,6 +23,8 @@ from sgla.http.request.schema import (
     CheckWeightsRequest,
     JoinTrainerRequest,
     LeaveTrainerRequest,
+    NameWeightsRequest,
+    PrepareWeightsRequest,
     Schema,
     ShowWeightsRequest,
     TransferEngineRequest,
@@ -46,6 +48,8 @@ FROM_SERVERS = Schema(UpdateFromServersRequest)
 JOIN = Schema(JoinTrainerRequest)
 LEAVE = Schema(LeaveTrainerRequest)
 SHOW = Schema(ShowWeightsRequest)
+NAME = Schema(NameWeightsRequest)
+PREPARE = Schema(PrepareWeightsRequest)
 CHECK = Schema(CheckWeightsRequest)
 CALL = Schema(CallRequest)
 ENGINE = Schema(TransferEngineRequest)
@@ -201,6 +205,26 @@ async def _changed(server: Server, fields: WeightChange, change: Awaitable[bool]
         )
     told = {"success": True, "message": "the weights are updated", "num_paused_requests": ended}
     return json_response(told)
+
+
+@operation("SGLang: give the weights another name", NameWeightsRequest, to.NamedWeights)
+async def name_weights(request: web.Request) -> web.Response:
+    """Answers that begin from now on say it; the weights stay."""
+    server = request[ASKED]
+    fields = await intake(request, NAME, resting=True)
+    if fields.abort_all_requests:
+        await server.abort(None)
+    server.ingress.name_weights(fields.new_version)
+    told = {"success": True, "message": "the weights have this name", "new_version": fields.new_version}
+    return json_response(told)
+
+
+@operation("slime: before and after an update of quantized weights", PrepareWeightsRequest, to.Told)
+async def prepare_weights(request: web.Request) -> web.Response:
+    """There is nothing to do: updates take tensors as files have them, and lay them out anew by
+    themselves."""
+    await intake(request, PREPARE, resting=True)
+    return json_response({"success": True, "message": "updates lay weights out by themselves"})
 
 
 @operation("SGLang: rows of a tensor", ShowWeightsRequest, list[Any])

@@ -221,6 +221,9 @@ class FakeIngress:
 
     weight_version = "default"
 
+    def name_weights(self, version: str) -> None:
+        self.weight_version = version
+
     async def take_from_servers(self, servers: Mapping[str, str], version: str | None) -> bool:
         self.brought = [servers]
         self.weight_version = version or self.weight_version

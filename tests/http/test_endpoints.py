@@ -69,6 +69,8 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     ),
     "/destroy_weights_update_group": ({}, None),
     "/get_weights_by_name": ({"name": "x"}, None),
+    "/update_weight_version": ({"new_version": "x"}, None),
+    "/post_process_weights": ({"restore_weights_before_load": True}, None),
     "/weights_checker": ({"action": "snapshot"}, None),
     **dict.fromkeys(
         ("/load_lora_adapter", "/v1/load_lora_adapter"),

@@ -57,7 +57,8 @@ async def test_admin_keys(serve: Serve) -> None:
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
         for route in sorted({f"/{first}" for first in ADMIN - {"weights"}} | ADMIN_OF_V1):
             bare = "lora" in route or route in ("/collective_rpc", "/update_weights")  # it has no name
-            bare |= ("_weights" in route and "destroy" not in route) or route == "/weights_checker"
+            bare |= "_weights" in route and "destroy" not in route and "post" not in route
+            bare |= route in ("/weights_checker", "/update_weight_version")
             wanted = 400 if admin_status == 200 and bare else admin_status
             async with site.http.post(route, json={}, **bearer(key)) as response:
                 assert response.status == wanted
@@ -131,6 +132,8 @@ async def test_sleep_and_wake(site: Site) -> None:
         ("/release_memory_occupation", b""),
         ("/resume_memory_occupation", {"tags": ["weights"]}),
         ("/wake_up?tags=weights&tags=kv_cache", b""),
+        ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),  # slime's
+        ("/sleep?mode=abort", b""),
     ):
         assert (await site.post(path, body)) == (200, {"success": True})
     assert site.ingress.slept == [
@@ -142,6 +145,8 @@ async def test_sleep_and_wake(site: Site) -> None:
         (True, "either"),
         ["weights"],
         ["weights", "kv_cache"],
+        ["kv_cache"],
+        (True, "host"),
     ]
     assert (await site.get("/is_sleeping"))[1] == {"is_sleeping": False}
     site.ingress.phase = "sleeping"
@@ -152,8 +157,9 @@ async def test_sleep_and_wake(site: Site) -> None:
     assert (await site.post("/sleep", b""))[0] == 409
     for path, body in (
         ("/sleep?level=3", b""),
+        ("/sleep?mode=keep", b""),
         ("/wake_up?tags=graph", b""),
-        ("/release_memory_occupation", {"tags": ["cuda_graph"]}),
+        ("/release_memory_occupation", {"tags": ["graph"]}),
     ):
         assert (await site.post(path, body))[0] == 400
 
@@ -170,6 +176,11 @@ async def test_weights_are_updated_and_shown(serve: Serve) -> None:
     assert (status, told["success"]) == (200, True)
     assert (await site.post("/generate", {"text": "x"}, **key))[1]["meta_info"]["weight_version"] == "two"
     assert (await site.get("/model_info", **key))[1]["weight_version"] == "two"
+    renamed = await site.post("/update_weight_version", {"new_version": "2b"}, **key)
+    assert (renamed[0], renamed[1]["new_version"]) == (200, "2b")
+    for path in ("/get_weight_version", "/weight_version"):
+        assert (await site.get(path, **key)) == (200, {"weight_version": "2b"})
+    assert (await site.post("/post_process_weights", {"post_process_quantization": True}, **key))[0] == 200
     tensors = "/update_weights_from_tensor"
     status, told = await site.post(
         tensors, {"serialized_named_tensors": ["eHk="], "weight_version": "3"}, **key

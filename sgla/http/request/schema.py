@@ -453,7 +453,7 @@ class MemoryRequest(msgspec.Struct, kw_only=True):
     """``tags``: whose memory is given back; None: all."""
 
     model: str | None = None
-    tags: list[Literal["weights", "kv_cache"]] | None = None
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
 
 
 class WeightChange(msgspec.Struct, kw_only=True):
@@ -492,6 +492,18 @@ class JoinTrainerRequest(msgspec.Struct, kw_only=True):
     world_size: Annotated[int, msgspec.Meta(ge=2, lt=1 << 16)]
     group_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = GROUP
     backend: Literal["nccl", "gloo"] = "nccl"
+
+
+class NameWeightsRequest(msgspec.Struct, kw_only=True):
+    new_version: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    model: str | None = None
+    abort_all_requests: bool | None = None
+
+
+class PrepareWeightsRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    restore_weights_before_load: bool | None = None
+    post_process_quantization: bool | None = None
 
 
 class CheckWeightsRequest(msgspec.Struct, kw_only=True):
