@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Weights of 4 bits on one H200. Run in the repository's root with OUT set. At most 170 s; results in w4.jsonl, w4.log.
-#   cuts    each product of Qwen3-8B by kernel and cut: us ("serving": by integer_gemm.cu); a layer's four in turn; what
-#           a kernel needs that only reads. Those that are wrong are named
-#   timeline cycles between eight places of the kernels, in a layer's four products in turn
-#   w4a16   W2 and steps of 4, 8 and 16 rows
+# Weights of 4 bits on one H200. Run in the repository's root with OUT set; parts are chosen by name. At most $LIMIT
+# seconds (170); results in w4.jsonl, w4.log.
+#   OUT=/tmp/out bash bench/gpu/w4.sh [PART ...]
 #   tests   products of up to 16 rows against torch in float32
+#   engines each product of Qwen3-8B and a layer's four in turn, with and without the copy engine (1, 16, 8 rows)
+#   steps   steps of 1, 8 and 16 rows without it and with it
+#   timeline cycles between eight places of the kernels, in a layer's four products in turn
+#   cuts    each product by kernel and cut: us ("serving": by integer_gemm.cu); a layer's four in turn; what
+#           a kernel needs that only reads. Those that are wrong are named
+#   w4a16   W2 and steps of 4, 8 and 16 rows
 LIMIT=${LIMIT:-170}
 . "$(dirname "$0")/parts.sh"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -20,7 +24,23 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}}, "ignore": ["lm_head"]}
 json.dump(model, open(path, "w"))
 PY
-part cuts 60 bench/gpu_stationary.py --rows 1,16 --chains 1,16 --seconds 25
-part timeline 30 bench/gpu_timeline.py
-part w4a16 35 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 4,8,16
-part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py -k "stationary or few and int4g128"
+with='import runpy, sys
+from sgla.kernels.cuda import integer_gemm
+exec(sys.argv[1])
+sys.path[0], sys.argv = "bench", sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")'
+given="bench/step.py --model $T/qwen3-8b-w4a16 --batches 1,8,16"
+for each in ${*:-tests engines steps timeline}; do
+    case $each in
+    tests) part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py \
+        -k "stationary or copy_engine or few and int4g128" ;;
+    engines) part engines 40 bench/gpu_stationary.py --engines --rows 1,16,8 ;;
+    steps)
+        part steps 35 $given
+        part steps-engine 35 -c "$with" "integer_gemm.ENGINE = ${ENGINE:-1}" $given
+        ;;
+    timeline) part timeline 30 bench/gpu_timeline.py ;;
+    cuts) part cuts 60 bench/gpu_stationary.py --rows 1,16 --chains 1,16 --seconds 25 ;;
+    w4a16) part w4a16 35 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 4,8,16 ;;
+    esac
+done

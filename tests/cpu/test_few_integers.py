@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_cuda import HERE, compile_kernel
+from emulated_cuda import HERE, compile_kernel, tensor_map
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import integer_gemm, stationary_gemm
@@ -30,10 +30,16 @@ Few = integer_gemm.Config
         ("int4g128", 1, FLOAT32, Config(1, 4, 1, 1, 2, 2, late=True)),
         ("int4g128", 16, ADD, Config(2, 2, early=1, behind=True)),
         ("int4g128", 16, SILU, Config(1, 2, 2, 4)),
+        ("int4g128", 16, SILU, Config(2, 4, behind=True, engine=1)),
+        ("int4m32", 11, ADD, Config(2, 2, 2, 2, engine=1)),
+        ("int8g128", 5, STORE, Config(1, 1, 3, engine=1)),
         ("int4g128", 1, STORE, Few(1, 8, 1, 2, early=0, after=True)),
         ("int4m32", 3, ADD, Few(1, 4, 2, 2, early=1, after=True)),
         ("int4g128", 16, SILU, Few(1, 4, 2)),
         ("int8g64", 1, SILU, Few(1, 4, 1, 2, after=True)),
+        ("int4g128", 1, SILU, Few(1, 4, 1, 4, after=True, engine=2)),
+        ("int4g128", 3, ADD, Few(2, 8, 1, 4, 1, 1, engine=2)),
+        ("int8g64", 1, STORE, Few(1, 4, 2, 2, early=1, after=True, engine=1)),
     ],
 )
 def test_the_kernel_equals_the_oracle(
@@ -42,6 +48,9 @@ def test_the_kernel_equals_the_oracle(
     """The last tile reaches beyond the weight, the last block of channels beyond x."""
     for module in (integer_gemm, stationary_gemm):
         monkeypatch.setattr(module, "processors", lambda: 3)
+    monkeypatch.setattr(integer_gemm, "tensor_map", tensor_map)
+    integer_gemm.map_of.cache_clear()
+    integer_gemm._constants_of.cache_clear()
     torch.manual_seed(0)
     n, k = 200, 1000
     w, x = pack(torch.randn(n, k), kind), torch.randn(rows, k).bfloat16()
@@ -59,14 +68,14 @@ def test_the_kernel_equals_the_oracle(
         few = integer_gemm.plan(shape, cut)
         assert few is not None
         of = few.defines, 32 * integer_gemm.WARPS, cut.slices, tmp_path
-        given: ctypes.Structure = integer_gemm._Params(*pointers, *sizes, few.x_row, 1e-6)
+        given = integer_gemm.params_of(shape, cut, pointers, (*sizes, few.x_row), 1e-6)
         compile_kernel("integer_gemm.cu", "integer_gemm", *of).run(ctypes.byref(given), 1, few.grid)
     else:
         made = stationary_gemm.plan(shape, cut)
         assert made is not None
         of = made.defines, made.threads, cut.slices, tmp_path
         library = compile_kernel("stationary_gemm.cu", "stationary_gemm", *of)
-        given = stationary_gemm._Params(*pointers, *sizes, 1e-6)
+        given = stationary_gemm.params_of(shape, cut, pointers, sizes, 1e-6)
         library.run(ctypes.byref(given), 1, made.parts * cut.slices)
     assert (out.float() - y).norm() < 5e-3 * y.norm()
 

@@ -70,6 +70,30 @@ def test_stationary_rows_equal_the_oracle(kind: str) -> None:
             assert found < allowed, (w.n, w.k, m, at)
 
 
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("int4g128", 1), ("int4g128", 2), ("int4m64", 1), ("int8g32", 1), ("int8m128", 2)]
+)
+def test_rows_of_weights_that_the_copy_engine_fetches_equal_the_oracle(
+    kind: str, engine: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integer_gemm, "ENGINE", engine)
+    integer_gemm.default_config.cache_clear()
+    stationary_gemm.default_config.cache_clear()
+    try:
+        weights = [weight(n, k, kind) for n, k in ((6144, 4096), (4096, 12288), (200, 1024))]
+        ways = (integer_gemm.linear, (1, 3, 8, 16)), (stationary_gemm.linear, (1, 8, 13, 16))
+        cases = [(w, m, linear) for w in weights for linear, rows in ways for m in rows]
+        with rehearsing():
+            for case in cases:
+                list(few_rows(*case))
+        for w, m, linear in cases:
+            for at, (found, allowed) in enumerate(few_rows(w, m, linear)):
+                assert found < allowed, (w.n, w.k, m, linear.__module__, at)
+    finally:
+        integer_gemm.default_config.cache_clear()
+        stationary_gemm.default_config.cache_clear()
+
+
 CUTS = (
     (1, 2, 1),
     (2, 1, 2, 1, 1, 2, True, 1),
