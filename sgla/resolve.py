@@ -66,6 +66,8 @@ OF_CHECKPOINTS = {
     "awq": "an AWQ checkpoint",
     "checkpoint": "a quantized checkpoint",
 }
+# Requests that run at a time on a GPU, and on one with room for so many tokens of each.
+ROWS, MANY_ROWS, ROW_TOKENS = 256, 512, 1024
 DRAFTS, OF_MODELS = 8, 4  # most tokens that a row guesses in a step, if nobody says otherwise
 BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequences are
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
@@ -169,7 +171,8 @@ def resolve(
     if device == "cuda":
         check_cards(config, machine, spec, dtype)
     filling.settle("threads", choose_threads(machine, config.local_ranks))
-    settle_steps(filling, device == "cuda", spec.canvas if isinstance(spec, ModelSpec) else 0)
+    rows = choose_rows(config, machine, device, spec, dtype, pooled)
+    settle_steps(filling, device == "cuda", spec.canvas if isinstance(spec, ModelSpec) else 0, rows)
     settle_cache(filling, machine, device, spec, dtype, guessing)
     if not config.served_model_name:
         filling.filled["served_model_name"] = [config.model]
@@ -331,17 +334,39 @@ def host_bytes(config: Config, spec: ModelSpec, dtype: str) -> int:
     return offloaded(spec, dtype, quantization, config.tp, nbytes).host * config.tp
 
 
-def settle_steps(filling: Filling, cuda: bool, canvas: int) -> None:
-    """How many rows and tokens a step has, and how long it may take. ``canvas``: of a ModelSpec."""
-    rows, tokens, seconds = (
-        (
-            Settled(256, "rows a GPU decodes at little extra cost"),
-            Settled(8192, "prefill chunk that fills a GPU"),
-            Settled(30.0, "smooth streaming on a GPU"),
-        )
+def choose_rows(
+    config: Config,
+    machine: Machine,
+    device: str,
+    spec: ModelSpec | EncoderSpec | None,
+    dtype: str,
+    pooled: bool,
+) -> Settled:
+    """In a step. Many only where they were measured: on one GPU, of a model that writes a token at a time and
+    keeps nothing but tokens."""
+    if device != "cuda":
+        return Settled(64, "beyond this a CPU step only gets longer")
+    few = Settled(ROWS, "rows a GPU decodes at little extra cost")
+    if not isinstance(spec, ModelSpec) or isinstance(spec, GenericSpec) or config.ranks > 1:
+        return few
+    if pooled or spec.canvas or spec.heard or spec.recurrent:
+        return few
+    if config.speculative_algorithm or config.enable_lora:
+        return few
+    weights = weight_bytes(spec, dtype, spec.quantized(config.quantization, device), 1, device)
+    room = min(gpu.memory for gpu in machine.gpus) * config.memory_fraction - weights
+    each = ROW_TOKENS * token_bytes(state_of(spec, 1), config.kv_dtype(dtype))
+    if MANY_ROWS * each > min(room, config.kv_cache_bytes or room):
+        return few
+    return Settled(MANY_ROWS, f"there is room for {ROW_TOKENS} tokens of each")
+
+
+def settle_steps(filling: Filling, cuda: bool, canvas: int, rows: Settled) -> None:
+    """How many ``rows`` and tokens a step has, and how long it may take. ``canvas``: of a ModelSpec."""
+    tokens, seconds = (
+        (Settled(8192, "prefill chunk that fills a GPU"), Settled(30.0, "smooth streaming on a GPU"))
         if cuda
         else (
-            Settled(64, "beyond this a CPU step only gets longer"),
             Settled(512, "prefill chunk that fills a CPU's cores"),
             Settled(200.0, "five tokens a second while prompts are read"),
         )

@@ -23,10 +23,9 @@ from sgla.model.spec import ModelSpec
 from sgla.model.stages import stages_of
 from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine
-from sgla.resolve import GIB, check, resolve
+from sgla.resolve import GIB, ROW_TOKENS, ROWS, check, resolve
 
 AXES = ("dp", "pp", "tp", "ep")
-ROWS, TOKENS = 256, 1024  # requests of a full step, if nobody says otherwise, and the mean of their tokens
 LEAST = 8192  # tokens that a KV cache must hold, if the context is not given
 SPARE = 2 * GIB  # of a GPU, for what steps take, graphs and libraries
 NARROW = 128  # columns of an expert on a rank, below which it is better whole
@@ -127,7 +126,7 @@ class Estimate:
         tokens = room / max(token, 1)
         if room <= 0 or tokens < (config.context_length or min(LEAST, self.spec.context_len)):
             return None
-        rows = int(max(1, min(config.max_running_requests or ROWS, tokens // TOKENS)))
+        rows = int(max(1, min(config.max_running_requests or ROWS, tokens // ROW_TOKENS)))
         cohort = max(1, rows // pp)
         rate = dp * cohort * pp / self.seconds(cohort, tp, pp)
         return Way(dp, pp, tp, axes["ep"], weights, rows, self.seconds(1, tp, pp), rate)
@@ -136,7 +135,7 @@ class Estimate:
         """Of a step with so many rows on one replica, whose stages come one after the other. All stages work
         at a time, so in as long each of them has such a step of its own."""
         rates, near = self.chips.rates, self.chips.link or PCIE
-        kept = rows * TOKENS * token_bytes(state_of(self.spec, tp), self.config.kv_dtype(self.dtype))
+        kept = rows * ROW_TOKENS * token_bytes(state_of(self.spec, tp), self.config.kv_dtype(self.dtype))
         read = (self.weights(rows) / tp + kept) / rates.read
         made = 2 * parameters(replace(self.spec, tied=True)).active * rows / tp / rates.products
         sent = rows * self.spec.hidden * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import typing
@@ -493,6 +494,31 @@ def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
     assert re.search(
         r"KV cache +the rest .* 23040 bytes\nGPUs +\d+", as_text(resolved, rows, machine, Defaults())
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "settings", "rows"),
+    [
+        ("qwen3-8b", 140, {}, 512),
+        ("qwen3-8b", 80, {}, 256),
+        ("qwen3-8b", 80, {"quantization": "fp8", "kv_cache_dtype": "fp8"}, 512),
+        ("qwen3-8b", 140, {"kv_cache_bytes": 8 * GIB}, 256),
+        ("qwen3-8b", 140, {"memory_fraction": 0.5}, 256),
+        ("qwen3-8b", 140, {"max_running_requests": 300}, 300),
+        ("qwen3-8b", 140, {"tp": 2}, 256),
+        ("qwen3-8b", 140, {"speculative_algorithm": "ngram"}, 256),
+        ("qwen3-8b", 140, {"enable_lora": True}, 256),
+        ("qwen3-30b-a3b", 140, {}, 512),
+        ("qwen3.6-35b-a3b", 140, {}, 256),
+    ],
+)
+def test_as_many_requests_run_on_a_gpu_as_there_is_room_for(
+    model: str, memory: int, settings: dict[str, Any], rows: int
+) -> None:
+    shape = json.loads((Path(__file__).parents[1] / f"bench/models/{model}/config.json").read_text())
+    gpu = nvidia("NVIDIA H200", (9, 0), 132, memory * GIB)
+    found = resolve(Config(**settings), Machine(gpus=(gpu, gpu), torch_cuda="13.0"), shape)
+    assert found.config.max_running_requests == rows
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def sizes_up_to(limit: int, guesses: bool = False) -> list[int]:
     """Batch sizes that get a graph: a batch runs in the next larger one. Where rows guess, few rows are those
     of one request."""
     few = [1, 2, 3, 4, 5, 6, 8] if guesses else [1, 2, 4, 8]
-    sizes = [*few, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
+    sizes = [*few, 12, 16, *range(24, 256, 8), *range(256, limit, 32)]
     return [size for size in sizes if size < limit] + [limit]
 
 

@@ -28,7 +28,11 @@ REPLAYS = 4  # of a graph that is timed
 def cascade_sizes(sizes: list[int]) -> list[int]:
     """Those that get a second graph, for rows that share prefixes:
     fewer, since such batches are large or rare."""
-    return [size for size in sizes if size in (8, 16) or size % 32 == 0 or size == sizes[-1]]
+    return [
+        size
+        for size in sizes
+        if size in (8, 16) or size % (32 if size <= 256 else 64) == 0 or size == sizes[-1]
+    ]
 
 
 class Capture:
