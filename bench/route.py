@@ -1,15 +1,16 @@
 """The router in front of fake workers, which take a fixed time for each prompt token that is not cached.
 
     python bench/route.py speed --processes 2 --pin-router 0,1 --pin-rest 2-7
-    python bench/route.py cache --policies cache_aware,round_robin
+    python bench/route.py cache --policies cache_aware,round_robin [--serve demo]
     python bench/route.py kill
 
 ``speed``: tiny bodies, answered at once, first by a worker and then through the router: requests a second,
 the median time that the router adds, and the CPU time that its processes take for a request, which a busy
 machine changes least. ``cache``: conversations that begin with one of a few system prompts, on one worker
 with all the memory, and on several behind the router: the share of prompt tokens that was cached, and
-requests a second. ``kill``: one of several workers is killed while all have requests; how many of these their
-clients lose. A token is four bytes of a prompt. Workers, router and clients are processes of their own.
+requests a second; with ``--serve`` workers are servers of that model on the CPU, with a thread each.
+``kill``: one of several workers is killed while all have requests; how many of these their clients lose. A
+token of fake workers is four bytes of a prompt. Workers, router and clients are processes of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import multiprocessing
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -28,13 +30,14 @@ import tempfile
 import time
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import lines
 import uvloop
-from process import free_port
+from process import Server, free_port
 
 from sgla.processes import cpu_seconds
 
@@ -99,7 +102,7 @@ class Worker(asyncio.Protocol):
         async with self._turn:
             tokens, cached = self._cache.read(prompt)
             await asyncio.sleep((tokens - cached) * self._seconds)
-        self._send({"tokens": tokens, "cached": cached})
+        self._send({"usage": {"prompt_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}})
 
     def _send(self, fields: dict[str, Any]) -> None:
         body = json.dumps(fields).encode()
@@ -192,7 +195,7 @@ def conversations(args: argparse.Namespace) -> list[list[bytes]]:
         bodies = []
         for _ in range(args.turns):
             said.append({"role": "user", "content": text(rng, args.turn_tokens)})
-            bodies.append(json.dumps({"model": "m", "messages": said}).encode())
+            bodies.append(json.dumps({"model": "m", "max_tokens": 2, "messages": said}).encode())
             said.append({"role": "assistant", "content": text(rng, args.turn_tokens)})
         found.append(bodies)
     rng.shuffle(found)
@@ -212,9 +215,9 @@ async def talk(port: int, talks: list[list[bytes]], concurrency: int) -> dict[st
         nonlocal tokens, cached
         while waiting:
             for body in waiting.pop():
-                answer = json.loads(await client.ask(body))
-                tokens += answer["tokens"]
-                cached += answer["cached"]
+                usage = json.loads(await client.ask(body))["usage"]
+                tokens += usage["prompt_tokens"]
+                cached += usage["prompt_tokens_details"]["cached_tokens"]
 
     clients = [await connect(port) for _ in range(concurrency)]
     began = time.perf_counter()
@@ -263,12 +266,26 @@ class Workers:
     def kill_one(self) -> None:
         self._processes[0].kill()
 
-    def __enter__(self) -> Workers:
-        return self
+    def __enter__(self) -> list[int]:
+        return self.ports
 
     def __exit__(self, *error: object) -> None:
         for process in self._processes:
             process.kill()
+
+
+@contextmanager
+def servers(model: str, count: int, nbytes: int, more: str) -> Iterator[list[int]]:
+    """Ports of so many servers of a model on the CPU, each with ``nbytes`` of KV cache."""
+    ports = [free_port() for _ in range(count)]
+    words = [sys.executable, "-m", "sgla", "serve", model, "--device", "cpu", "--threads", "1"]
+    words += ["--kv-cache-bytes", str(nbytes), "--served-model-name", "m", *shlex.split(more)]
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        for port in ports:
+            log = Path(folder, str(port))
+            command = [*words, "--port", str(port), "--log-level", "warning", "--no-log-requests"]
+            stack.enter_context(Server(command, f"http://127.0.0.1:{port}", "/health", log))
+        yield ports
 
 
 class Router:
@@ -323,10 +340,10 @@ def cores_of(text: str | None) -> set[int]:
 
 def speed(args: argparse.Namespace, cores: set[int], rest: set[int]) -> None:
     with (
-        Workers(args.workers, 0, 0.0, rest) as workers,
-        Router(workers.ports, args.policies, args.processes, cores) as router,
+        Workers(args.workers, 0, 0.0, rest) as ports,
+        Router(ports, args.policies, args.processes, cores) as router,
     ):
-        direct = uvloop.run(hammer(workers.ports[0], args.connections, args.seconds))
+        direct = uvloop.run(hammer(ports[0], args.connections, args.seconds))
         before = router.cpu()
         routed = uvloop.run(hammer(router.port, args.connections, args.seconds))
         used = router.cpu() - before
@@ -348,21 +365,26 @@ def speed(args: argparse.Namespace, cores: set[int], rest: set[int]) -> None:
 
 def cache(args: argparse.Namespace, cores: set[int], rest: set[int]) -> None:
     talks = conversations(args)
-    seconds = args.token_us / 1e6
+    who = f"servers of {args.serve}" if args.serve else f"{args.token_us} us a token"
     common = {
         "bench": "route-cache",
         "trace": f"{args.conversations}x{args.turns} turns of {args.turn_tokens}, {args.systems} systems of "
-        f"{args.system_tokens}, {args.concurrency} at a time, {args.token_us} us a token",
+        f"{args.system_tokens}, {args.concurrency} at a time, {who}",
         "load_before": round(args.load, 2),
     }
-    with Workers(1, args.cache_tokens * args.workers, seconds, rest) as workers:
-        single = uvloop.run(talk(workers.ports[0], talks, args.concurrency))
+
+    def workers(count: int) -> AbstractContextManager[list[int]]:
+        """They have the memory of ``--workers`` of them."""
+        share = args.workers // count
+        if args.serve:
+            return servers(args.serve, count, share * args.cache_bytes, args.server_args)
+        return Workers(count, share * args.cache_tokens, args.token_us / 1e6, rest)
+
+    with workers(1) as ports:
+        single = uvloop.run(talk(ports[0], talks, args.concurrency))
     lines.emit(common | {"workers": 1} | single)
     for policy in args.policies.split(","):
-        with (
-            Workers(args.workers, args.cache_tokens, seconds, rest) as workers,
-            Router(workers.ports, policy, args.processes, cores) as router,
-        ):
+        with workers(args.workers) as ports, Router(ports, policy, args.processes, cores) as router:
             found = uvloop.run(talk(router.port, talks, args.concurrency))
         share = round(found["hit_rate"] / single["hit_rate"], 4)
         lines.emit(
@@ -371,10 +393,8 @@ def cache(args: argparse.Namespace, cores: set[int], rest: set[int]) -> None:
 
 
 def kill(args: argparse.Namespace, cores: set[int], rest: set[int]) -> None:
-    with (
-        Workers(args.workers, 0, args.token_us / 1e6, rest) as workers,
-        Router(workers.ports, args.policies, args.processes, cores) as router,
-    ):
+    workers = Workers(args.workers, 0, args.token_us / 1e6, rest)
+    with workers as ports, Router(ports, args.policies, args.processes, cores) as router:
         found = uvloop.run(lose(router.port, args.connections, args.seconds, workers.kill_one))
     what = {"bench": "route-kill", "policy": args.policies, "workers": args.workers}
     lines.emit(what | {"load_before": round(args.load, 2)} | found)
@@ -399,6 +419,9 @@ def main() -> None:
     add("--system-tokens", type=int, default=1000)
     add("--token-us", type=float, default=200.0, help="time of a token that is not cached")
     add("--cache-tokens", type=int, default=200_000, help="of each worker")
+    add("--serve", metavar="MODEL", help="cache: servers of it, on the CPU, in place of fake workers")
+    add("--server-args", default="", help="more flags of these servers")
+    add("--cache-bytes", type=int, default=256 << 20, help="KV cache of each of these servers")
     add("--seed", type=int, default=0)
     args = parser.parse_args()
     args.load = os.getloadavg()[0]

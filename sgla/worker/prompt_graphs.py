@@ -27,6 +27,8 @@ REAL = ROWS - 2
 SEGMENTS = 64  # of prompt rows, cut where they leave states
 # Of a step. Those between, such as 448, 704 or 960, take as long as the next one.
 TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
+# Of larger steps, where layers are many small kernels: those of mixtures, and of ranks. Not timed yet.
+LARGE: tuple[int, ...] = ()
 # Tokens of the longest history of a prompt row: with more, eager steps are faster, whose attention splits
 # histories.
 HISTORY = 8192
@@ -43,9 +45,11 @@ class PromptGraphs:
     def __init__(self, steps: GpuSteps) -> None:
         self._steps = steps
         most = min(steps.step_tokens, steps.context_len) if steps.reads_in_graphs else 0
-        self.tokens = [n for n in TOKENS if n <= most]
+        # Not where a context is shared out, which no graph does.
+        large = steps.shard.context is None and (steps.model.spec.moe is not None or steps.shard.count > 1)
+        self.tokens = [n for n in (TOKENS + LARGE if large else TOKENS) if n <= most]
         self.decodes = [n for n in DECODES if n < steps.rows] + [steps.rows]
-        self.pairs = sorted({(min(n, size), size) for n in self.decodes for size in self.tokens})
+        self.pairs = sorted({self._pair(n, size) for n in self.decodes for size in self.tokens})
         self.limit = self.tokens[-1] if self.tokens else 0
         prompts = steps.attention.prompts
         self._tile = prompts.tile if prompts is not None else 1
@@ -60,6 +64,11 @@ class PromptGraphs:
         self._cum = {w: torch.zeros(steps.rows + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self._out = torch.zeros(steps.rows, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+
+    def _pair(self, count: int, size: int) -> tuple[int, int]:
+        """The sizes of the graph for so many decode rows among ``size`` tokens. Large ones have no others."""
+        decodes = self.decodes if size <= TOKENS[-1] else self.decodes[-1:]
+        return min(next(n for n in decodes if n >= count), size), size
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
         """Of the columns: tiles; slots, starts, kv_len; of the samples:
@@ -224,7 +233,7 @@ class PromptGraphs:
         sampled = np.flatnonzero(flags & SAMPLE)
         count, new = int(decodes.sum()), len(sampled)
         size = next(size for size in self.tokens if size >= q_lens.sum())
-        sizes = min(next(n for n in self.decodes if n >= count), size), size
+        sizes = self._pair(count, size)
         self._fill(slots, starts, q_lens, decodes, sampled, sizes, states)
         if verify is not None:
             self._guess(verify, sizes[0])

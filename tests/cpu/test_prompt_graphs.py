@@ -32,7 +32,7 @@ def without_a_gpu() -> Any:
     graphs = PromptGraphs.__new__(PromptGraphs)
     graphs._steps = SimpleNamespace(slots=SLOTS)  # type: ignore[assignment]
     graphs.tokens, graphs.limit, graphs._tile = list(TOKENS), TOKENS[-1], TILE
-    graphs._tiles, graphs._states = TOKENS[-1] // TILE + REAL, True
+    graphs._tiles, graphs._states, graphs.decodes = TOKENS[-1] // TILE + REAL, True, [*DECODES, SLOTS]
     size = sum(graphs._lengths(SLOTS))
     graphs._columns = torch.full((size,), -7, dtype=torch.int32)
     graphs._pinned, graphs._stage = [torch.full((size,), -7, dtype=torch.int32) for _ in range(8)], 0
@@ -90,7 +90,7 @@ def test_columns(seed: int) -> None:
     assert graphs.takes(starts, q_lens, flags, units)
     is_decode, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
     size = next(size for size in TOKENS if size >= q_lens.sum())
-    n = min(next(n for n in (*DECODES, SLOTS) if n >= is_decode.sum()), size)
+    n = graphs._pair(int(is_decode.sum()), size)[0]
     graphs._fill(slots, starts, q_lens, is_decode, sampled, (n, size), units)
 
     columns = graphs._columns[: sum(graphs._lengths(n))].split(graphs._lengths(n))
@@ -122,6 +122,13 @@ def test_columns(seed: int) -> None:
         for i in range(count)
     ]
     assert sorted(covered) == [(i, *tokens[i]) for i in range(q_start[0], size) if tokens[i][0] != SLOTS]
+
+
+def test_sizes_of_graphs() -> None:
+    """Those of large steps have room for all decode rows."""
+    graphs = without_a_gpu()
+    pairs = [graphs._pair(*asked) for asked in ((0, 64), (1, 32), (65, 1024), (0, 2048))]
+    assert pairs == [(0, 64), (32, 32), (SLOTS, 1024), (SLOTS, 2048)]
 
 
 def test_what_is_left_to_eager_steps() -> None:
