@@ -3,8 +3,8 @@
     python bench/beside.py [--model bench/models/qwen3-8b] [--streams 16] [--tokens 24000] [--repeat 12]
 
 Streams decode while long prompts come by turns, each of which pushes the one before from the KV cache, so
-that its prefix comes from the host's memory and what it leaves goes there. ``ratio``: the median of decode
-steps beside copies, of that of the others. Weights are random.
+that its prefix comes from the host's memory; then ``--fresh`` others, of which what they leave goes there.
+``ratio``: how much longer decode steps beside copies take than those around them. Weights are random.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import lines
 from process import Server, free_port
-from step_times import FLAGS, step_times
+from step_times import FLAGS, against_neighbours, step_times, steps_of
 from words import write_tokenizer
 
 from sgla.bench import load, workloads
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=2500, help="of a stream")
     parser.add_argument("--tokens", type=int, default=24000, help="of a long prompt")
     parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--fresh", type=int, default=6, help="prompts that nobody has had before")
     parser.add_argument("--tier", default="--kv-host-bytes 40G")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "beside.log")
     args = parser.parse_args()
@@ -54,14 +55,10 @@ def main() -> None:
         command += ["--context-length", str(args.tokens + 4000), *args.tier.split()]
         with Server(command, f"http://127.0.0.1:{port}", "/health/ready", args.log) as server:
             play(args, server.url)
-            found = step_times(server.url)
+            found, ratios = step_times(server.url), against_neighbours(steps_of(server.url))
     for kind, fields in found.items():
         lines.emit({"bench": "beside", "model": str(args.model), "kind": kind} | fields)
-    alone = found.get("decode", {}).get("ms", [0])[0]
-    ratios = {
-        kind: round(found[kind]["ms"][0] / alone, 4) for kind in found if alone and kind[:7] == "decode "
-    }
-    lines.emit({"bench": "beside", "model": str(args.model), "kind": "ratio", "decode_ms": alone} | ratios)
+    lines.emit({"bench": "beside", "model": str(args.model), "kind": "ratio"} | ratios)
 
 
 def play(args: argparse.Namespace, url: str) -> None:
@@ -81,6 +78,8 @@ def play(args: argparse.Namespace, url: str) -> None:
     running.start()
     for i in range(args.repeat):
         ask([[workloads.Turn([*prompts[i % 4], *workloads.tokens(draw, 8)], 1)]], 1)
+    for _ in range(args.fresh):
+        ask([[workloads.Turn(workloads.tokens(draw, args.tokens), 1)]], 1)
     running.join()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import urllib.request
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgla.bench.report import percentile
 from sgla.observe import steplog
@@ -13,18 +13,35 @@ from sgla.observe import steplog
 ADMIN, STEPS = "of-a-bench", 4000  # the key with which the step log is asked for, and its steps
 FLAGS = ["--admin-api-key", ADMIN, "--step-log", str(STEPS)]  # of a server that is to tell
 
-Times = tuple[float, float, float, int]
+NEAR = 60  # steps before and behind another one whose rows have about as many tokens behind them
+
+
+class Step(NamedTuple):
+    """``seconds`` on the device, ``gap`` for which that had nothing to do before, and ``between`` its tokens
+    and those of the step before, as the scheduler has heard of them."""
+
+    kind: str
+    seconds: float
+    gap: float
+    between: float
+    rows: int
 
 
 def step_times(url: str) -> dict[str, dict[str, Any]]:
-    """``ms`` on the device, ``gap_ms`` for which the device had nothing to do before, ``between_ms`` from a
-    step's tokens to those of the step before, as the scheduler has heard of them; ``rows`` of the step.
-    ``new``: requests that begin, and so many tokens of them; ``in``, ``out``: beside copies to the device,
+    """By kind: medians, 90th and 99th percentiles of what ``Step`` has, in ms."""
+    steps, found = steps_of(url), dict[str, list[Step]]()
+    for step in steps:
+        found.setdefault(step.kind, []).append(step)
+    return {kind: told(times) for kind, times in sorted(found.items())} | {"all": told(steps)}
+
+
+def steps_of(url: str) -> list[Step]:
+    """``new``: requests that begin, and so many tokens of them; ``in``, ``out``: beside copies to the device,
     and from it, which have not been told of."""
     asked = urllib.request.Request(url + "/step_log", headers={"Authorization": f"Bearer {ADMIN}"})
     with urllib.request.urlopen(asked) as answer:
         log = steplog.read(answer.read())
-    plans, before, found = dict[int, Any](), math.inf, dict[str, list[Times]]()
+    plans, before, found = dict[int, Any](), math.inf, list[Step]()
     moving = dict[int, str]()
     for call in (call for chapter in log.chapters for call in chapter.calls):
         if isinstance(call, steplog.Plan) and call.plan is not None:
@@ -41,17 +58,31 @@ def step_times(url: str) -> dict[str, dict[str, Any]]:
             q_lens, rows = array("i", plan.q_lens), len(plan.flags)
             read = sum(q_lens) - rows + len(plan.new)
             kind = f"{len(plan.new)} new of {read}" if plan.new else "prompts" if read else "decode"
-            times = call.result.seconds, call.result.gap, max(0.0, call.now - before), rows
+            between = max(0.0, call.now - before)
             before = call.now
-            found.setdefault(f"{kind} {beside}".strip(), []).append(times)
-    return {kind: told(times) for kind, times in sorted(found.items())} | {
-        "all": told([each for times in found.values() for each in times])
-    }
+            found.append(
+                Step(f"{kind} {beside}".strip(), call.result.seconds, call.result.gap, between, rows)
+            )
+    return found
 
 
-def told(times: list[Times]) -> dict[str, Any]:
-    """Medians, 90th and 99th percentiles."""
-    fields: dict[str, Any] = {"count": len(times)}
-    for name, values in zip(("ms", "gap_ms", "between_ms"), zip(*times)):
+def told(steps: list[Step]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"count": len(steps)}
+    for name, field in (("ms", "seconds"), ("gap_ms", "gap"), ("between_ms", "between")):
+        values = [getattr(step, field) for step in steps]
         fields[name] = [round(1e3 * percentile(values, q), 3) for q in (0.5, 0.9, 0.99)]
-    return fields | {"rows": [percentile([each[3] for each in times], q) for q in (0.5, 0.9, 0.99)]}
+    return fields | {"rows": [percentile([step.rows for step in steps], q) for q in (0.5, 0.9, 0.99)]}
+
+
+def against_neighbours(steps: list[Step]) -> dict[str, Any]:
+    """Of decode steps beside copies, by kind: how many there are, and how much longer the median of them
+    takes than decode steps of as many rows that are ``NEAR`` and beside nothing."""
+    found = dict[str, list[float]]()
+    for at, step in enumerate(steps):
+        if step.kind[:7] != "decode ":
+            continue
+        near = steps[max(0, at - NEAR) : at + NEAR]
+        alone = [each.seconds for each in near if (each.kind, each.rows) == ("decode", step.rows)]
+        if alone:
+            found.setdefault(step.kind, []).append(step.seconds / percentile(alone, 0.5))
+    return {kind: {"count": len(x), "ratio": round(percentile(x, 0.5), 4)} for kind, x in found.items()}

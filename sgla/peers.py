@@ -30,7 +30,7 @@ from sgla import clock
 from sgla.errors import ConfigError
 from sgla.version import __version__
 
-PROTOCOL = 4
+PROTOCOL = 5
 SUM = 32  # bytes of a hash
 NONCE = 32
 PATIENCE = 5.0  # seconds for a handshake
@@ -38,6 +38,8 @@ GREETING = 1 << 14  # bytes of what may be said before it is known who says it
 MESSAGE = 64 << 20  # bytes: the token ids of a prompt
 STRANGERS = 32  # that a listener talks to at a time; one more takes the place of the oldest
 AGAIN = 1.0  # seconds between tries to connect to a server that was lost
+BEAT = 2.0  # seconds between signs of life of a server that others ask
+SILENCE = 10.0  # seconds without any after which it is taken for lost: it has stopped, though its host lives
 RETRY = 0.1  # seconds after which a listener that lacks descriptors or threads goes on
 # A host that is gone without a word is found out within 11 s.
 ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
@@ -173,7 +175,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
 
 
 Transfers = Ask | Leave | Done | Want | Lent | Exposed | Borrowed | Unit | Placed
-Message = Hello | Identity | Accepted | Refused | Transfers | Encode | Encoded
+Message = Hello | Identity | Accepted | Refused | Transfers | Encode | Encoded | Beat
 Beside = bytes | memoryview
 Frame = tuple[Message, Beside]
 

@@ -2,7 +2,8 @@
 # One H200; run in the repository's root. Parts, each a call of its own or several in one:
 #   turns: tiered and plain, about 220 s; tiered (80 s), plain (150 s): multi-turn sessions of five times a pool of 16 GiB,
 #     with tiers and without; whichever comes last compares the two (goals: TTFT 4x, throughput 1.8x, hits 0.9)
-#   beside (70 s): decode steps beside copies (at most 2 % longer); agents (150 s): the agent trace; prefix (60 s): a 32k prefix from the host (>= 90 % of a plain copy, >= 6x; host_more_s below host_s + cached_more_s); disk (>= 3x)
+#   half (about 105 s): the same pair at half the size, pool, sessions and talks at a time
+#   beside (50 s): decode steps beside copies (at most 2 % longer); agents (150 s): the agent trace; prefix (60 s): a 32k prefix from the host (>= 90 % of a plain copy, >= 6x; host_more_s below host_s + cached_more_s); disk (>= 3x)
 # JSON lines go to $OUT/sessions.jsonl; keep $OUT between calls. No part takes more than 240 s. Turns are shaped as SGLang's
 # benchmark/hicache/bench_multiturn (10 rounds of 2,048 new tokens, random order, a barrier between rounds), with answers of
 # 32 tokens and 8 talks at a time.
@@ -52,6 +53,9 @@ parts=(); for part in ${@:-turns}; do [ $part = turns ] && parts+=(tiered plain)
 for part in ${parts[@]}; do case $part in
 tiered) sessions tiered "${TIERS:---kv-host-bytes 84G}"; compare ;;
 plain) sessions plain ""; compare ;;
+half)
+  export POOL_BYTES=8G POOL=58250 CONCURRENCY=4
+  sessions tiered "--kv-host-bytes 42G"; sessions plain ""; compare ;;
 agents)
   tok llama-3.1-8b
   serve llama-3.1-8b --context-length 65536 --kv-cache-bytes 17G --kv-host-bytes ${HOST:-84G} ${MORE:-} || exit 1

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from sgla.config import Config
 from sgla.errors import BackendFailed, NotReady
 from sgla.media.arrays import Bytes, Told, checked, parted
-from sgla.peers import AGAIN, Beside, Encode, Encoded, Leave, Link, Message, Reconnecting, connect
+from sgla.peers import AGAIN, SILENCE, Beside, Encode, Encoded, Leave, Link, Message, Reconnecting, connect
 
 MOST = 1 << 28  # bytes of features of a picture
 PATIENCE = 60.0  # seconds for an answer
@@ -42,6 +42,7 @@ class Encoding:
         """In any thread. Raises OSError and PeerRefused."""
         parts = urlsplit(self._url)
         channel, _ = connect(parts.hostname or "", parts.port or 0, self._secret, self._told, MOST)
+        channel.trust(MOST, silence=SILENCE)
         link = Link(channel, self._take, lambda: self._call(self._gone, link))
         self._link = link
         link.begin()

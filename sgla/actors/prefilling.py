@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Facts, Job, Rejected, SamplingParams
-from sgla.peers import Ask, Beside, Channel, Done, Leave, Link, Listener, Message
+from sgla.peers import BEAT, Ask, Beside, Channel, Done, Leave, Link, Listener, Message
 
 if TYPE_CHECKING:
     from sgla.actors.ingress import Ingress
@@ -54,7 +54,7 @@ class Asker:
 
     def __init__(self, door: Prefilling, channel: Channel, number: int) -> None:
         self._door, self.number = door, number
-        self.link = Link(channel, self.take, self.gone)
+        self.link = Link(channel, self.take, self.gone, BEAT)
         self._open: dict[int, Reading] = {}
 
     def take(self, message: Message, beside: Beside) -> None:

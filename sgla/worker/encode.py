@@ -22,7 +22,7 @@ from sgla.media.arrays import FEATURES, checked, joined, parted
 from sgla.messages import CacheGroup, Facts, StepPlan, StepResult
 from sgla.model.read import read_decoder
 from sgla.model.vision.served import vision_of
-from sgla.peers import Beside, Channel, Encode, Encoded, Frame, Leave, Link, Listener, Message
+from sgla.peers import BEAT, Beside, Channel, Encode, Encoded, Frame, Leave, Link, Listener, Message
 from sgla.worker.pictures import kept_on
 from sgla.worker.runner import Runner
 from sgla.worker.seeing import encode_identity, open_tower
@@ -125,7 +125,7 @@ class Encoding:
                 with self._lock:
                     self._open[link].discard(message.number)
 
-        link = Link(channel, take, lambda: self._left(link))
+        link = Link(channel, take, lambda: self._left(link), BEAT)
         with self._lock:
             self._open[link] = set()
         link.begin()

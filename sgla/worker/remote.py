@@ -21,6 +21,7 @@ from sgla import clock
 from sgla.config import Config
 from sgla.messages import Copy, Moved, keys_in
 from sgla.peers import (
+    SILENCE,
     Ask,
     Beside,
     Borrowed,
@@ -163,6 +164,7 @@ class RemoteTier:
         parts = urlsplit(self._url)
         host, port = parts.hostname or "", parts.port or 0
         asking, ports = connect(host, port, self._secret, self._told)
+        asking.trust(0, silence=SILENCE)
         channels = [asking]
         try:
             fit = self._fit(len(ports))

@@ -8,8 +8,10 @@ import contextlib
 import fcntl
 import os
 import runpy
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -44,6 +46,7 @@ from servers import (
 )
 
 from sgla import peers
+from sgla.actors import prefilling as door
 from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
@@ -540,7 +543,8 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], changes: dict[str, 
         begin(folders["pages"], **changes)
 
 
-def serve_until_killed(folder: str, pipe: Connection) -> None:
+def serve_until_killed(folder: str, pipe: Connection, beat: float) -> None:
+    door.BEAT = beat
     with prefilling(Path(folder)) as engine:
         pipe.send(port_of(engine))
         pipe.recv()
@@ -550,10 +554,19 @@ def serve_until_killed(folder: str, pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_a_process_that_is_killed(folders: dict[str, Path], alone: list[Any]) -> None:
-    """While a prompt waits for it."""
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_killed(
+    end: signal.Signals,
+    folders: dict[str, Path],
+    alone: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While a prompt waits for it. One that has stopped says nothing any more."""
+    monkeypatch.setattr(remote, "SILENCE", 1.5)
     ours, theirs = Pipe()
-    process = CONTEXT.Process(target=serve_until_killed, args=(str(folders["pages"]), theirs), daemon=True)
+    args = (str(folders["pages"]), theirs, 0.2)
+    process = CONTEXT.Process(target=serve_until_killed, args=args, daemon=True)
     process.start()
     theirs.close()
     with decoding(folders["pages"], ours.recv()) as second:
@@ -565,10 +578,27 @@ def test_a_process_that_is_killed(folders: dict[str, Path], alone: list[Any]) ->
         thread = threading.Thread(target=lambda: told.extend(tell(second, [TEXTS[2]])))
         thread.start()
         wait_until(lambda: stats(second).tiers[0].asking == 1)
-        process.kill()
+        os.kill(process.pid or 0, end)
         thread.join()
         assert same_text(told, alone[-1:])
+        assert "is gone; prompts are read here" in caplog.text
+        assert same_text(tell(second, ASKED[:1]), alone[:1])
         check_idle(second)
+        process.kill()
+
+
+def test_who_says_nothing_for_long_is_asked_no_more(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "SILENCE", 0.5)
+    monkeypatch.setattr(door, "BEAT", 0.05)
+    with prefilling(folders["pages"]) as first:
+        with decoding(folders["pages"], port_of(first)):
+            time.sleep(1)
+            assert "is gone" not in caplog.text
+        monkeypatch.setattr(door, "BEAT", 60)
+        with decoding(folders["pages"], port_of(first)):
+            wait_until(lambda: "is gone; prompts are read here" in caplog.text)
 
 
 async def listen(engine: Engine) -> tuple[Runner, str]:
