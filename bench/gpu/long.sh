@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Long prompts, many requests, a prompt that arrives beside streams, and --deterministic on one H200: no network, random weights. Run it in the
-# repository's root; results into $OUT (long.jsonl: a JSON line each; long.log: what was printed). At most 250 s.
+# repository's root; results into $OUT (long.jsonl: a JSON line each; long.log: what was printed). At most 290 s.
 #   PYTHON=python3 BENCH_COMMIT=abc1234 OUT=/tmp/out bash bench/gpu/long.sh
 set -uo pipefail
-LIMIT=${LIMIT:-245}
+LIMIT=${LIMIT:-285}
 . bench/gpu/parts.sh
 words=$(mktemp -d)
 trap 'rm -rf "$words"' EXIT
@@ -15,6 +15,8 @@ part documents 75 bench/offline.py --model bench/models/qwen3-8b --max-model-len
     --document-tokens 32768 --batches 1024 --lengths 128,128 --documents 1,1,8 --repeat 1
 # A prompt of 100,000 beside 32 streams.
 part arrival 60 bench/arrival.py --repeat 2 --alone 1 --extra "$llama"
+# Prompts of 100 tokens while prompts of 16,000 are read.
+part flood 40 bench/flood.py
 # --deterministic beside the first part's W1 and W2.
 part deterministic 60 bench/offline.py --model bench/models/qwen3-8b --workloads W2,W1 --repeat 1 --tag deterministic \
     --extra '{"deterministic": true}'
