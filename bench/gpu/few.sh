@@ -2,7 +2,7 @@
 # One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
 # way to cut and to start, and steps with what is off (SERVES of convolution.py and token_experts.py, EARLY of latent.py) and without what is new (EARLY of moe.py); a
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
-# was printed). At most $LIMIT seconds (500); parts are chosen by name.
+# was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "convolved alone ...", of so many LAYERS.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
 #   parts: tests early layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but last)
 set -uo pipefail
@@ -19,8 +19,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")'
 before='moe.EARLY, latent.EARLY, moe.few_cuts = 0, False, lambda *_: moe.Few()'
 convolved='convolution.SERVES = True'
 alone='token_experts.SERVES = True'
+chosen='token_experts.SERVES = token_experts.CHOOSES = True'
 latents='latent.EARLY = True'
-off="$convolved; $alone; $latents"
+most="$convolved; $chosen"
+off="$most; $latents"
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
@@ -50,9 +52,20 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
             --accept 0.8 --all --guesses 3 --rows 1 --tokens 256 --repeat 2 --extra '{"speculative_token_map": "'"$out/map.json"'"}'
         ;;
     *)
-        given="bench/step.py --model bench/models/$each --batches 1,2 --profile --prompts 0+64"
+        model=bench/models/$each
+        if [ "${LAYERS:-}" ]; then  # so many alone, which are loaded sooner
+            model=$out/$each && mkdir -p "$model"
+            $python -c 'import json, sys
+whole = json.load(open(sys.argv[1]))
+decoder = whole.get("text_config", whole)
+decoder["num_hidden_layers"] = layers = int(sys.argv[2])
+for kinds in {"layer_types", "mlp_layer_types"} & decoder.keys():
+    decoder[kinds] = decoder[kinds][:layers]
+json.dump(whole, open(sys.argv[3], "w"))' "bench/models/$each/config.json" "$LAYERS" "$model/config.json"
+        fi
+        given="bench/step.py --model $model --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given
-        for more in ${WITH:-before convolved alone latents off}; do
+        for more in ${WITH:-before convolved alone chosen most latents off}; do
             part "$each-$more" 60 -c "$with" "${!more}" $given
         done
         ;;

@@ -281,6 +281,19 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
   }, 0);
   return made[0];
 }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  const unsigned given[1] = {v};
+  unsigned made[1];
+  emulated::meet(given, made, [](emulated::Warp& w, int) {
+    unsigned all = 0;
+    for (int l = 0; l < 32; ++l) all |= w.given[l][0] << l;
+    for (int l = 0; l < 32; ++l) w.made[l][0] = all;
+  }, 0);
+  return made[0];
+}
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline unsigned __float_as_uint(float x) { return emulated::bits<unsigned>(x); }
+inline float __int_as_float(int x) { return emulated::bits<float>(unsigned(x)); }
 inline unsigned movmatrix(unsigned x) {
   const unsigned given[1] = {x};
   unsigned made[1];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,17 @@ import pytest
 import torch
 from emulated_cuda import HERE, compile_kernel
 
+from sgla.kernels import ops
 from sgla.kernels.cuda import token_experts
-from sgla.kernels.cuda.token_experts import Cut
+from sgla.kernels.cuda.token_experts import Chosen, Cut, Logits, Pairs
+from sgla.kernels.routing import Routing
 
 D, F, EXPERTS = 264, 56, 7
 
 
-@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "common"),
-    [(2, 4, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 5, 1), (2, 3, 0)))],
-)
-def test_the_kernel_equals_the_products(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokens: int, top_k: int, common: int
-) -> None:
-    """Rows that fill no whole number of a warp's reads, warps with several outputs, and with none."""
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Kernels of three blocks."""
 
     class Emulated:
         def __init__(self, file: str, name: str, defines: dict[str, int], shared: int) -> None:
@@ -37,22 +34,63 @@ def test_the_kernel_equals_the_products(
     monkeypatch.setattr(token_experts, "Kernel", Emulated)
     monkeypatch.setattr(token_experts, "processors", lambda: 3)
     token_experts._kernel.cache_clear()
+    yield
+    token_experts._kernel.cache_clear()
+
+
+def assert_products(x: torch.Tensor, pairs: Pairs, p: torch.Tensor, ids: torch.Tensor, experts: int) -> None:
+    (tokens, top_k), named = p.shape, {"rtol": 1e-2, "atol": 1e-2}
+    w, v = torch.randn(experts, 2 * F, D).bfloat16() / 16, torch.randn(experts, D, F).bfloat16() / 8
+    inner = token_experts.gate_up(x, pairs, w.view(-1, D), F, "silu")
+    g, up = torch.einsum("td,tkfd->tkf", x.float(), w.float()[ids]).chunk(2, -1)
+    expected = torch.nn.functional.silu(g) * up * p[:, :, None]
+    torch.testing.assert_close(inner.float().view(tokens, top_k, F), expected, **named)
+    summed = torch.einsum("tkf,tkdf->td", inner.float().view(tokens, top_k, F), v.float()[ids])
+    if isinstance(pairs, Chosen):
+        alone = token_experts.down(inner, pairs, v.view(-1, F), D)
+        torch.testing.assert_close(alone.float(), summed, **named)
+    residual = torch.randn(tokens, D).bfloat16()
+    added = token_experts.down(inner, pairs, v.view(-1, F), D, residual.clone())
+    torch.testing.assert_close(added.float(), summed + residual.float(), **named)
+
+
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "common"), [(2, 4, 2), pytest.param(2, 3, 0, marks=pytest.mark.slow)]
+)
+def test_the_kernel_equals_the_products(emulated: None, tokens: int, top_k: int, common: int) -> None:
+    """Rows that fill no whole number of a warp's reads, warps with several outputs, and with none."""
     torch.manual_seed(0)
     x, p = torch.randn(tokens, D).bfloat16(), torch.rand(tokens, top_k)
     ids = torch.stack([torch.randperm(EXPERTS - common)[:top_k].int() for _ in range(tokens)])
     ids[:, top_k - common :] = EXPERTS - common + torch.arange(common)
-    w, v = torch.randn(EXPERTS, 2 * F, D).bfloat16() / 16, torch.randn(EXPERTS, D, F).bfloat16() / 8
-    inner = token_experts.gate_up(x, p, ids, w.view(-1, D), F, "silu", common)
-    g, up = torch.einsum("td,tkfd->tkf", x.float(), w.float()[ids]).chunk(2, -1)
-    expected = torch.nn.functional.silu(g) * up * p[:, :, None]
-    torch.testing.assert_close(inner.float().view(tokens, top_k, F), expected, rtol=1e-2, atol=1e-3)
-    residual = torch.randn(tokens, D).bfloat16()
-    summed = torch.einsum("tkf,tkdf->td", inner.float().view(tokens, top_k, F), v.float()[ids])
-    out = token_experts.down(inner, v.view(-1, F), ids, D)
-    torch.testing.assert_close(out.float(), summed, rtol=1e-2, atol=1e-3)
-    added = token_experts.down(inner, v.view(-1, F), ids, D, residual.clone())
-    torch.testing.assert_close(added.float(), summed + residual.float(), rtol=1e-2, atol=1e-2)
-    token_experts._kernel.cache_clear()
+    assert_products(x, Chosen(p, ids, common), p, ids, EXPERTS)
+
+
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+@pytest.mark.parametrize(
+    ("routing", "experts", "corrected"),
+    [
+        (Routing(3, "sigmoid", normalize=True, least=1e-20, scale=1.8, shared="gated"), 70, True),
+        pytest.param(Routing(8, normalize=True, shared="gated"), 256, False, marks=pytest.mark.slow),
+        pytest.param(Routing(6, scale=2.0, shared="always", parts=2), 33, False, marks=pytest.mark.slow),
+        pytest.param(Routing(2, "sigmoid"), 5, False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernel_chooses_as_the_op_does(
+    emulated: None, routing: Routing, experts: int, corrected: bool
+) -> None:
+    """Some logits are equal, also 0 and -0: the lower number is chosen."""
+    torch.manual_seed(1)
+    x, gated = torch.randn(1, D).bfloat16(), routing.shared == "gated"
+    logits = torch.randn(1, experts + gated).round(decimals=1) - 1.5
+    logits[0, [1, 4]], logits[0, 3], logits[0, 2] = 1.5, 0.0, -0.0
+    correction = torch.randn(experts).round(decimals=1) / 4 if corrected else None
+    ranked = logits[:, :experts] if correction is None else logits[:, :experts].sigmoid() + correction
+    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, : routing.top_k]
+    p, ids = ops.route(logits, routing, ops.Biases(correction=correction), best)
+    assert token_experts.choice_refuses(1, experts + gated, routing, ops.Biases()) is None
+    assert_products(x, Logits(logits, routing, correction), p, ids.int(), experts + routing.common)
 
 
 def test_two_blocks_fit_on_a_multiprocessor() -> None:

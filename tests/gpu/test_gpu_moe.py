@@ -193,13 +193,15 @@ def test_experts_of_few_tokens_in_a_chain_of_layers(
     for tokens in (1, 2):
         begin = torch.randn(tokens, d, dtype=BF16, device="cuda")
         expected = ops.moe(ops.rms_norm(begin, norm, 1e-6).float(), *layers[0], routing, "silu")
-        for early, cuda in ((0, False), (2, False), (2, True)):
+        for early, cuda, chooses in ((0, False, False), (2, False, False), (2, True, False), (2, True, True)):
             monkeypatch.setattr(moe, "EARLY", early)
             monkeypatch.setattr(token_experts, "SERVES", cuda)
+            monkeypatch.setattr(token_experts, "CHOOSES", chooses)
             found = mixture.run(begin, (norm, 1e-6), *layers[0], routing, "silu").sum()
             assert relative(found, expected) < (0.015 if kind == "bf16" else 0.06)
-        for cuda in (False, True):
+        for cuda, chooses in ((False, False), (True, False), (True, True)):
             monkeypatch.setattr(token_experts, "SERVES", cuda)
+            monkeypatch.setattr(token_experts, "CHOOSES", chooses)
             monkeypatch.setattr(moe, "EARLY", 0)
             eager = chain(begin)
             monkeypatch.setattr(moe, "EARLY", 2)
@@ -258,7 +260,8 @@ def test_batching_does_not_change_the_tokens() -> None:
         ("qwen3.6-35b-a3b", "experts"),
         ("qwen3.6-35b-a3b", "convolution"),
         ("qwen3.6-35b-a3b", "alone"),
-        ("deepseek-v2-lite", "alone"),
+        ("glm-4.7-flash", "chosen"),
+        ("deepseek-v2-lite", "chosen"),
         ("glm-4.7-flash", "none"),
         ("glm-4.7-flash", "experts"),
         ("glm-4.7-flash", "latents"),
@@ -279,13 +282,14 @@ def test_kernels_that_start_early_change_no_token(
         monkeypatch.setattr(moe, "EARLY", 2 if early and which == "experts" else 0)
         monkeypatch.setattr(latent, "EARLY", early and which == "latents")
         monkeypatch.setattr(convolution, "SERVES", early and which == "convolution")
-        monkeypatch.setattr(token_experts, "SERVES", early and which == "alone")
+        monkeypatch.setattr(token_experts, "SERVES", early and which in ("alone", "chosen"))
+        monkeypatch.setattr(token_experts, "CHOOSES", early and which == "chosen")
         runner = make(model, kv_cache_bytes=8 << 30)
         prompts = {0: prompt(0, 300), 1: prompt(1, 150)}
         texts.append([generate(runner, some, 80, True) for some in ({0: prompts[0]}, prompts)])
         del runner
         torch.cuda.empty_cache()
-    if which in ("convolution", "alone"):  # silu rounds otherwise; sums are in another order
+    if which in ("convolution", "alone", "chosen"):  # silu rounds otherwise; sums are in another order
         assert min(map(agreement, *texts)) > 0.8
     else:
         assert texts[0] == texts[1]

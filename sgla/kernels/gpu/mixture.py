@@ -52,13 +52,12 @@ class Outputs(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Few:
-    """The inner activations of few tokens, times their probabilities."""
+    """The inner activations of few tokens, times their probabilities. ``pairs``: for a kernel of CUDA."""
 
     inner: Tensor
-    ids: Tensor
+    pairs: Tensor | token_experts.Pairs
     down: Weight
     width: int
-    cuda: bool
 
     def sum(self) -> Tensor:
         return self._down(None)
@@ -70,9 +69,9 @@ class Few:
         return elementwise.rms_norm(self._down(residual), weight, eps)
 
     def _down(self, out: Tensor | None) -> Tensor:
-        if self.cuda:
-            return token_experts.down(self.inner, self.down.data, self.ids, self.width, out)
-        return moe.few_down(self.inner, self.down.data, self.down.scale, self.ids, self.width, out)
+        if isinstance(self.pairs, Tensor):
+            return moe.few_down(self.inner, self.down.data, self.down.scale, self.pairs, self.width, out)
+        return token_experts.down(self.inner, self.pairs, self.down.data, self.width, out)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,10 +120,22 @@ def run(
     ``counts``: is told who is chosen."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, tokens = Count(len(routing.here(router.n)), routing.experts(router.n)), len(x)
-    pairs = tokens * (routing.top_k + routing.common)
+    each = routing.top_k + routing.common
     apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
-    one_kernel = not apart and _one_kernel(x, down, pairs, count.here)
+    one_kernel = not apart and _one_kernel(x, down, tokens * each, count.here)
     places = experts.places(count.here) if one_kernel else 0
+    asked = routed is not None or fixed is not None or counts is not None or residual is not None
+    if (
+        token_experts.CHOOSES
+        and not (asked or apart)
+        and _alone(x, each, down)
+        and token_experts.choice_refuses(len(x), router.n, routing, biases) is None
+    ):
+        weight, eps = norm or (None, 0.0)
+        x, logits = moe.norm_router(x, weight, eps, router.data)
+        pairs = token_experts.Logits(logits, routing, biases.correction)
+        assert activation == "silu" or activation == "gelu_tanh"
+        return _each(x, pairs, gate_up, down, activation)
     softmax = routed is None and fixed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
         weight, eps = norm or (None, 0.0)
@@ -160,14 +171,13 @@ def _products(
     another rank's."""
     x, probabilities, ids, _ = routed
     tokens, d = x.shape
-    if tokens <= FEW and common is not None and _alone(x, ids, down):
-        inner = token_experts.gate_up(x, probabilities, ids, gate_up.data, down.k, activation, common)
-        return Few(inner, ids, down, d, True)
+    if tokens <= FEW and common is not None and _alone(x, ids.shape[1], down):
+        return _each(x, token_experts.Chosen(probabilities, ids, common), gate_up, down, activation)
     if tokens <= FEW:
         inner = moe.few_gate_up(
             x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, common or 0
         )
-        return Few(inner, ids, down, d, False)
+        return Few(inner, ids, down, d)
     if (
         ids.numel() >= MANY * count.every
         and down.kind == "bf16"
@@ -328,12 +338,22 @@ def _one_kernel(x: Tensor, down: Weight, pairs: int, count: int) -> bool:
     return experts.refuses(pairs, down.k, x.shape[1], count) is None
 
 
-def _alone(x: Tensor, ids: Tensor, down: Weight) -> bool:
-    """Whether CUDA kernels read each token's experts."""
+def _each(
+    x: Tensor,
+    pairs: token_experts.Pairs,
+    gate_up: Weight,
+    down: Weight,
+    activation: Literal["silu", "gelu_tanh"],
+) -> Few:
+    """Each token's experts are read for itself, by kernels of CUDA."""
+    return Few(token_experts.gate_up(x, pairs, gate_up.data, down.k, activation), pairs, down, x.shape[1])
+
+
+def _alone(x: Tensor, top_k: int, down: Weight) -> bool:
+    """Whether kernels of CUDA read each token's experts."""
     if not token_experts.SERVES or down.kind != "bf16" or x.dtype != torch.bfloat16:
         return False
-    tokens, top_k = ids.shape
-    return this_device().wgmma and token_experts.refuses(tokens, top_k, x.shape[1], down.k) is None
+    return this_device().wgmma and token_experts.refuses(len(x), top_k, x.shape[1], down.k) is None
 
 
 def _native(x: Tensor, router: Weight) -> bool:
