@@ -11,20 +11,16 @@
 //
 // Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
 // NORM (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum), SENT (one shot:
-// the kernel before has sent this rank's rows, to the inboxes of this call, when it made them), COMBINE
-// (experts of a token: a row is the sum of what they made, each times its share).
+// the kernel before has sent this rank's rows, to the inboxes of this call, when it made them).
 #include "common.cuh"
 #include "inbox.cuh"
 
 #ifndef SENT
 #define SENT 0
 #endif
-#ifndef COMBINE
-#define COMBINE 0
-#endif
 
 struct Params {
-  const uint4* x;       // [rows, width]; COMBINE: [rows, COMBINE, width]
+  const uint4* x;       // [rows, width]
   uint4* out;           // [rows, width]; may be x
   uint4* residual;      // [rows, width]
   const float* weight;  // [width * 8]
@@ -34,36 +30,11 @@ struct Params {
   int rank, rows, width;  // width: vectors of a row
   float eps;
   int first[9];  // row where those of each rank begin, and how many there are
-  const float* shares;  // COMBINE: [rows, COMBINE]; what has none was not made
 };
 
 // A vector of this rank's part.
 __device__ __forceinline__ uint4 part(const Params& p, int row, int i) {
-#if COMBINE
-  constexpr int AT_ONCE = COMBINE < 4 ? COMBINE : 4;  // loads under way
-  float sum[8] = {};
-#pragma unroll
-  for (int begin = 0; begin < COMBINE; begin += AT_ONCE) {
-    uint4 made[AT_ONCE];
-    float share[AT_ONCE];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const long long pair = (long long)row * COMBINE + begin + j;
-      share[j] = begin + j < COMBINE ? p.shares[pair] : 0.f;
-      made[j] = share[j] != 0.f ? p.x[pair * p.width + i] : make_uint4(0u, 0u, 0u, 0u);
-    }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      float v[8] = {};
-      add(v, made[j]);
-#pragma unroll
-      for (int e = 0; e < 8; e++) sum[e] += share[j] * v[e];
-    }
-  }
-  return round8(sum);
-#else
   return p.x[(long long)row * p.width + i];
-#endif
 }
 
 // Sum of what every rank has sent to `place` (+ r * stride for rank r), with `own` for this one; empties the
@@ -207,7 +178,6 @@ __device__ __forceinline__ void share(const Params& p, int row, long long half) 
 #pragma unroll
       for (int r = 0; r < RANKS; r++)
         if (r != p.rank) send(p.inbox[r] + half + ((long long)p.rank * p.rows + row) * p.width + i, v);
-      if (COMBINE) p.out[(long long)row * p.width + i] = v;
     }
   }
 }
@@ -231,8 +201,7 @@ __device__ __forceinline__ void one_shot(const Params& p, long long half, Ahead&
       const int i = threadIdx.x + k * THREADS;
       const long long at = (long long)row * p.width + i;
       if (i < p.width)
-        collect(v[k], COMBINE ? p.out[at] : p.x[at], inbox(p, p.rank) + half + at,
-                (long long)p.rows * p.width, p.rank);
+        collect(v[k], p.x[at], inbox(p, p.rank) + half + at, (long long)p.rows * p.width, p.rank);
     }
     finish(p, row, v, ahead);
   }

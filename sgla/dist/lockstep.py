@@ -26,13 +26,7 @@ class OwnExchange(Protocol):
         """Whether the others can have ``rows`` of all ranks, which have ``counts``. The same on every rank."""
 
     def gather(self, x: Tensor, counts: Sequence[int]) -> Tensor: ...
-    def scatter(
-        self,
-        x: Tensor,
-        counts: Sequence[int],
-        norm: AddedNorm | None = None,
-        shares: Tensor | None = None,
-    ) -> Tensor: ...
+    def scatter(self, x: Tensor, counts: Sequence[int], norm: AddedNorm | None = None) -> Tensor: ...
 
 
 class Lockstep:
@@ -102,12 +96,9 @@ class PlannedLockstep(Lockstep):
         own = scattered(y, counts, self.rank)
         return own if counts[self.rank] else torch.zeros_like(x)
 
-    def reduce_scatter_norm(
-        self, y: Tensor, x: Tensor, norm: AddedNorm, shares: Tensor | None = None
-    ) -> Tensor:
-        """``shares``: as ``Shard.all_reduce_norm`` has them."""
+    def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: AddedNorm) -> Tensor:
         assert self._exchange is not None
-        return self._exchange.scatter(y, self.of_all(len(x)), norm, shares)
+        return self._exchange.scatter(y, self.of_all(len(x)), norm)
 
 
 def gathered(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:

@@ -35,14 +35,7 @@ class Exchange(OwnExchange, Protocol):
     def for_steps(self, shape: Any) -> Any:
         """Where kernels of whole steps exchange what they add; None if they cannot."""
 
-    def sum(
-        self,
-        x: Tensor,
-        norm: AddedNorm | None = None,
-        *,
-        sent: bool = False,
-        shares: Tensor | None = None,
-    ) -> Tensor: ...
+    def sum(self, x: Tensor, norm: AddedNorm | None = None, *, sent: bool = False) -> Tensor: ...
     def max(self, keys: Tensor) -> None: ...
 
 
@@ -135,13 +128,11 @@ class Shard:
         """See ``Exchange``."""
         return None if self.exchange is None else self.exchange.for_steps(shape)
 
-    def all_reduce_norm(
-        self, x: Tensor, norm: AddedNorm, sent: bool = False, shares: Tensor | None = None
-    ) -> Tensor:
+    def all_reduce_norm(self, x: Tensor, norm: AddedNorm, sent: bool = False) -> Tensor:
         """``all_reduce``, add and RMSNorm as one (see ``AddedNorm``; x becomes the result). ``sent``: x is on
-        its way. ``shares`` float32 ``[T, k]``: x ``[T * k, d]`` is what experts made, each has one."""
+        its way."""
         assert self.exchange is not None
-        return self.exchange.sum(x, norm, sent=sent, shares=shares)
+        return self.exchange.sum(x, norm, sent=sent)
 
     def max(self, keys: Tensor) -> None:
         """Largest of each of ``keys`` int64[S] over the ranks, with a ``context`` over all of its ranks, in

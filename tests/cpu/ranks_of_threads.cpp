@@ -74,29 +74,14 @@ static uint4 load(const u32* from) {
 
 constexpr int BLOCKS = 2, WIDTH = 33, CALLS = 12;
 constexpr long long HALF = 4096;
-constexpr int MADE = COMBINE ? COMBINE : 1;  // rows of x for each of the result
 
 enum Kind { SUM, SCATTER, GATHER, KINDS };
 struct Call {
   Kind kind;
   int first[9] = {};
   std::vector<uint4> x[RANKS], out[RANKS];
-  std::vector<float> shares[RANKS];  // COMBINE
   int rows(int rank) const { return kind == SUM ? first[RANKS] : first[rank + 1] - first[rank]; }
 };
-
-// What a rank adds to a sum.
-static uint4 row_of(const Call& call, int rank, int at) {
-  if (!COMBINE) return call.x[rank][at];
-  float sum[8] = {};
-  for (int j = 0; j < COMBINE; ++j) {
-    const int pair = at / WIDTH * COMBINE + j;
-    float made[8] = {};
-    if (call.shares[rank][pair] != 0) add(made, call.x[rank][pair * WIDTH + at % WIDTH]);
-    for (int e = 0; e < 8; ++e) sum[e] += call.shares[rank][pair] * made[e];
-  }
-  return round8(sum);
-}
 
 int main() {
   std::mt19937 random(1);
@@ -109,14 +94,9 @@ int main() {
     call.kind = Kind(random() % KINDS);
     for (int r = 0; r < RANKS; ++r) call.first[r + 1] = call.first[r] + 1 + random() % 5;
     for (int r = 0; r < RANKS; ++r) {
-      const int rows = call.kind == GATHER ? call.rows(r) : call.first[RANKS] * MADE;
+      const int rows = call.kind == GATHER ? call.rows(r) : call.first[RANKS];
       call.x[r].resize(rows * WIDTH);
       for (uint4& v : call.x[r]) v = {word(), word(), word(), word()};
-      for (int i = 0; COMBINE && i < call.first[RANKS] * MADE; ++i) {
-        call.shares[r].push_back(float(random() % 3) / 2);
-        if (call.kind != GATHER && call.shares[r][i] == 0)  // was not made
-          for (int j = 0; j < WIDTH; ++j) call.x[r][i * WIDTH + j] = {~0u, ~0u, ~0u, ~0u};
-      }
       call.out[r].resize((call.kind == GATHER ? call.first[RANKS] : call.rows(r)) * WIDTH);
     }
   }
@@ -134,7 +114,7 @@ int main() {
           for (Call& call : calls) {
             Params p{};
             p.x = call.x[r].data(), p.out = call.out[r].data(), p.state = state[r], p.half = HALF;
-            p.shares = call.shares[r].data(), p.rank = r, p.rows = call.first[RANKS], p.width = WIDTH;
+            p.rank = r, p.rows = call.first[RANKS], p.width = WIDTH;
             for (int to = 0; to < RANKS; ++to) p.inbox[to] = inboxes[to].data();
             memcpy(p.first, call.first, sizeof p.first);
             if (call.kind == SUM) all_reduce(p);
@@ -154,7 +134,7 @@ int main() {
         for (int from = 0; from < RANKS; ++from) {
           const int at = i - call.first[from] * WIDTH,
                     begin = call.kind == SCATTER ? call.first[r] * WIDTH : 0;
-          if (call.kind != GATHER) add(expected, row_of(call, from, begin + i));
+          if (call.kind != GATHER) add(expected, call.x[from][begin + i]);
           else if (at >= 0 && at < call.rows(from) * WIDTH) add(expected, call.x[from][at]);
         }
         add(found, call.out[r][i]);

@@ -28,12 +28,11 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import experts, mixture, rewrite, rules, tiles, whole_step
+from sgla.kernels.gpu import rewrite, rules, tiles, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.routing import Routing
-from sgla.kernels.triton import elementwise, fp8, moe
+from sgla.kernels.triton import elementwise, fp8
 from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.quant.weight import pack
@@ -576,11 +575,6 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     assert ("few rows + added" in program.work.taken) is (reads == "nothing")
 
 
-def combined(y: Tensor, shares: Tensor | None) -> Tensor:
-    """What experts made, y [T * k, d], as the sums of each row."""
-    return y if shares is None else (y.view(*shares.shape, -1) * shares[..., None]).sum(1).to(y.dtype)
-
-
 class Doubling:
     """Two ranks that have the same, as ``ops.Ranks``."""
 
@@ -596,11 +590,9 @@ class Doubling:
     def sending(self, rows: int, d: int) -> Any:
         return (rows, d) if self._sends else None
 
-    def all_reduce_norm(
-        self, x: Tensor, norm: ops.AddedNorm, sent: bool = False, shares: Tensor | None = None
-    ) -> Tensor:
+    def all_reduce_norm(self, x: Tensor, norm: ops.AddedNorm, sent: bool = False) -> Tensor:
         assert not sent or (self._sends and norm.residual is not None)
-        h = 2 * combined(x, shares)
+        h = 2 * x
         if norm.residual is not None:
             h = norm.residual.add_(h)
         return ops.rms_norm.body(h, norm.weight, norm.eps)
@@ -667,12 +659,10 @@ class Twins:
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Tensor:
         return 2 * y[len(x) :]
 
-    def reduce_scatter_norm(
-        self, y: Tensor, x: Tensor, norm: ops.AddedNorm, shares: Tensor | None = None
-    ) -> Tensor:
+    def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: ops.AddedNorm) -> Tensor:
         assert norm.residual is not None
         self.normed += 1
-        h = norm.residual.add_(self.reduce_scatter(combined(y, shares), x))
+        h = norm.residual.add_(self.reduce_scatter(y, x))
         return ops.rms_norm.body(h, norm.weight, norm.eps)
 
 
@@ -709,57 +699,6 @@ def test_norms_behind_scattered_sums_are_theirs(
     assert ranks.normed == takes
     [program] = forward._programs.values()
     assert program.work.taken["norm behind the ranks' sum"] == exchanges
-
-
-@needs_interpreter
-@pytest.mark.parametrize("grouped", [True, False])
-@pytest.mark.parametrize("ranks", [Doubling(True), Twins(True, True), Twins(True, False)])
-def test_experts_are_summed_on_the_way_to_ranks(
-    ranks: Any, grouped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where each expert's outputs are apart."""
-    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
-    monkeypatch.setattr(experts, "COMBINES", True)
-    shares = torch.tensor([[1.0, 0.5]])
-
-    def run(x: Tensor, norm: Any, **more: Any) -> Any:
-        x = x if norm is None else ops.rms_norm.body(x, *norm)
-        y = torch.stack([x, 4 * x], 1).flatten(0, 1)  # which makes 3 x
-        if grouped:
-            return mixture.Grouped(y, shares.expand(len(x), 2))
-        return SimpleNamespace(sum=lambda: 3 * x)
-
-    monkeypatch.setattr(mixture, "run", run)
-    monkeypatch.setattr(moe, "combine", lambda y, shares: combined(y, shares))
-    table, weight = pack(torch.randn(32, 128), "bf16"), torch.rand(128) + 0.5
-    router, gate_up, down = (pack(torch.randn(n, k), "bf16") for n, k in ((2, 128), (256, 128), (256, 64)))
-
-    class Layer:
-        unrecorded, shard = "", Shard()
-        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table, dtype=torch.bfloat16)
-
-        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
-            h = ops.embedding(batch.ids, table)
-            x = ops.rms_norm(h, weight, 1e-5)
-            seen = ops.gathered(x, ranks) if isinstance(ranks, Twins) else x
-            y = ops.moe(seen, router, gate_up, down, Routing(2), "silu", ops.NO_BIASES, None, None)
-            if isinstance(ranks, Twins):
-                return ops.add_rms_norm(ops.reduce_scatter(y, x, ranks), h, weight, 1e-5)[0]
-            return ops.add_rms_norm(ops.all_reduce(y, ranks), h, weight, 1e-5)[0]
-
-    for rows in (3, 20):
-        batch: Any = SimpleNamespace(
-            ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
-        )
-        h = ops.embedding.body(batch.ids, table)
-        expected = ops.rms_norm.body(h + 6 * ops.rms_norm.body(h, weight, 1e-5), weight, 1e-5).float()
-        forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
-        found = forward.hidden(batch).float()
-        assert not forward.notes
-        assert (found - expected).norm() < 0.02 * expected.norm()
-        [program] = forward._programs.values()
-        rule = "experts reduced" if isinstance(ranks, Doubling) else "experts scattered"
-        assert any(rule in taken for taken in program.work.taken)
 
 
 @needs_interpreter

@@ -117,40 +117,6 @@ def test_products_are_sent_when_they_are_made(count: int, rows: int, d: int, k: 
         assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(
-    ("count", "rows", "d", "top_k"), [(2, 1, 2048, 8), (2, 256, 2048, 8), (4, 30, 4096, 6)]
-)
-def test_experts_are_summed_on_the_way(count: int, rows: int, d: int, top_k: int) -> None:
-    """As by themselves, for sums of all rows and of own ones; who has no share may have made anything."""
-    from sgla.kernels.triton.moe import combine
-
-    ranks, weight = StreamRanks(count), torch.rand(d, device="cuda") + 0.5
-    counts = [rows] * count
-
-    def whole(made: list[Any], rank: AllReduce, y: Any, shares: Any, h: Any) -> None:
-        made.append(rank.sum(y, AddedNorm(h, weight, 1e-6), shares=shares))
-
-    def own(made: list[Any], rank: AllReduce, y: Any, shares: Any, h: Any) -> None:
-        made.append(rank.scatter(y, counts, AddedNorm(h, weight, 1e-6), shares))
-
-    for call, tokens in ((whole, rows), (own, rows * count), (whole, rows)):
-        shares = [torch.rand(tokens, top_k, device="cuda") for _ in range(count)]
-        ys = [torch.randn(tokens * top_k, d, dtype=BF16, device="cuda") for _ in range(count)]
-        for y, share in zip(ys, shares):
-            share[:, 1::3] = 0.0
-            y.view(tokens, top_k, d)[:, 1::3] = float("nan")
-        parts = [combine(y, share) for y, share in zip(ys, shares)]
-        residuals = [torch.randn(rows, d, dtype=BF16, device="cuda")] * count
-        made: list[torch.Tensor] = []
-        ranks.each(partial(call, made), ys, shares, [h.clone() for h in residuals])
-        total = torch.stack([part.double() for part in parts]).sum(0)
-        for i, found in enumerate(made):
-            seen = total if call is whole else total[i * rows : (i + 1) * rows]
-            expected = seen + residuals[i].double()
-            expected *= torch.rsqrt(expected.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-            assert relative(found, expected) < 1e-2
-
-
 def test_sizes_may_change_from_call_to_call() -> None:
     ranks = StreamRanks(2)
     for rows in (1, 300, 2, 64, 64, 1):

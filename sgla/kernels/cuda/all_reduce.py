@@ -33,7 +33,6 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rank", "rows", "width")),
         ("eps", ctypes.c_float),
         ("first", ctypes.c_int * (MAX_RANKS + 1)),
-        ("shares", P),
     )
 
 
@@ -49,17 +48,15 @@ class _MaxParams(ctypes.Structure):
 
 
 @cache
-def _kernel(
-    ranks: int, threads: int, vectors: int, two_shot: bool, norm: int, sent: bool, experts: int
-) -> Kernel:
-    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "SENT": int(sent), "COMBINE": experts}
+def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: int, sent: bool) -> Kernel:
+    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "SENT": int(sent)}
     return Kernel("all_reduce.cu", "all_reduce", defines | {"TWO_SHOT": int(two_shot), "NORM": norm})
 
 
 @cache
-def _own_kernel(name: str, ranks: int, threads: int, vectors: int, norm: int, experts: int) -> Kernel:
+def _own_kernel(name: str, ranks: int, threads: int, vectors: int, norm: int) -> Kernel:
     defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "TWO_SHOT": 0, "NORM": norm}
-    return Kernel("all_reduce.cu", name, defines | {"COMBINE": experts})
+    return Kernel("all_reduce.cu", name, defines)
 
 
 @cache
@@ -90,11 +87,6 @@ def _threads(d: int) -> tuple[int, int]:
 def _kind(norm: AddedNorm | None) -> int:
     """NORM of the kernels."""
     return 0 if norm is None else 2 if norm.residual is None else 1
-
-
-def _experts(shares: Tensor | None) -> int:
-    """COMBINE of the kernels."""
-    return 0 if shares is None else shares.shape[1]
 
 
 class AllReduce:
@@ -157,23 +149,19 @@ class AllReduce:
         norm: AddedNorm | None = None,
         two_shot: bool | None = None,
         sent: bool = False,
-        shares: Tensor | None = None,
     ) -> Tensor:
         """The sum over the ranks of x bf16 ``[T, d]``, in place; with ``norm`` x becomes the norm of the new
-        residual, or of the sum. ``sent``: x is on its way (``sending``). With ``shares`` float32 ``[T, k]`` x
-        is ``[T * k, d]``: what k experts made of each row, which is the sum of these, each times its share;
-        the result is a new tensor."""
+        residual, or of the sum. ``sent``: x is on its way (``sending``)."""
         assert x.is_contiguous()
-        out = x if shares is None else x.new_empty(len(shares), x.shape[1])
-        rows, d = out.shape
+        rows, d = x.shape
         threads, vectors = _threads(d)
         if two_shot is None:
-            two_shot = out.nbytes > one_shot_bytes(self._ranks, self._message)
-        assert self.fits(out, two_shot)
-        assert not (sent and (two_shot or shares is not None))
-        kernel = _kernel(self._ranks, threads, vectors, two_shot, _kind(norm), sent, _experts(shares))
-        kernel.launch(self._blocks(rows, threads), threads, self._params(x, out, rows, norm, shares))
-        return out
+            two_shot = x.nbytes > one_shot_bytes(self._ranks, self._message)
+        assert self.fits(x, two_shot)
+        assert not (sent and two_shot)
+        kernel = _kernel(self._ranks, threads, vectors, two_shot, _kind(norm), sent)
+        kernel.launch(self._blocks(rows, threads), threads, self._params(x, x, rows, norm))
+        return x
 
     def takes_own(self, rows: Tensor, counts: Sequence[int]) -> bool:
         """Whether ``gather`` gives, or ``scatter`` takes, what looks like ``rows`` [A, d], of which each rank
@@ -187,45 +175,29 @@ class AllReduce:
         self._launch_own("all_gather", x, out, counts, None)
         return out
 
-    def scatter(
-        self,
-        x: Tensor,
-        counts: Sequence[int],
-        norm: AddedNorm | None = None,
-        shares: Tensor | None = None,
-    ) -> Tensor:
-        """The sum over the ranks of x bf16 ``[A, d]``, each rank's own rows alone, ``[T, d]``; ``norm`` and
-        ``shares``: see ``sum``."""
+    def scatter(self, x: Tensor, counts: Sequence[int], norm: AddedNorm | None = None) -> Tensor:
+        """The sum over the ranks of x bf16 ``[A, d]``, each rank's own rows alone, ``[T, d]``; ``norm``: see
+        ``sum``."""
         out = x.new_empty(counts[self._rank], x.shape[1])
-        self._launch_own("reduce_scatter", x, out, counts, norm, shares)
+        self._launch_own("reduce_scatter", x, out, counts, norm)
         return out
 
     def _launch_own(
-        self,
-        name: str,
-        x: Tensor,
-        out: Tensor,
-        counts: Sequence[int],
-        norm: AddedNorm | None,
-        shares: Tensor | None = None,
+        self, name: str, x: Tensor, out: Tensor, counts: Sequence[int], norm: AddedNorm | None
     ) -> None:
         assert x.is_contiguous()
         rows, (threads, vectors) = sum(counts), _threads(x.shape[1])
-        params = self._params(x, out, rows, norm, shares)
+        params = self._params(x, out, rows, norm)
         params.first[: self._ranks + 1] = list(accumulate(counts, initial=0))
-        kernel = _own_kernel(name, self._ranks, threads, vectors, _kind(norm), _experts(shares))
+        kernel = _own_kernel(name, self._ranks, threads, vectors, _kind(norm))
         kernel.launch(self._blocks(rows, threads), threads, params)
 
-    def _params(
-        self, x: Tensor, out: Tensor, rows: int, norm: AddedNorm | None, shares: Tensor | None
-    ) -> _Params:
+    def _params(self, x: Tensor, out: Tensor, rows: int, norm: AddedNorm | None) -> _Params:
         weight, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
         residual = norm.residual.data_ptr() if norm and norm.residual is not None else 0
-        assert shares is None or (shares.dtype == torch.float32 and shares.is_contiguous())
-        made = 0 if shares is None else shares.data_ptr()
         return _Params(
             x.data_ptr(), out.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(),
-            self._half // 16, self._rank, rows, x.shape[1] // 8, eps, shares=made,
+            self._half // 16, self._rank, rows, x.shape[1] // 8, eps,
         )  # fmt: skip
 
     def _blocks(self, rows: int, threads: int) -> int:

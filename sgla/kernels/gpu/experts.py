@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sgla.kernels.cuda import skinny_gemm
@@ -14,12 +13,10 @@ from sgla.kernels.gpu.e4m3 import NAME as ROUNDED
 from sgla.kernels.gpu.few import norm_apart
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
-from sgla.kernels.ops import AddedNorm, Ranks, Together
+from sgla.kernels.ops import AddedNorm, Together
 from sgla.kernels.triton import elementwise
 
 NAME = "sum of experts"  # of nodes that other rules look for
-# Whether the ranks' sum adds up what experts made (tests/gpu/test_tp.py -k experts_are_summed).
-COMBINES = False
 
 
 def make(work: Work, node: Node, **more: Any) -> list[Node]:
@@ -119,52 +116,6 @@ def _sum_add_norm(
     outputs: mixture.Outputs, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     return outputs.add_norm(residual, weight, eps), residual
-
-
-def reduced_refuses(work: Work, summed: Node, total: Node, add: Node) -> str | None:
-    dtype = work.record.dtypes[add.results[0]]
-    like = torch.empty(work.rows(add), len(add.given["weight"]), dtype=dtype, device="meta")
-    if not COMBINES or not total.given["ranks"].norms(like):
-        return "what experts made is added up first"
-    return None if work.free(add.given["residual"]) else "the residual stream is read again"
-
-
-def reduced(work: Work, summed: Node, total: Node, add: Node) -> list[Node]:
-    """The experts' sum on the way to the ranks' sum."""
-    given = {"outputs": summed.given["x"], "ranks": total.given["ranks"]}
-    given |= {name: add.given[name] for name in ("residual", "weight", "eps")}
-    return [Node("sum, reduced", _sum_reduced, given, add.results, add.rows, given["residual"].number)]
-
-
-def _sum_reduced(
-    outputs: mixture.Outputs, residual: Tensor, weight: Tensor, eps: float, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
-    norm = AddedNorm(residual, weight, eps)
-    if isinstance(outputs, mixture.Grouped):
-        return ranks.all_reduce_norm(outputs.y, norm, shares=outputs.probabilities), residual
-    return ranks.all_reduce_norm(outputs.sum(), norm), residual
-
-
-def scattered_refuses(work: Work, summed: Node, total: Node, add: Node) -> str | None:
-    if not COMBINES or not total.given["ranks"].exchanges:
-        return "what experts made is added up first"
-    return None if work.free(add.given["residual"]) else "the residual stream is read again"
-
-
-def scattered(work: Work, summed: Node, total: Node, add: Node) -> list[Node]:
-    """The experts' sum on the way to the owners of rows."""
-    given = {"outputs": summed.given["x"], "x": total.given["x"], "ranks": total.given["ranks"]}
-    given |= {name: add.given[name] for name in ("residual", "weight", "eps")}
-    return [Node("sum, scattered", _sum_scattered, given, add.results, add.rows, given["residual"].number)]
-
-
-def _sum_scattered(
-    outputs: mixture.Outputs, x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Together
-) -> tuple[Tensor, Tensor]:
-    norm = AddedNorm(residual, weight, eps)
-    if isinstance(outputs, mixture.Grouped) and ranks.norms(outputs.y[: len(outputs.probabilities)], x):
-        return ranks.reduce_scatter_norm(outputs.y, x, norm, shares=outputs.probabilities), residual
-    return scatter_norm(outputs.sum(), x, norm, ranks), residual
 
 
 def scatter_norm(y: Tensor, x: Tensor, norm: AddedNorm, ranks: Together) -> Tensor:

@@ -131,18 +131,6 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
         Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
         Rule("sent", (tiles.NAME, ops.all_reduce, ops.add_rms_norm), tiles.send_refuses, tiles.send),
-        Rule(
-            "experts reduced",
-            (experts.NAME, ops.all_reduce, ops.add_rms_norm),
-            experts.reduced_refuses,
-            experts.reduced,
-        ),
-        Rule(
-            "experts scattered",
-            (experts.NAME, ops.reduce_scatter, ops.add_rms_norm),
-            experts.scattered_refuses,
-            experts.scattered,
-        ),
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
         Rule(
             "norm behind the ranks' sum", (ops.reduce_scatter, ops.add_rms_norm), scattered_refuses, scattered
