@@ -127,8 +127,9 @@ def tower(args: argparse.Namespace) -> None:
 
     from sgla.hub.source import ModelSource
     from sgla.loading.tower import load_tower
+    from sgla.media.arrays import size_as_patches
     from sgla.media.picture import Picture
-    from sgla.media.prepare import arrays_of
+    from sgla.media.prepare import carried
     from sgla.model.vision.table import VISIONS
     from sgla.worker import seeing, tower_kernels
 
@@ -143,17 +144,17 @@ def tower(args: argparse.Namespace) -> None:
             made, note = seeing.quick(made, load, vision, seeing.example_of(source, vision, seeing.MIDDLE))
         shown = Image.open(io.BytesIO(picture(args.side, 0))).tobytes()
         begun = time.perf_counter()
-        arrays = arrays_of(Picture.of(args.side, args.side, shown), vision.processors[0], settings, {})
+        arrays = carried(Picture.of(args.side, args.side, shown), vision.processors[0], settings, {})
         prepared = time.perf_counter() - begun
         pinned = device.type == "cuda"
-        given = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        given = {name: torch.tensor(values) for name, values in arrays.items()}
         if pinned:
             given = {name: values.pin_memory() for name, values in given.items()}
-        patches = len(arrays["pixel_values"])
+        patches = int(arrays["image_grid_thw"].prod())
         tokens = int(patches // config["vision_config"]["spatial_merge_size"] ** 2)
         parts = flops(config, patches)
         total = sum(parts.values())
-        size = sum(x.nbytes for x in given.values())
+        size = sum(size_as_patches(name, x.shape, str(x.dtype)) for name, x in arrays.items())
 
         def alone() -> None:
             made(given)

@@ -593,6 +593,13 @@ class MediaSettings(AdapterSettings, kw_only=True):
         float,
         Doc(description="seconds of a CPU that decoding or preparing one picture, sound or video may take"),
     ] = 10.0
+    media_cache_bytes: Annotated[
+        int,
+        Doc(
+            description="host's memory for what was prepared of media, which are neither decoded nor "
+            "prepared when they come again; nothing is kept with 0 and with --isolate-keys"
+        ),
+    ] = 1 << 30
 
 
 class Config(MediaSettings, kw_only=True):
@@ -774,6 +781,11 @@ class Config(MediaSettings, kw_only=True):
     log_interval: Annotated[
         float, Doc(description="seconds between log lines with the throughput while requests run; 0 = none")
     ] = 10.0
+
+    @property
+    def media_kept(self) -> int:
+        """Bytes of the host for what was prepared of earlier requests' media."""
+        return 0 if self.isolate_keys else self.media_cache_bytes
 
     @property
     def ranks(self) -> int:

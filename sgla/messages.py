@@ -209,7 +209,7 @@ class Job(msgspec.Struct, kw_only=True):
     hidden_states: int | None = None  # most numbers that hidden states or experts of its choices may have
     # In the order of their places in the prompt: parts {"type": "image"}, {"type": "audio"} or
     # {"type": "video"} of messages, or the model's own token for one in a text or in ids.
-    pictures: list[Picture | Sound | Video] = []
+    pictures: list[Picture | Sound | Video | Prepared] = []
     media_kwargs: dict[str, Any] = {}  # of what prepares them
     prepared: list[Prepared] = []  # of these
     window: Window | None = None  # a transcription: the part that it hears of its one sound

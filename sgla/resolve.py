@@ -831,6 +831,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "media_redirects": (0, 32),
     "media_processes": (1, 256),
     "media_cpu_seconds": (0.1, 3600),
+    "media_cache_bytes": (0, math.inf),
     "tool_timeout": (0.1, 86400),
     "drain_timeout": (0, math.inf),
     "sleep_idle": (0, math.inf),

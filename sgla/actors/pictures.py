@@ -1,5 +1,5 @@
 """Pictures and sounds of requests, prepared for the model's tower in processes of their own. What is made of
-one lies in memory that workers open, once for all requests that have it at a time."""
+one lies in memory that workers open, once for all requests that have it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary, finalize
+from weakref import finalize
 
 from sgla.actors.encoding import Encoding
+from sgla.actors.shelf import Made, Shelf, Shown
 from sgla.errors import BadRequest, InvalidField, Overloaded
 from sgla.media.arrays import ALIGNED, joined
 from sgla.media.picture import Picture
@@ -60,6 +62,12 @@ class Asked(NamedTuple):
     sizes: dict[str, Any]
     several: bool
 
+    def digest_of(self, shown: Shown) -> bytes:
+        """Of what is made of it."""
+        if not self.mark or shown.kind == "audio":
+            return shown.digest
+        return hashlib.sha256(shown.digest + self.mark).digest()
+
 
 class Full(Exception):
     """There is no room for a picture now."""
@@ -67,7 +75,8 @@ class Full(Exception):
 
 class PictureRoom:
     """``config`` and ``settings``: of the model's files; ``sizes``: in place of some of these. A client has
-    all ``processes`` but one; a task so many ``seconds`` of a CPU."""
+    all ``processes`` but one; a task so many ``seconds`` of a CPU. ``kept``: bytes of what requests to come
+    may have again."""
 
     def __init__(
         self,
@@ -77,6 +86,7 @@ class PictureRoom:
         sizes: Mapping[str, Any] = MappingProxyType({}),
         processes: int = 2,
         seconds: float = 10.0,
+        kept: int = 0,
     ) -> None:
         self._processor = vision.processor_of(settings)
         self._vision, self._sizes = vision, checked_sizes(vision, sizes)
@@ -90,7 +100,7 @@ class PictureRoom:
         self._pool = Pool(processes, seconds=seconds, modules=modules)
         self._turns = PerClient(max(1, processes - 1))
         self._making: dict[bytes, asyncio.Future[None]] = {}  # by digest
-        self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
+        self._shelf = Shelf(kept)
         self._bytes: Counter[str] = Counter()  # by client
         self._lines = PerClient(1)  # who waits for room
         self._freed = asyncio.Event()
@@ -120,26 +130,41 @@ class PictureRoom:
         own = {name: given[name] for name in given if videos or name not in OF_VIDEOS}
         return json.dumps(known | own)
 
+    def known(self, source: bytes, sizes: Mapping[str, Any], several: bool) -> Prepared | None:
+        """What is kept of the thing in a file, by the file's digest, as ``prepare`` would give it to a prompt
+        that has ``several``. It takes no room, so whoever has it may wait for some."""
+        if (shown := self._shelf.shows(source)) is None:
+            return None
+        try:
+            asked = self._asked(sizes, self._vision.alone and several)
+        except BadRequest:
+            return None  # ``prepare`` tells why
+        return self._shelf.lend(asked.digest_of(shown))
+
+    def came(self, source: bytes, medium: Medium) -> None:
+        """This is in a file with the digest ``source``."""
+        self._shelf.came(source, Shown(medium.digest, kind_of(medium)))
+
     async def prepare(
         self,
-        pictures: Sequence[Medium],
+        pictures: Sequence[Medium | Prepared],
         client: str,
         sizes: Mapping[str, Any] = MappingProxyType({}),
         window: Window | None = None,
     ) -> list[Prepared]:
-        """In their order; ``window``: the part that is wanted of sounds that are heard window by window. What
-        a request has already is had without waiting, since others may wait for its room. Raises as
-        ``_whole`` does."""
+        """In their order, also those that are ``known``; ``window``: the part that is wanted of sounds that
+        are heard window by window. What a request has already is had without waiting, since others may wait
+        for its room. Raises as ``_whole`` does."""
         if window is None:
             return await self._whole(pictures, client, sizes)
-        there = [self._there.get(picture.digest) for picture in pictures]
+        there = [self._shelf.get(picture.digest) for picture in pictures]
         whole = [one for one in there if one is not None]
         if len(whole) < len(pictures):
             whole = await self._whole(pictures, client, sizes)
         return [windowed(one, window) for one in whole]
 
     async def _whole(
-        self, pictures: Sequence[Medium], client: str, sizes: Mapping[str, Any]
+        self, pictures: Sequence[Medium | Prepared], client: str, sizes: Mapping[str, Any]
     ) -> list[Prepared]:
         """In their order. ``sizes``: see ``model/vision/sizes.py``. Where there is no room, those of a client
         wait in a line. Raises what the pool raises, InvalidField, UnsupportedField and Overloaded."""
@@ -164,7 +189,7 @@ class PictureRoom:
             ) from None
 
     async def _waited(
-        self, pictures: Sequence[Medium], client: str, asked: Asked, end: float
+        self, pictures: Sequence[Medium | Prepared], client: str, asked: Asked, end: float
     ) -> list[Prepared]:
         """``_all`` as soon as there is room. Raises TimeoutError at the ``end``."""
         while (made := await self._all(pictures, client, asked)) is None:
@@ -173,13 +198,15 @@ class PictureRoom:
                 await self._freed.wait()
         return made
 
-    async def _all(self, pictures: Sequence[Medium], client: str, asked: Asked) -> list[Prepared] | None:
+    async def _all(
+        self, pictures: Sequence[Medium | Prepared], client: str, asked: Asked
+    ) -> list[Prepared] | None:
         """None if there is no room for one: nobody keeps some while waiting for others, so whoever waits gets
         room in the end. Raises InvalidField if there never is."""
-        made: dict[bytes, Prepared] = {}
+        made = {picture.digest: picture for picture in pictures if isinstance(picture, Prepared)}
         turn = self._turns.of(client)
         for picture in pictures:
-            if picture.digest not in made:
+            if not isinstance(picture, Prepared) and picture.digest not in made:
                 try:
                     async with turn:
                         made[picture.digest] = await self._one(picture, client, asked)
@@ -197,11 +224,9 @@ class PictureRoom:
             )
 
     async def _one(self, picture: Medium, client: str, asked: Asked) -> Prepared:
-        digest = picture.digest
-        if asked.mark and not isinstance(picture, Sound):
-            digest = hashlib.sha256(digest + asked.mark).digest()
+        digest = asked.digest_of(Shown(picture.digest, kind_of(picture)))
         while True:
-            known = self._there.get(digest)
+            known = self._shelf.get(digest)
             if known is not None:
                 return known
             if (making := self._making.get(digest)) is None:
@@ -217,24 +242,19 @@ class PictureRoom:
     async def _made(self, picture: Medium, digest: bytes, client: str, asked: Asked) -> Prepared:
         if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
             raise Full
-        fd = os.memfd_create("picture", os.MFD_CLOEXEC)
-        file = f"/proc/{os.getpid()}/fd/{fd}"
+        made = Made(kind_of(picture))
         try:
-            fields = await self._pool.run(*self._task(picture, asked), file, MOST, result=list[Fields])
+            fields = await self._pool.run(*self._task(picture, asked), made.path, MOST, result=list[Fields])
             if self.encoding is not None:
-                fields += await self._features(self.encoding, digest, fields, file)
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, BadRequest) and error.param is None:  # it takes too much of something
-                error.message = f"a {THINGS[kind_of(picture)]} cannot be prepared: {error.message}"
+                fields += await self._features(self.encoding, digest, fields, made.path)
+        except BadRequest as error:
+            if error.param is None:  # it takes too much of something
+                error.message = f"a {THINGS[made.kind]} cannot be prepared: {error.message}"
                 error.param = "messages"
             raise
-        prepared = Prepared(digest, file, [Array(*entry) for entry in fields], kind_of(picture))
-        size = os.fstat(fd).st_size
-        self._bytes[client] += size
-        self._there[digest] = prepared
-        finalize(prepared, self._gone, fd, size, client)
-        return prepared
+        made.arrays = [Array(*entry) for entry in fields]
+        self._bytes[client] += made.size
+        return self._shelf.put(digest, made, partial(self._gone, made.size, client))
 
     def _task(self, picture: Medium, asked: Asked) -> tuple[Any, ...]:
         """Of a process: the function, and all but its last two arguments."""
@@ -265,11 +285,10 @@ class PictureRoom:
         await _to_its_end(write)
         return [(name, kind, shape, begin + first, []) for name, kind, shape, first in arrays]
 
-    def _gone(self, fd: int, size: int, client: str) -> None:
+    def _gone(self, size: int, client: str) -> None:
         self._bytes[client] -= size
         if not self._bytes[client]:
             del self._bytes[client]
-        os.close(fd)
         self._freed.set()
 
     async def close(self) -> None:

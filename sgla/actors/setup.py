@@ -149,9 +149,14 @@ def make_pictures(config: Config, source: ModelSource) -> tuple[Speller, Picture
     if vision is None:
         return None, None
     settings = settings_of(source.folder)
-    processes = processes_of(config.media_processes)
     room = PictureRoom(
-        vision, source.config, settings, config.mm_processor_kwargs, processes, config.media_cpu_seconds
+        vision,
+        source.config,
+        settings,
+        config.mm_processor_kwargs,
+        processes_of(config.media_processes),
+        config.media_cpu_seconds,
+        config.media_kept,
     )
     return Speller(vision, source.config, settings), room
 

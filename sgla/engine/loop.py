@@ -187,7 +187,7 @@ class EngineLoop:
         if not any(one.media for one in given):
             return [one.fields for one in given]
         ingress = self._ready().ingress
-        loader = Loader(self.config, ingress.facts, ingress.media)
+        loader = Loader(self.config, ingress.facts, ingress.media, ingress.pictures)
         loaded = await asyncio.gather(*map(loader.load, given))
         return [one.fields | {"pictures": media} for one, media in zip(given, loaded)]
 

@@ -9,7 +9,7 @@ import struct
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,12 @@ from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.readers import NEEDS, READERS, Medium, check_taken, limits_of, most_of
 from sgla.media.sound import RATE
-from sgla.media.source import form_of, path_of
-from sgla.messages import Facts
+from sgla.media.source import digest_of, form_of, path_of
+from sgla.messages import Facts, Prepared
 from sgla.text.parts import PICTURES, SOUNDS, TEXTS, VIDEOS, check_one, held
+
+if TYPE_CHECKING:
+    from sgla.actors.pictures import PictureRoom
 
 AT_ONCE = 8
 # Types of parts of a message -> what it is, and where that is.
@@ -141,15 +144,16 @@ def source_of(part: Mapping[str, Any], place: str) -> tuple[str, Any]:
 
 
 class Loader:
-    """``pool``: processes that decode files."""
+    """``pool``: processes that decode files; ``room``: what knows what was made of earlier ones, of a model
+    that takes any."""
 
-    def __init__(self, config: Config, facts: Facts | None, pool: Pool) -> None:
-        self._pool, self._facts = pool, facts
+    def __init__(self, config: Config, facts: Facts | None, pool: Pool, room: PictureRoom | None) -> None:
+        self._pool, self._facts, self._known = pool, facts, room
         self._most, self._limits, self._bytes = most_of(config), limits_of(config), config.max_media_bytes
         self._timeout = config.media_timeout
         self._room = asyncio.Semaphore(AT_ONCE)
 
-    async def load(self, given: Given) -> list[Medium]:
+    async def load(self, given: Given) -> list[Medium | Prepared]:
         """Of one prompt. Raises BadRequests that name where each was given."""
         for kind in dict.fromkeys(kind for kind, _ in given.media):
             count = sum(one == kind for one, _ in given.media)
@@ -164,20 +168,28 @@ class Loader:
                 param=param,
             )
 
-    async def _placed(self, kind: str, value: Any, given: Given) -> Medium:
+    async def _placed(self, kind: str, value: Any, given: Given) -> Medium | Prepared:
         param = given.param or f"{kind}_data"
         try:
-            return await self._one(kind, value)
+            return await self._one(kind, value, given)
         except BadRequest as error:
             raise type(error)(f"{param}: {error.message}", param=param) from error
 
-    async def _one(self, kind: str, value: Any) -> Medium:
+    async def _one(self, kind: str, value: Any, given: Given) -> Medium | Prepared:
         async with self._room:
             if kind == "image" and hasattr(value, "convert") and hasattr(value, "tobytes"):
                 return await asyncio.to_thread(picture_of, value)
             data, form = await self._file(kind, value)
-            function, made = READERS[kind]
-            return await self._pool.run(function, data, form, self._limits[kind], result=made)
+            digest = await digest_of(kind, data, form)
+            if self._known is not None:
+                sizes, several = given.fields["media_kwargs"], len(given.media) > 1
+                if (known := self._known.known(digest, sizes, several)) is not None:
+                    return known
+            function, kind_of = READERS[kind]
+            made = await self._pool.run(function, data, form, self._limits[kind], result=kind_of)
+            if self._known is not None:
+                self._known.came(digest, made)
+            return made
 
     async def _file(self, kind: str, value: Any) -> tuple[bytes, str]:
         """And what the bytes are: a file, or a text of some form."""

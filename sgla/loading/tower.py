@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.hearing import features_of, heard
+from sgla.loading.patches import patches_of
 from sgla.loading.tower_grid import Grids
-from sgla.media.arrays import FEATURES
+from sgla.media.arrays import BLOCK, FEATURES, LEVELS, PIXELS
 from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
@@ -95,8 +96,8 @@ class Tower:
     def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
         """Of several, and of videos, whose patches lie behind each other, with so many tokens each. Raises
         RuntimeError if they have not."""
-        names = [name for name in READ if name in pictures[0]]
-        whole = self({name: torch.cat([self._put(name, one[name]) for one in pictures]) for name in names})
+        read = [self._read(one) for one in pictures]
+        whole = self({name: torch.cat([one[name] for one in read]) for name in read[0]})
         values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
         return [
             Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)
@@ -112,10 +113,17 @@ class Tower:
         there = values.to(self.device)
         return there.to(self.dtype) if values.is_floating_point() else there
 
+    def _read(self, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the module takes, on the device."""
+        given = {name: self._put(name, values) for name, values in arrays.items() if name in READ + HEARD}
+        if PIXELS in arrays:
+            pixels, levels = (self._put(name, arrays[name]) for name in (PIXELS, LEVELS))
+            grid, block = arrays[GRID][0].tolist(), arrays[BLOCK].tolist()
+            given["pixel_values"] = patches_of(pixels, levels, grid, block)
+        return given
+
     def _seen(self, arrays: Mapping[str, Tensor]) -> Features:
-        given: dict[str, Any] = {
-            name: self._put(name, values) for name, values in arrays.items() if name in READ + HEARD
-        }
+        given: dict[str, Any] = self._read(arrays)
         if "log_mel" in given:
             return Features(heard(self.module, given["log_mel"]), [])
         if "input_features" in given:

@@ -16,6 +16,9 @@ Told = tuple[str, str, list[int], int]
 
 ALIGNED = 64  # bytes
 FEATURES = "features."  # begins the names of a picture's features, the first of which take its tokens' places
+# Of a picture that the tower cuts into patches: see ``media/pixels.py``.
+PIXELS, LEVELS, BLOCK = "pixels", "levels", "block"
+PATCHED = 8  # bytes of a byte of PIXELS as patches: in float32, and in each of two frames
 
 
 def joined(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[Told], bytes]:
@@ -33,6 +36,11 @@ def parted(told: Sequence[Told], data: Bytes) -> dict[str, NDArray[Any]]:
         name: np.frombuffer(data, np.dtype(kind), prod(shape), first).reshape(shape)
         for name, kind, shape, first in told
     }
+
+
+def size_as_patches(name: str, shape: Sequence[int], dtype: str) -> int:
+    """Bytes that a processor of transformers makes of an array."""
+    return prod(shape) * np.dtype(dtype).itemsize * (PATCHED if name == PIXELS else 1)
 
 
 def checked(data: Bytes) -> bytes:

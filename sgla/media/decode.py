@@ -60,8 +60,9 @@ def decoded(data: bytes, most: int) -> Picture:
                     f"the picture has {width} x {height} pixels; {most} (--max-image-pixels) may be"
                 )
             ImageOps.exif_transpose(image, in_place=True)
-            upright = image.convert("RGB")
-        return Picture.of(upright.height, upright.width, upright.tobytes())
+            upright = image if image.mode == "RGB" else image.convert("RGB")
+            pixels = upright.tobytes()
+        return Picture.of(upright.height, upright.width, pixels)
     except UnidentifiedImageError:
         raise InvalidField(f"it is no picture of a kind that is read: {', '.join(FORMATS)}") from None
     except (BadRequest, MemoryError):

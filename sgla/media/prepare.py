@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sgla.errors import BadRequest, InvalidField
+from sgla.media.arrays import size_as_patches
 from sgla.media.by_name import processor_of
 from sgla.media.picture import Picture
 from sgla.media.sound import RATE, Sound
@@ -37,11 +38,29 @@ def arrays_of(
         how = {"return_tensors": "np", "input_data_format": "channels_last"} | asked
         made = processor_of(processor, settings)(images=images, **how)
     except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise InvalidField(f"a picture cannot be prepared: {error}"[:500], param="messages") from error
+        raise unprepared(error) from error
     return {
         name: np.ascontiguousarray(values[:1] if several and len(values) == 2 else values)
         for name, values in made.items()
     }
+
+
+def carried(
+    picture: Picture, processor: str, settings: str, asked: dict[str, Any], several: bool = False
+) -> dict[str, Any]:
+    """``arrays_of``, or as few bytes as the tower can do with."""
+    from sgla.media.pixels import PATCHING, pixels_of
+
+    if processor not in PATCHING or asked or several:
+        return arrays_of(picture, processor, settings, asked, several)
+    try:
+        return pixels_of(picture, processor, processor_of(processor, settings))
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise unprepared(error) from error
+
+
+def unprepared(error: Exception) -> InvalidField:
+    return InvalidField(f"a picture cannot be prepared: {error}"[:500], param="messages")
 
 
 def prepare(
@@ -53,9 +72,9 @@ def prepare(
     file: str,
     most: int,
 ) -> list[tuple[str, str, list[int], int, list[int]]]:
-    """Write all arrays to ``file``, ``most`` bytes of them, and say where they are: fields of
-    ``messages.Array``. Raises InvalidField."""
-    return written(arrays_of(picture, processor, settings, asked, several), "picture", file, most)
+    """Write all arrays to ``file``, and say where they are: fields of ``messages.Array``. ``most``: bytes
+    that transformers' arrays may have. Raises InvalidField."""
+    return written(carried(picture, processor, settings, asked, several), "picture", file, most)
 
 
 def prepare_sound(
@@ -223,13 +242,14 @@ def written(
     arrays: dict[str, Any], thing: str, file: str, most: int
 ) -> list[tuple[str, str, list[int], int, list[int]]]:
     """See ``prepare``."""
-    found, at = [], 0
+    found, at, size = [], 0, 0
     with open(file, "wb") as out:
         for name, values in arrays.items():
             if values.dtype not in DTYPES:
                 raise BadRequest(f"a {thing} became an array of {values.dtype}")
             at += out.write(bytes(-at % 64))
-            if at + values.nbytes > most:
+            size += size_as_patches(name, values.shape, str(values.dtype))
+            if size > most:
                 raise InvalidField(
                     f"a {thing} takes more than {most >> 20} MiB once it is prepared; send a smaller one",
                     param="messages",

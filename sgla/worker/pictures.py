@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch, Media
 from sgla.loading.tower import Elsewhere, Features, Tower
+from sgla.media.arrays import size_as_patches
 from sgla.messages import NewRow, Placed, Prepared
 from sgla.worker.batch import Columns
 from sgla.worker.features import FeatureCache, threads
@@ -242,7 +242,7 @@ def groups_of(pictures: list[tuple[Prepared, int]], most: int) -> Iterator[list[
     group: list[tuple[Prepared, int]] = []
     total = 0
     for one in pictures:
-        size = sum(prod(array.shape) * np.dtype(array.dtype).itemsize for array in one[0].arrays)
+        size = sum(size_as_patches(array.name, array.shape, array.dtype) for array in one[0].arrays)
         if group and total + size > most:
             if len(group) > 1:
                 yield group

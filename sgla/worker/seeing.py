@@ -17,7 +17,7 @@ from sgla.loading.tower import Elsewhere, Tower, load_tower
 from sgla.loading.tower_attention import use_packed
 from sgla.loading.tower_grid import Grids
 from sgla.media.picture import Picture
-from sgla.media.prepare import arrays_of
+from sgla.media.prepare import carried
 from sgla.messages import Dictation, Speech
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import settings_of, untaken, vision_of
@@ -103,8 +103,8 @@ def example_of(source: ModelSource, vision: Vision, side: int) -> dict[str, Tens
     settings = settings_of(source.folder)
     noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
     picture, extra = Picture.of(side, side, noise.tobytes()), vision.prepares(source.config, settings)
-    made = arrays_of(picture, vision.processor_of(settings), json.dumps(settings.images), extra)
-    return {name: torch.from_numpy(values) for name, values in made.items()}
+    made = carried(picture, vision.processor_of(settings), json.dumps(settings.images), extra)
+    return {name: torch.tensor(values) for name, values in made.items()}
 
 
 @torch.inference_mode()

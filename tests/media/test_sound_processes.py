@@ -16,6 +16,7 @@ from sgla.actors.pictures import PictureRoom
 from sgla.config import Config
 from sgla.engine.pictures import Loader, Shown, prompt_given
 from sgla.errors import InvalidField
+from sgla.media.arrays import BLOCK, LEVELS, PIXELS
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.prepare import heard_of, trimmed_of
@@ -72,7 +73,7 @@ async def test_sounds_are_prepared_beside_pictures() -> None:
     try:
         shown, sound = await room.prepare([picture, heard], "a", {"max_pixels": 256})
         assert [shown.kind, sound.kind] == ["image", "audio"]
-        assert {array.name for array in shown.arrays} == {"pixel_values", "image_grid_thw"}
+        assert {array.name for array in shown.arrays} == {PIXELS, LEVELS, BLOCK, "image_grid_thw"}
         assert sound.digest == heard.digest
         expected = trimmed_of(heard, "WhisperFeatureExtractor", json.dumps(EXTRACTOR))
         data = Path(sound.file).read_bytes()
@@ -88,7 +89,7 @@ async def test_samples_of_callers_are_a_sound() -> None:
     pool = Pool(processes=1, memory=PROCESS, modules=["sgla.media.decode"])
     sizes = {"page_size": 16, "slots": 1, "context_len": 16, "vocab_size": 9, "step_tokens": 16}
     facts = Facts(groups=[], **sizes, dtype="float32", device="cpu", media={"audio": ""})
-    loader = Loader(Config(), facts, pool)
+    loader = Loader(Config(), facts, pool, None)
     samples = np.random.default_rng(0).normal(0, 0.1, RATE).astype(np.float32)
     stereo, whole = np.stack([samples * 2, samples * 0]), (samples * 2**14).astype(np.int16)
     expected = Sound.of(samples.tobytes())

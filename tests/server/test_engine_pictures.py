@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
 import urllib.error
@@ -21,9 +22,11 @@ from aiohttp import web
 from PIL import Image
 
 from sgla import LLM, BeamSearchParams, Engine, SamplingParams
+from sgla.actors.shelf import Shelf
 from sgla.errors import InvalidField, SglaError, UnsupportedField
 from sgla.http.app import make_app
 from sgla.http.connections import Runner
+from sgla.worker.features import FeatureCache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TEXT = "Look: <image> and <image>"
@@ -240,3 +243,63 @@ def test_a_server_that_takes_none_says_what_would_help(
         with pytest.raises(UnsupportedField) as refused:
             engine.generate(TEXT, image_data=BASE64)
         assert why in refused.value.message
+
+
+def forget_features() -> None:
+    """Of all runners of this process."""
+    for cache in [one for one in gc.get_objects() if isinstance(one, FeatureCache)]:
+        cache._kept.clear()
+        cache._bytes = 0
+
+
+def test_what_was_prepared_is_used_again(
+    engine: Engine, post: Any, expected: list[int], folder: Path
+) -> None:
+    """Neither decoded nor prepared, with the same answer; what has gone is made again, and so is what is at a
+    path, which may have changed."""
+    system: Any = engine._system
+    room, runs = system._pictures, list[str]()
+
+    def answer(data: list[str] = BASE64) -> list[int]:
+        runs.clear()
+        sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+        made = post("/generate", {"text": TEXT, "image_data": data, "sampling_params": sampling})
+        ids: list[int] = made["output_ids"]
+        return ids
+
+    def counted(pool: Any) -> Any:
+        run = pool.run
+
+        def counting(function: str, *args: Any, **more: Any) -> Any:
+            runs.append(function.rpartition(":")[2])
+            return run(function, *args, **more)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        for pool in (system.ingress.media, room._pool):
+            patch.setattr(pool, "run", counted(pool))
+        patch.setattr(room, "_shelf", Shelf(1 << 20))
+        assert answer() == expected
+        assert sorted(runs) == ["picture", "picture", "prepare", "prepare"]
+        for forget in (lambda: None, engine.flush_cache, forget_features):
+            forget()
+            assert answer() == expected
+            assert runs == []
+        other = answer(BASE64[::-1])
+        assert runs == []
+        assert other != expected
+        assert answer([str(folder / "red.png"), BASE64[1]]) == expected
+        assert runs == ["picture"], "a file may have changed, but this one has not"
+        runs.clear()
+        (named,) = engine.generate([TEXT], GREEDY, image_data=[[FILES[0], BASE64[1]]])
+        assert (named.tokens, runs) == (expected, ["picture"]), "a file by itself is not its base64"
+        runs.clear()
+        (named,) = engine.generate([TEXT], GREEDY, image_data=[[FILES[0], BASE64[1]]])
+        assert (named.tokens, runs) == (expected, [])
+        # Room for one of the two.
+        patch.setattr(room, "_shelf", Shelf(room._shelf.bytes // 2))
+        assert answer() == expected
+        assert sorted(runs) == ["picture", "picture", "prepare", "prepare"]
+        assert answer() == expected
+        assert "picture" in runs

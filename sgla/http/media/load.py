@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from sgla.config import MediaSettings
@@ -16,7 +19,10 @@ from sgla.http.ports import Ingress
 from sgla.http.turns import Desk
 from sgla.media.pool import processes_of
 from sgla.media.readers import NEEDS, READERS, Medium, check_taken, limits_of, most_of
-from sgla.media.source import MAX_PATH, form_of, path_of
+from sgla.media.source import MAX_PATH, digest_of, form_of, path_of
+from sgla.messages import Prepared
+
+Known = Callable[[bytes], Prepared | None]  # by the digest of a file
 
 
 class Media:
@@ -52,41 +58,65 @@ class Media:
                 param=sources[self.most[kind]].place,
             )
 
-    async def pictures(self, sources: Sequence[Source], ingress: Ingress, share: Share) -> list[Medium]:
-        """And sounds and videos, of sources that were checked; one that is there twice is loaded once. They
-        stay in ``share``. Raises BadRequests that name the place, and what ``share`` does."""
-        tasks: dict[object, asyncio.Task[Medium]] = {}
+    async def pictures(
+        self,
+        prompts: Sequence[Sequence[Source]],
+        ingress: Ingress,
+        share: Share,
+        sizes: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[list[Medium | Prepared]]:
+        """And sounds and videos, of each prompt, of sources that were checked; one that is there twice is
+        loaded once. They stay in ``share``. ``sizes``: see ``sizes``. Raises BadRequests that name the place,
+        and what ``share`` does."""
+        tasks: dict[object, asyncio.Task[Medium | Prepared]] = {}
+        keys = [[(_key(source), len(sources) > 1) for source in sources] for sources in prompts]
         try:
-            for source in sources:
-                if (key := _key(source)) not in tasks:
-                    tasks[key] = asyncio.ensure_future(self._placed(source, ingress, share))
+            for source, key in zip(chain.from_iterable(prompts), chain.from_iterable(keys)):
+                if key not in tasks:
+                    kept = partial(_kept, ingress.pictures, sizes=sizes, several=key[1])
+                    tasks[key] = asyncio.ensure_future(self._placed(source, ingress, share, kept))
             await asyncio.gather(*tasks.values())
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return [tasks[_key(source)].result() for source in sources]
+        return [[tasks[key].result() for key in own] for own in keys]
 
-    async def _placed(self, source: Source, ingress: Ingress, share: Share) -> Medium:
+    async def _placed(self, source: Source, ingress: Ingress, share: Share, kept: Known) -> Medium | Prepared:
         try:
-            return await self._loaded(source, ingress, share)
+            return await self._loaded(source, ingress, share, kept)
         except BadRequest as error:
             error.message = f"{source.place}: {error.message}"
             error.param = source.place
             raise
 
-    async def _loaded(self, source: Source, ingress: Ingress, share: Share) -> Medium:
+    async def _loaded(self, source: Source, ingress: Ingress, share: Share, kept: Known) -> Medium | Prepared:
         text, form = source.text, form_of(source.text)
         if form == "url":
             data = await self._fetcher.get(text, share)
             try:
-                made = await self.decoded(source.kind, data, "file", ingress, share.client)
+                return await self._seen(source.kind, data, "file", ingress, share, kept)
             finally:
                 share.give(len(data))
-        else:  # the text counts already, as a part of the body
-            data = path_of(text) if form == "path" else text.encode("utf-8", "surrogatepass")
-            made = await self.decoded(source.kind, data, form, ingress, share.client)
+        if form == "path":  # what is there may change
+            made = await self.decoded(source.kind, path_of(text), form, ingress, share.client)
+            share.take(made.size)
+            return made
+        # The text counts already, as a part of the body.
+        data = text.encode("utf-8", "surrogatepass")
+        return await self._seen(source.kind, data, form, ingress, share, kept)
+
+    async def _seen(
+        self, kind: str, data: bytes, form: str, ingress: Ingress, share: Share, kept: Known
+    ) -> Medium | Prepared:
+        """What is kept of it, or else what it shows."""
+        digest = await digest_of(kind, data, form)
+        if (known := kept(digest)) is not None:
+            return known
+        made = await self.decoded(kind, data, form, ingress, share.client)
         share.take(made.size)
+        if ingress.pictures is not None:
+            ingress.pictures.came(digest, made)
         return made
 
     async def decoded(self, kind: str, data: bytes, form: str, ingress: Ingress, client: str) -> Medium:
@@ -107,6 +137,12 @@ class Media:
 
     async def close(self) -> None:
         await self._fetcher.close()
+
+
+def _kept(room: Any, digest: bytes, sizes: Mapping[str, Any], several: bool) -> Prepared | None:
+    """``room``: of the model, if it has one."""
+    known: Prepared | None = None if room is None else room.known(digest, sizes, several)
+    return known
 
 
 def _key(source: Source) -> object:

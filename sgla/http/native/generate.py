@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -202,16 +202,16 @@ async def add_pictures(
     request: web.Request, prompts: list[dict[str, Any]], found: list[list[Source]], fields: GenerateRequest
 ) -> None:
     """Load the pictures, sounds and videos of all prompts, which are then Job fields of each."""
-    server, every = request[ASKED], list(chain.from_iterable(found))
-    if every and fields.session_params is not None:
-        raise unsupported(f"{every[0].kind}_data", " beside session_params")
+    server, first_one = request[ASKED], next(chain.from_iterable(found), None)
+    if first_one is not None and fields.session_params is not None:
+        raise unsupported(f"{first_one.kind}_data", " beside session_params")
     check_parts("image_data, audio_data and video_data", found)
     for sources in found:
         server.media.check(sources, server.ingress)
     sizes = server.media.sizes(fields.mm_processor_kwargs, server.ingress)
-    pictures = iter(await server.media.pictures(every, server.ingress, request[SHARE]))
-    for prompt, sources in zip(prompts, found):
-        prompt |= {"pictures": list(islice(pictures, len(sources))), "media_kwargs": sizes}
+    pictures = await server.media.pictures(found, server.ingress, request[SHARE], sizes)
+    for prompt, own in zip(prompts, pictures):
+        prompt |= {"pictures": own, "media_kwargs": sizes}
 
 
 def native_sampling(

@@ -91,10 +91,12 @@ async def chat_work(
         await pause()
     server.media.check(sources, server.ingress)
     request.setdefault(IGNORED_FIELDS, []).extend(name for source in sources for name in source.ignored)
+    sizes = server.media.sizes(fields.mm_processor_kwargs, server.ingress)
+    (pictures,) = await server.media.pictures([sources], server.ingress, request[SHARE], sizes)
     prompt = {
         "messages": fields.messages,
-        "pictures": await server.media.pictures(sources, server.ingress, request[SHARE]),
-        "media_kwargs": server.media.sizes(fields.mm_processor_kwargs, server.ingress),
+        "pictures": pictures,
+        "media_kwargs": sizes,
         "tools": fields.tools or None,
         "template_kwargs": template_kwargs(fields, server.config.trust_request_chat_template),
         "add_generation_prompt": generate,

@@ -96,7 +96,7 @@ async def look(request: web.Request, job: Job) -> None:
     """Have the job's pictures prepared, as the actor does that gets jobs which run."""
     room = request[ASKED].ingress.pictures
     if job.pictures and room is not None:
-        job.prepared, job.pictures = await room.prepare(job.pictures, job.client), []
+        job.prepared, job.pictures = await room.prepare(job.pictures, job.client, job.media_kwargs), []
 
 
 async def prompt_length(request: web.Request, fields: ChatRequest) -> int:

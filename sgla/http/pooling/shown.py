@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -51,18 +50,15 @@ async def loaded(
     request: web.Request, found: Sequence[Input], sizes: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Job fields with media."""
-    server, every = request[ASKED], list(chain.from_iterable(entry.sources for entry in found))
-    check_parts("input", [entry.sources for entry in found])
+    server, sources = request[ASKED], [entry.sources for entry in found]
+    check_parts("input", sources)
     for entry in found:
         server.media.check(entry.sources, server.ingress)
         ignored = (name for source in entry.sources for name in source.ignored)
         request.setdefault(IGNORED_FIELDS, []).extend(ignored)
     kwargs = server.media.sizes(sizes, server.ingress)
-    media = iter(await server.media.pictures(every, server.ingress, request[SHARE]))
-    return [
-        entry.fields | {"pictures": list(islice(media, len(entry.sources))), "media_kwargs": kwargs}
-        for entry in found
-    ]
+    media = await server.media.pictures(sources, server.ingress, request[SHARE], kwargs)
+    return [entry.fields | {"pictures": own, "media_kwargs": kwargs} for entry, own in zip(found, media)]
 
 
 def objects(server: Server, items: list[Any]) -> list[Input]:

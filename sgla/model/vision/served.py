@@ -54,10 +54,11 @@ def told(config: Config, source: ModelSource) -> list[str]:
     vision, why = vision_of(config, source)
     if vision is None:
         return [why] if why else []
-    size = tower_bytes(source, vision) / 2**20
+    size, kept = tower_bytes(source, vision) / 2**20, config.media_kept / 2**20
     return [
         f"{vision.things} are taken; their tower has {size:,.1f} MiB in the files, on each rank, beside the "
-        "weights"
+        "weights",
+        f"what is made of earlier requests' media may take {kept:,.0f} MiB of the host (--media-cache-bytes)",
     ]
 
 
