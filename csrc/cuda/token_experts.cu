@@ -62,9 +62,10 @@ constexpr int PIECES = DOWN ? TOP_K : 2;  // of an output (or of ROWS), each of 
 struct Params {
   const bf16* x;  // [tokens, WIDTH]; DOWN: [pairs, WIDTH]
   const float* p;  // [pairs], of the chosen experts
-  const int* ids;  // [pairs]
-  const float* logits;      // CHOICE: [EXPERTS + GATED]
-  const float* correction;  // [EXPERTS]
+  // Read before the wait of down, when the L1 cache may have what was there before.
+  const volatile int* ids;       // [pairs]
+  const volatile float* logits;  // CHOICE: [EXPERTS + GATED]
+  const float* correction;       // [EXPERTS]
   const bf16* w;   // [experts * 2 OUTPUTS, WIDTH], gate then up; DOWN: [experts * OUTPUTS, WIDTH]
   bf16* out;
   int tokens, experts;
