@@ -175,6 +175,8 @@ EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "llama mean": ("llama", "AutoModelForCausalLM", DECODER, "mean_tokens"),
     "llama max": ("llama", "AutoModel", DECODER, "max_tokens"),
     "qwen2 first": ("qwen2", "AutoModel", DECODER, "cls_token"),
+    "mistral": ("mistral", "AutoModel", DECODER | {"sliding_window": 7}, "lasttoken"),
+    "gemma2 mean": ("gemma2", "AutoModel", DECODER | {"sliding_window": 7}, "mean_tokens"),
 }
 
 
@@ -214,6 +216,8 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gte": ("gte", ROTARY | {"type_vocab_size": 1, "pad_token_id": 1}),
     "qwen3": ("qwen3", DECODER | {"num_labels": 4}),
     "llama reward": ("llama", DECODER | {"num_labels": 1}),
+    "mistral": ("mistral", DECODER | {"sliding_window": None}),
+    "gemma2 reward": ("gemma2", DECODER | {"sliding_window": 7, "num_labels": 1}),
 }
 
 

@@ -100,6 +100,7 @@ FAMILIES = {
         also=("Mistral3ForConditionalGeneration",),
         outer=MISTRAL3,
         texts={"ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
+        pooled=True,
         gguf=(Gguf("mistral3", permuted=True),),
     ),
     "Phi3ForCausalLM": Family(

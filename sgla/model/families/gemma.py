@@ -251,6 +251,7 @@ FAMILIES = {
         norm_offset=1.0,
         scaled_embedding=True,
         windows=_ALTERNATING,
+        pooled=True,
         gguf=(Gguf("gemma2", GEMMA_NORMS, missing=_GEMMA2, by_width=46),),
     ),
     "VaultGemmaForCausalLM": Family(

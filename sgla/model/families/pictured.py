@@ -223,6 +223,7 @@ PICTURED = {
         outer=Family(("idefics2",), _TOWER | {"image_token_id": 32001, "perceiver_config": None}),
         also=(),
         texts={},
+        pooled=False,
     ),
     "Idefics3ForConditionalGeneration": replace(
         _BESIDE_TILES, outer=Family(("idefics3",), _TOWER | _IDEFICS3)
