@@ -35,6 +35,12 @@ class Streams:
     came: list[list[float]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
+    def longest(self, begin: float, end: float, count: int = 12) -> list[tuple[float, float]]:
+        """Of the first stream: seconds behind ``begin`` at which its longest gaps ended, and milliseconds."""
+        found = [(b - begin, 1e3 * (b - a)) for a, b in pairwise(self.came[0]) if begin <= b <= end]
+        longest = sorted(found, key=lambda gap: -gap[1])[:count]
+        return [(round(at, 3), round(ms, 1)) for at, ms in sorted(longest)]
+
     def gaps(self, begin: float, end: float) -> list[float]:
         """Milliseconds between tokens, of those that came in this time."""
         return [1e3 * (b - a) for times in self.came for a, b in pairwise(times) if begin <= b <= end]
@@ -93,6 +99,7 @@ class Bench:
             "itl_max_ms": round(max(beside, default=0.0), 3),
             "quiet_itl_ms": round(percentile(before, 0.5), 3),
             "tokens_beside": len(beside),
+            "longest": streams.longest(begun, end),
         }
 
 
