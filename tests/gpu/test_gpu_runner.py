@@ -29,6 +29,9 @@ TINY: dict[str, Any] = json.loads(
     "num_hidden_layers": 2,
     "vocab_size": 5000,
 }
+MIXTURE: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "bench/models/qwen3-30b-a3b/config.json").read_text()
+) | {"num_hidden_layers": 2, "vocab_size": 5000, "num_experts": 16}
 PAGES = 40  # pages of a row
 BROKEN = 4999  # a token that no prompt has
 
@@ -257,6 +260,29 @@ def test_a_graph_for_prompts_and_decode_rows_equals_eager(
     same = [a == b for one, other in zip(captured, eager) for a, b in zip(one, other)]
     assert len(same) == 19
     assert sum(same) >= 16
+
+
+def test_a_large_graph_of_a_mixture_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of more tokens than other models have graphs for, alone and beside decode rows."""
+    monkeypatch.setattr("sgla.worker.prompt_graphs.LARGE", (1536,))
+    runner = make(MIXTURE, step_tokens=2048)
+    prompts = {slot: prompt(slot, 330 + slot) for slot in range(8)}
+
+    def tokens() -> list[int]:
+        new = [new_row(slot, tokens) for slot, tokens in prompts.items()]
+        whole = [(slot, 0, len(tokens), SAMPLE) for slot, tokens in prompts.items()]
+        decodes = [(slot, len(prompts[slot]), 1, SAMPLE) for slot in range(4)]
+        found = [runner.execute(plan(0, whole[:4], new)), runner.execute(plan(1, decodes + whole[4:]))]
+        return [token for each in found for token in np.frombuffer(each.tokens, np.int32).tolist()]
+
+    with monkeypatch.context() as patch:
+        kept = twice(runner.prompts, patch, "_graphs", runner.prompts._forward)
+        captured = tokens()
+    assert len(kept) == 2
+    for both, rows in zip(kept, (4, 8)):
+        assert_same_bits(both, rows)
+    monkeypatch.setattr(runner.prompts, "limit", 0)
+    assert sum(a == b for a, b in zip(captured, tokens())) >= 9
 
 
 def test_short_rows_in_a_graph_equal_those_of_prompts(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

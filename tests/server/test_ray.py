@@ -13,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from server_process import ServerProcess
+from two_hosts import Host, namespaces
 
 from sgla.errors import ConfigError
 
@@ -135,6 +137,69 @@ def left(cluster: str, folder: str) -> dict[str, Any]:
             break
         time.sleep(0.5)
     return {"free": free, "groups": set(groups)}
+
+
+@contextmanager
+def started(host: Host, folder: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Ray on a host, with room for one node."""
+    script = str(Path(ray.__file__).parent / "scripts" / "scripts.py")
+    command = [
+        "ip",
+        "netns",
+        "exec",
+        host.name,
+        sys.executable,
+        script,
+        "start",
+        "--block",
+        "--num-cpus",
+        "1",
+    ]
+    process = subprocess.Popen(
+        [*command, "--node-ip-address", host.address, *flags],
+        env=os.environ | alone(folder),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()  # in order it would wait for what is behind the cable
+        process.wait(30)
+
+
+def test_two_hosts_of_a_cluster_serve_and_a_cut_cable_is_told(folder: str) -> None:
+    """Each has room for one node, and the server's ranks meet over the cable."""
+    with namespaces() as network:
+        head = "--head", "--port", "6399", "--temp-dir", folder, "--include-dashboard", "false"
+        address = f"{network.first.address}:6399"
+        with started(network.first, folder, *head), started(network.second, folder, "--address", address):
+            prefix = ["ip", "netns", "exec", network.first.name]
+            variables = alone(folder) | {"RAY_ADDRESS": address}
+            server = ServerProcess(*FLAGS, "--pp", "2", prefix=prefix, variables=variables)
+            try:
+                with network.first.inside():
+                    server.wait_ready()
+                    status, answer = server.request("POST", "/v1/completions", BODY)
+                    assert (status, answer["usage"]["completion_tokens"]) == (200, 12)
+                    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+                    body = {**BODY, "max_tokens": 3000, "stream": True}
+                    connection.request(
+                        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+                    )
+                    response = connection.getresponse()
+                [actor] = actors(folder)
+                assert actor.pid in network.second.pids
+                assert response.readline().startswith(b"data: ")
+                network.cut()
+                begun = time.monotonic()
+                assert b"worker_died" in response.read()
+                assert time.monotonic() - begun < 4  # of which 2 s are said
+                assert server.wait(30) == 1
+            finally:
+                server.stop()
+        assert none_left(folder)
 
 
 def job(folder: str) -> psutil.Process:
