@@ -29,7 +29,7 @@ import lines
 import torch
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import experts, grouped_gemm, router, skinny_gemm
+from sgla.kernels.cuda import experts, grouped_gemm, router, skinny_gemm, token_experts
 from sgla.kernels.gpu import mixture
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
@@ -271,18 +271,13 @@ def few(model: str, fp8: bool) -> None:
 
 
 LAYERS = 5  # of a chain, whose experts are all in memory
-ONE, WIDE = Cut(1, 2048, 1), Cut(1, 4096, 1)
-VARIANTS: dict[str, tuple[int, Few | None]] = {  # EARLY, and a cut
-    "as it is": (moe.EARLY, None),
-    "late": (0, None),
-    "one tile": (2, Few()),
-    "two tiles": (2, Few(two=True)),
-    "down 1 x 2048": (2, Few(down=ONE)),
-    "down 1 x 4096": (2, Few(down=WIDE)),
-    "two tiles, down 1 x 2048": (2, Few(down=ONE, two=True)),
-    "two tiles, down 1 x 4096": (2, Few(down=WIDE, two=True)),
-    "two tiles, down 1 x 4096, gate and up 2 x 2048": (2, Few(Cut(2, 2048, 2), WIDE, True)),
-    "two tiles, down 4 x 2048": (2, Few(down=Cut(4, 2048, 4), two=True)),
+VARIANTS: dict[str, tuple[int, Few | None, bool, bool]] = {  # EARLY, a cut, SERVES and CHOOSES
+    "as it is": (moe.EARLY, None, token_experts.SERVES, token_experts.CHOOSES),
+    "late": (0, None, False, False),
+    "one tile": (2, Few(), False, False),
+    "cut": (2, None, False, False),
+    "copies": (2, None, True, False),
+    "copies, choosing": (2, None, True, True),
 }
 
 
@@ -314,7 +309,7 @@ def layers(model: str, fp8: bool) -> None:
     norm = torch.ones(d, device="cuda")
     correction = torch.zeros(moe_spec.experts, device="cuda") if routing.score == "sigmoid" else None
     biases = ops.Biases(correction=correction)
-    kept = moe.EARLY, moe.few_cuts
+    kept = moe.EARLY, moe.few_cuts, token_experts.SERVES, token_experts.CHOOSES
     for tokens in (1, 2):
         seen = torch.randn(tokens, heads, dtype=BF16, device="cuda")
         stream = torch.randn(tokens, d, dtype=BF16, device="cuda")
@@ -327,7 +322,8 @@ def layers(model: str, fp8: bool) -> None:
 
         size = 1 if fp8 else 2
         read = tokens * (routing.top_k + parts) * 3 * f * d * size + 2 * d * (heads + count)
-        for name, (early, cut) in VARIANTS.items():
+        for name, (early, cut, *cuda) in VARIANTS.items():
+            token_experts.SERVES, token_experts.CHOOSES = cuda
             moe.EARLY, moe.few_cuts = early, kept[1] if cut is None else lambda *_, cut=cut: cut
             stream.normal_()
             us = time_us([lambda each=each: body(each) for each in chain * 3], repeats=15)  # type: ignore[misc]
@@ -340,7 +336,7 @@ def layers(model: str, fp8: bool) -> None:
                 us=round(us, 2),
                 floor_us=round(read / 4.34e6, 2),
             )
-    moe.EARLY, moe.few_cuts = kept
+    moe.EARLY, moe.few_cuts, token_experts.SERVES, token_experts.CHOOSES = kept
 
 
 def decode(model: str) -> None:
