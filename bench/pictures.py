@@ -7,7 +7,9 @@ makes features of a picture, and ``towers`` of groups of them one behind the oth
 beside ``--peak``, the limit of the chip. Over HTTP, ``--requests`` at once
 and as many as ``--alone`` one after the other, ``--output-len`` tokens out: ``new`` pictures, the same ones behind
 another text (``features``: the tower does not see them again), and the same requests again (``cached``: their
-tokens, too). Times to the first token in seconds.
+tokens, too), and ``text``: as many tokens without a picture, new and cached. Times to the first token in seconds.
+``host``: the way of pictures to the worker without a server, new ones and the same again, by stage. ``trace``:
+what a GPU does between those that the tower looks at, of ``--traced`` new pictures at once.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from PIL import Image
 from process import Server, free_port
 
 WORDS = {"<|vision_start|>": "vision_start_token_id", "<|vision_end|>": "vision_end_token_id"}
-KINDS = "tower", "new", "features", "cached"
+KINDS = "tower", "host", "new", "features", "cached", "text", "trace"
 
 
 def parse() -> argparse.Namespace:
@@ -48,6 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--alone", type=int, default=4)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--traced", type=int, default=16, help="pictures, with eight tokens out each")
     parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of the chip in bfloat16")
     parser.add_argument("--server-args", default="--context-length 4096")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "pictures.log")
@@ -65,12 +68,15 @@ def main() -> None:
             tower(args)
         else:  # in a process of its own, whose memory is free then
             subprocess.run([sys.executable, *sys.argv, "--only", "tower"], check=True)
-    if set(args.only) - {"tower"}:
+    if "host" in args.only:
+        asyncio.run(host(args))
+    if set(args.only) - {"tower", "host"}:
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(args.model, Path(folder))
             port = free_port()
             command = [sys.executable, "-m", "sgla", "serve", "--model", str(args.model), "--port", str(port)]
             command += ["--load-format", "dummy", "--tokenizer", folder, "--device", args.device]
+            command += ["--profile-folder", folder]
             url = f"http://127.0.0.1:{port}"
             server = Server([*command, *args.server_args.split()], url, "/health/ready", args.log)
             with server:
@@ -186,6 +192,27 @@ def tower(args: argparse.Namespace) -> None:
                 print(found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=80))
 
 
+def urls_of(args: argparse.Namespace, count: int) -> list[str]:
+    files = [picture(args.side, seed) for seed in range(count)]
+    return ["data:image/jpeg;base64," + base64.b64encode(data).decode() for data in files]
+
+
+async def host(args: argparse.Namespace) -> None:
+    from picture_stages import Host
+
+    from sgla.model.vision.table import VISIONS
+
+    config = json.loads((args.model / "config.json").read_text())
+    urls = urls_of(args, args.requests + args.alone + 1)
+    way = Host(args.model, VISIONS[config["architectures"][0]], config, args.device == "cuda")
+    try:
+        await way.bring(urls.pop())  # processes start with the first
+        for kind in ("host", "host again"):
+            emit(args, kind, **await way.measure(urls[: args.requests], urls[args.requests :]))
+    finally:
+        await way.close()
+
+
 def synchronize(device: Any) -> None:
     import torch
 
@@ -205,39 +232,70 @@ def seconds_of(once: Callable[[], None], device: Any) -> float:
 
 
 async def measure(args: argparse.Namespace, url: str, ready: float) -> None:
-    files = [picture(args.side, i) for i in range(args.requests + args.alone)]
-    urls = ["data:image/jpeg;base64," + base64.b64encode(data).decode() for data in files]
+    urls = urls_of(args, args.requests + args.alone + args.traced)
+    urls, traced = urls[: -args.traced], urls[-args.traced :]
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         url, timeout=timeout, connector=connector, read_bufsize=1 << 20
     ) as session:
         await one(session, urls[0], "first", 2)  # what starts with the first picture
-        for kind, text in (("new", "w5 w6"), ("features", "w7 w8"), ("cached", "w7 w8")):
-            if kind not in args.only:
-                continue
-            alone = [await one(session, shown, text, args.output_len) for shown in urls[args.requests :]]
-            begun = time.perf_counter()
-            tasks = [one(session, shown, text, args.output_len) for shown in urls[: args.requests]]
-            found = await asyncio.gather(*tasks)
-            seconds = time.perf_counter() - begun
-            firsts = sorted(first for first, _ in found)
-            emit(
-                args, kind, seconds=seconds, ready_s=ready, requests=args.requests,
-                output_len=args.output_len, output_per_second=args.requests * args.output_len / seconds,
-                pictures_per_second=args.requests / seconds,
-                ttft_p50=statistics.median(firsts), ttft_max=firsts[-1],
-                alone_ttft=statistics.median(first for first, _ in alone),
-                alone_s=statistics.median(whole for _, whole in alone),
-            )  # fmt: skip
+        kinds = ("new", "w5 w6"), ("features", "w7 w8"), ("cached", "w7 w8")
+        for kind, text in kinds:
+            if kind in args.only:
+                tasks = [(shown, text) for shown in urls]
+                emit(args, kind, ready_s=ready, **await both(args, session, tasks))
+        if "text" in args.only:
+            tokens = (args.side // 28) ** 2
+            texts = [
+                " ".join(f"w{10 + (i * 977 + j) % 9000}" for j in range(tokens)) for i in range(len(urls))
+            ]
+            for kind in ("text", "text cached"):
+                emit(args, kind, **await both(args, session, [("", text) for text in texts]))
+        if "trace" in args.only:
+            emit(args, "trace", pictures=len(traced), **await trace(session, traced))
+
+
+async def both(
+    args: argparse.Namespace, session: aiohttp.ClientSession, tasks: list[tuple[str, str]]
+) -> dict[str, Any]:
+    """The last ones one behind the other, then the others at once. ``tasks``: picture and text."""
+    alone = [await one(session, *task, args.output_len) for task in tasks[args.requests :]]
+    begun = time.perf_counter()
+    found = await asyncio.gather(*(one(session, *task, args.output_len) for task in tasks[: args.requests]))
+    seconds = time.perf_counter() - begun
+    firsts = sorted(first for first, _ in found)
+    return {
+        "seconds": seconds,
+        "requests": args.requests,
+        "output_len": args.output_len,
+        "output_per_second": args.requests * args.output_len / seconds,
+        "pictures_per_second": args.requests / seconds,
+        "ttft_p50": statistics.median(firsts),
+        "ttft_max": firsts[-1],
+        "alone_ttft": statistics.median(first for first, _ in alone),
+        "alone_s": statistics.median(whole for _, whole in alone),
+    }
+
+
+async def trace(session: aiohttp.ClientSession, urls: list[str]) -> dict[str, Any]:
+    from picture_stages import gaps
+
+    async with session.post("/start_profile", json={}) as answer:
+        answer.raise_for_status()
+    await asyncio.gather(*(one(session, shown, "w11 w12", 8) for shown in urls))
+    async with session.post("/stop_profile") as answer:
+        answer.raise_for_status()
+        file = (await answer.json())["file"]
+    return gaps(json.loads(Path(file).read_text())["traceEvents"])
 
 
 async def one(session: aiohttp.ClientSession, shown: str, text: str, tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and to the last."""
     begun, first = time.perf_counter(), 0.0
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    prompt = f"{text} <|vision_start|><|image_pad|><|vision_end|> w9"
-    body = {"text": prompt, "image_data": shown, "sampling_params": sampling, "stream": True}
+    prompt = f"{text} <|vision_start|><|image_pad|><|vision_end|> w9" if shown else text
+    body = {"text": prompt, "image_data": shown or None, "sampling_params": sampling, "stream": True}
     async with session.post("/generate", json=body) as answer:
         if answer.status != 200:
             raise SystemExit(f"{answer.status}: {await answer.text()}")

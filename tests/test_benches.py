@@ -288,3 +288,38 @@ def test_a_process_that_dies_ends_a_run_of_several() -> None:
 
     with pytest.raises(EOFError):
         clients.run(None, [], 1, processes=1)  # type: ignore[arg-type]
+
+
+def test_gaps_of_a_tower_have_names() -> None:
+    import picture_stages
+
+    def event(kind: str, name: str, begin: int, end: int) -> dict[str, Any]:
+        return {"cat": kind, "name": name, "ts": 1e6 * begin, "dur": 1e6 * (end - begin)}
+
+    events = [
+        event("gpu_user_annotation", "tower", 10, 20),
+        event("kernel", "a", 10, 15),
+        event("kernel", "b", 16, 20),  # 1 s of nothing within the tower
+        event("kernel", "a step", 22, 30),
+        event("gpu_user_annotation", "tower", 40, 50),
+        event("kernel", "a", 40, 50),
+        event("kernel", "a step behind the last", 51, 60),
+        event("user_annotation", "read a picture", 30, 33),
+        event("user_annotation", "tower", 33, 36),
+        event("cpu_op", "aten::mm", 20, 21),
+        event("cpu_op", "aten::mm", 34, 38),
+        {"cat": "kernel", "name": "no length", "ts": 0},
+    ]
+    assert picture_stages.gaps(events) == pytest.approx(
+        {
+            "whole_s": 40,
+            "tower_s": 19,
+            "steps_s": 8,
+            "idle_while_it_reads_pictures_s": 3,
+            "idle_while_it_launches_the_tower_s": 3,
+            "idle_while_it_launches_steps_s": 1 + 2,
+            "idle_while_it_waits_for_a_step_s": 1 + 1 + 2,
+            "tower_share": 19 / 40,
+        }
+    )
+    assert picture_stages.gaps([]) == {}

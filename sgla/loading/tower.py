@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
@@ -22,6 +23,7 @@ from sgla.model.vision.spec import Vision
 # A language model that takes next to nothing stands where transformers' class wants one.
 SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
 GRID = "image_grid_thw"
+SEEN = "tower"  # in a profile
 READ = (
     *("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images"),
     *("image_position_ids", "target_sizes", "pixel_values_videos"),
@@ -88,7 +90,8 @@ class Tower:
 
     def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
         """Of one picture or sound. ``arrays``: what the processor made of it."""
-        made = self._seen(arrays)
+        with record_function(SEEN):
+            made = self._seen(arrays)
         if self._copies is not None:
             self._copies.computed()
         return made
@@ -96,8 +99,9 @@ class Tower:
     def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
         """Of several, and of videos, whose patches lie behind each other, with so many tokens each. Raises
         RuntimeError if they have not."""
-        read = [self._read(one) for one in pictures]
-        whole = self({name: torch.cat([one[name] for one in read]) for name in read[0]})
+        with record_function(SEEN):
+            read = [self._read(one) for one in pictures]
+            whole = self({name: torch.cat([one[name] for one in read]) for name in read[0]})
         values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
         return [
             Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)

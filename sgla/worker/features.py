@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from sgla.loading.tower import Features
 from sgla.messages import Array, Prepared
@@ -72,7 +73,7 @@ class FeatureCache:
 def arrays_of(picture: Prepared, pinned: bool = False) -> dict[str, Tensor]:
     """``pinned``: in memory that a GPU copies from while the host goes on. Raises OSError, and ValueError for
     a file that is too short."""
-    with open(picture.file, "rb") as file:
+    with record_function("read a picture"), open(picture.file, "rb") as file:
         return {array.name: _read(file, array, pinned) for array in picture.arrays}
 
 
