@@ -4,7 +4,7 @@
 #   OUT=/tmp/out bash bench/gpu/w4.sh [PART ...]
 #   tests   products of up to 16 rows against torch in float32
 #   engines each product of Qwen3-8B and a layer's four in turn, with and without the copy engine (1, 16, 8 rows)
-#   steps   steps of 1, 8 and 16 rows without it and with it
+#   steps   steps of 1, 8 and 16 rows as they are, with it, and where o fetches what gate and up read first
 #   timeline cycles between eight places of the kernels, in a layer's four products in turn
 #   cuts    each product by kernel and cut: us ("serving": by integer_gemm.cu); a layer's four in turn; what
 #           a kernel needs that only reads. Those that are wrong are named
@@ -25,7 +25,7 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
 json.dump(model, open(path, "w"))
 PY
 with='import runpy, sys
-from sgla.kernels.cuda import integer_gemm
+from sgla.kernels.cuda import integer_gemm, skinny_gemm
 exec(sys.argv[1])
 sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
@@ -33,11 +33,17 @@ given="bench/step.py --model $T/qwen3-8b-w4a16 --batches 1,8,16"
 for each in ${*:-tests engines steps timeline}; do
     case $each in
     tests) part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py \
-        -k "stationary or copy_engine or few and int4g128" ;;
+        -k "stationary or copy_engine or ahead or few and int4g128" ;;
     engines) part engines 40 bench/gpu_stationary.py --engines --rows 1,16,8 ;;
     steps)
         part steps 35 $given
         part steps-engine 35 -c "$with" "integer_gemm.ENGINE = ${ENGINE:-1}" $given
+        part steps-ahead 35 -c "$with" "skinny_gemm.AHEAD = ${AHEAD:-12} << 20" $given
+        ;;
+    fp8) # one row with a scale for each channel, without and with the second
+        fp8="bench/step.py --model bench/models/qwen3-8b --quantization fp8 --batches 1,2"
+        part fp8 35 $fp8
+        part fp8-ahead 35 -c "$with" "skinny_gemm.AHEAD = ${AHEAD:-12} << 20" $fp8
         ;;
     timeline) part timeline 30 bench/gpu_timeline.py ;;
     cuts) part cuts 60 bench/gpu_stationary.py --rows 1,16 --chains 1,16 --seconds 25 ;;

@@ -54,6 +54,31 @@ __device__ __forceinline__ void pdl_launch() {
 __device__ __forceinline__ void prefetch_to_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
+// Have so many bytes brought to the L2 cache.
+__device__ __forceinline__ void fetch_bytes(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// What a kernel that is to come reads first of a matrix: of each of its `parts` so many `bytes`, from tile
+// tiles * part / parts on, and as many `half` further on.
+struct Ahead {
+  const char* from;
+  long long half;
+  int tiles, parts, tile_bytes, bytes;
+};
+// One lane of a warp that does nothing else has that brought to the L2 cache, no faster than memory gives it
+// beside others, until `over`.
+__device__ __forceinline__ void fetch_ahead(const Ahead& ahead, const volatile int& over) {
+  constexpr int STEP = 2048;
+  for (int piece = blockIdx.x; piece < 2 * ahead.parts; piece += gridDim.x) {
+    const long long tile = (long long)ahead.tiles * (piece / 2) / ahead.parts;
+    const char* from = ahead.from + tile * ahead.tile_bytes + piece % 2 * ahead.half;
+    for (int at = 0; at < ahead.bytes; at += STEP) {
+      fetch_bytes(from + at, min(STEP, ahead.bytes - at));
+      __nanosleep(60);
+      if (over) return;
+    }
+  }
+}
 // 16 bytes from global to shared memory; `bytes` = 0 writes zeros instead.
 __device__ __forceinline__ void cp_async16(u32 dst, const void* src, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)

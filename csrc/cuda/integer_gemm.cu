@@ -68,6 +68,9 @@
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
 #endif
+#ifndef FETCHES  // 1: while it waits, a warp more fetches what the next product reads first
+#define FETCHES 0
+#endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
 #define EPILOGUE 0
 #endif
@@ -102,6 +105,7 @@ struct Params {
   int m, n, k, x_stride, out_stride;  // n: output columns
   int blocks, x_row;                  // of k; bytes of a row of x in shared memory
   float eps;
+  Ahead ahead;
 };
 
 #include "integers.cuh"
@@ -140,7 +144,7 @@ __device__ __forceinline__ void copy_constants(u32 to, const TensorMap& map, u32
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
     integer_gemm(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float row_square[NT * 8];
@@ -148,6 +152,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   __shared__ u64 arrived[WARPS][STAGES];
 #endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = row_of_lane(), t = lane % 4;
+#if FETCHES
+  __shared__ int over[1];
+  if (warp == WARPS) {
+    if (lane == 0) fetch_ahead(p.ahead, over[0]);
+    return;
+  }
+  if (threadIdx.x == 0) over[0] = 0;
+#endif
   const int wk = warp / (WARPS / WK), wn = warp % (WARPS / WK);
   const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % SLICES, parts = gridDim.x / SLICES,
             part = blockIdx.x / SLICES;
@@ -250,6 +262,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
   for (int s = 0; s < EARLY; ++s) load(s);
   pdl_wait();
+#if FETCHES
+  if (threadIdx.x == 0) over[0] = 1;
+#endif
   pdl_launch();
 
   // x, times the norm's weight, and the sums of its groups; zeros behind its end.
@@ -310,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
   }
   ask();
-  __syncthreads();
+  meet_at<THREADS>(0);
   if (NORM) {
     for (int m = warp; m < p.m; m += WARPS) {
       float sum = 0.f;
@@ -319,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
       if (lane == 0) row_square[m] = sum;
     }
-    if (DIRECT) __syncthreads();
+    if (DIRECT) meet_at<THREADS>(0);
   }
 
   // Where ``ldmatrix`` takes a lane's 8 channels of 32: rows that are not there read the last one.
@@ -506,7 +521,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       cluster_arrive();
       keep(tile);
     } else {
-      __syncthreads();  // of two buffers the other one's readers passed the one before
+      meet_at<THREADS>(0);  // of two buffers the other one's readers passed the one before
       add_up(tile);
     }
   }

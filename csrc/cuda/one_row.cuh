@@ -151,10 +151,6 @@ __device__ __forceinline__ int block_number() {
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i));
   return i;
 }
-// Have so many bytes brought to the L2 cache.
-__device__ __forceinline__ void fetch_bytes(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 
 // --- shared memory
 

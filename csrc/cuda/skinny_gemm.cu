@@ -47,6 +47,9 @@
 #ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF)
 #define GROUPED 0
 #endif
+#ifndef FETCHES  // 1: while it waits, a warp more fetches what the next product reads first
+#define FETCHES 0
+#endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up;
                   // 5: bf16, and the first columns go through a convolution over TAPS tokens of their
                   // row, and silu
@@ -92,6 +95,7 @@ struct Params {
   int channels, s_channel, s_place;
   long long s_unit;
 #endif
+  Ahead ahead;
 };
 
 #if EPILOGUE == 5
@@ -276,13 +280,21 @@ __device__ __forceinline__ Seen stage_row(const Params& p, int row, u32 to, cons
   return seen;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2) skinny_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float red[2][WARPS][KEPT][MT * 16 + 1];
   __shared__ float red_square[WARPS][NT * 8];
   __shared__ u32 red_most[HALVES ? WARPS : 1][HALVES ? STAGED : 1];
   __shared__ float back[HALVES ? STAGED : 1];  // what x was divided by
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#if FETCHES
+  __shared__ int over[1];
+  if (warp == WARPS) {
+    if (lane == 0) fetch_ahead(p.ahead, over[0]);
+    return;
+  }
+  if (threadIdx.x == 0) over[0] = 0;
+#endif
   const int tiles = (p.n + COLS - 1) / COLS, chunks = p.k / CHUNK_K;
   const int first = int((long long)tiles * blockIdx.x / gridDim.x),
             last = int((long long)tiles * (blockIdx.x + 1) / gridDim.x);
@@ -340,6 +352,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   }
 #endif
   pdl_wait();
+#if FETCHES
+  if (threadIdx.x == 0) over[0] = 1;
+#endif
   pdl_launch();
 
   int stage = 0;
@@ -372,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
       if (NORM && lane == 0) red_square[warp][row] = sum;
     }
-    __syncthreads();
+    meet_at<THREADS>(0);
     if (HALVES) {
       for (int row = 0; row < p.m; ++row) {
         u32 most = 0;
@@ -387,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
           sts128(at, {halved(v.x, by), halved(v.y, by), halved(v.z, by), halved(v.w, by)});
         }
       }
-      __syncthreads();
+      meet_at<THREADS>(0);
     }
   }
   for (int tile = first; tile < last; ++tile) {
@@ -526,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         if (t == 0) red_square[warp][j * 8 + g] = square[j];
       }
     }
-    __syncthreads();  // one a tile: the other buffer's readers passed the one before
+    meet_at<THREADS>(0);  // one a tile: the other buffer's readers passed the one before
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
       const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = first_column(tile) + col;

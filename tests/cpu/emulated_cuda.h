@@ -51,7 +51,7 @@ switch_stack:
 )");
 namespace emulated {
 typedef unsigned u32;
-constexpr u32 MEMORY = 256 << 10, STACK = 64 << 10;
+constexpr u32 MEMORY = 320 << 10, STACK = 64 << 10;
 
 struct Copy { u32 to; const void* from; u32 bytes, size; };
 struct Thread {

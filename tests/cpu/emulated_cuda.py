@@ -50,7 +50,7 @@ def compile_kernel(
     )
     source = FUNCTION.sub(_without_ptx, source)
     source = re.sub(r"^WGMMA\(.*\n", "", source, flags=re.M)
-    arrays = iter(range(APART, 256 << 10, room))
+    arrays = iter(range(APART, 320 << 10, room))
     memory = "emulated::block().memory.data()"
     dynamic = r"extern __shared__ (?:__align__\(128\) )?unsigned char smem\[\];"
     source = re.sub(dynamic, f"unsigned char* smem = {memory};", source)

@@ -80,6 +80,31 @@ def test_the_kernel_equals_the_oracle(
     assert (out.float() - y).norm() < 5e-3 * y.norm()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+def test_a_warp_that_fetches_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer_gemm, "processors", lambda: 3)
+    w, x, before = pack(torch.randn(200, 1024), "int4g128"), torch.randn(1, 1024).bfloat16(), torch.randn(200)
+    shape = Shape(1, 200, 1024, 4, 128, False, ADD)
+    ahead = integer_gemm.Ahead(w.tensors[0].data_ptr(), 4096, 2, 2, 8192, 4096)
+    results = []
+    for more in (None, ahead):
+        cut, out = Few(1, 4, 1, 4, after=True), before.bfloat16()
+        made = integer_gemm.plan(shape, cut, more is not None)
+        assert made is not None
+        tensors = x, *w.tensors, None, None, out
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
+        sizes = 1, 200, 1024, 1024, 200, shape.blocks, made.x_row
+        given = integer_gemm.params_of(shape, cut, pointers, sizes, 0.0, more)
+        threads = 32 * (integer_gemm.WARPS + made.defines["FETCHES"])
+        library = compile_kernel("integer_gemm.cu", "integer_gemm", made.defines, threads, 1, tmp_path)
+        library.run(ctypes.byref(given), 1, made.grid)
+        results.append(out)
+    assert torch.equal(*results)
+    y = x.float() @ w.dequant().T + before.bfloat16().float()
+    assert (results[0].float() - y).norm() < 5e-3 * y.norm()
+
+
 @pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64"])
 @pytest.mark.parametrize(("n", "k"), [(200, 1000), (6144, 4096), (4096, 14336)])
 def test_cuts_fit_a_multiprocessor(kind: str, n: int, k: int) -> None:

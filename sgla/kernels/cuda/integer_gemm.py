@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
-from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
+from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE, Ahead, ahead_of
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.integers import BLOCK, Integers
 
@@ -30,6 +30,7 @@ class _Params(ctypes.Structure):
         *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride", "blocks", "x_row")),
         ("eps", ctypes.c_float),
+        ("ahead", Ahead),
     )
 
 
@@ -40,7 +41,7 @@ class _Mapped(ctypes.Structure):
         ("words", TensorMap),
         ("of_rows", TensorMap),
         *_Params._fields_,
-        ("pad", ctypes.c_int * 12),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 4),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -124,8 +125,8 @@ def padded(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
-def plan(shape: Shape, config: Config) -> Plan | None:
-    """None: it does not fit."""
+def plan(shape: Shape, config: Config, ahead: bool = False) -> Plan | None:
+    """None: it does not fit. ``ahead``: it fetches what the next product reads first."""
     groups, per, units = -(-shape.rows // 8), BLOCK // shape.group, -(-shape.blocks // config.unit)
     if config.slices > units or shape.columns(config) > shape.n:
         return None
@@ -158,6 +159,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "ENGINE": config.engine,
+        "FETCHES": int(ahead),
         "AFTER": int(config.after),
         "EARLY": min(config.early, stages - (not config.after)),
         "RESIDENT": config.resident,
@@ -224,6 +226,7 @@ def linear(
     epilogue: int = STORE,
     out: Tensor | None = None,
     config: Config | None = None,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= ``MAX_ROWS``; see ``refuses``, and
     ``skinny_gemm.linear`` for the rest."""
@@ -238,27 +241,49 @@ def linear(
         for part in (slice(half), slice(half, m)):
             linear(x[part], weight, norm=norm, eps=eps, bias=bias, epilogue=epilogue, out=out[part])
         return out
-    kernel, made = _kernel(shape, config)
+    kernel, made = _kernel(shape, config, ahead is not None)
     tensors = x, *weight.tensors, norm, bias, out
     params = params_of(
         shape, config, [None if t is None else t.data_ptr() for t in tensors],
         (m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row), eps,
+        ahead,
     )  # fmt: skip
-    kernel.launch(made.grid, 32 * WARPS, params)
+    kernel.launch(made.grid, 32 * (WARPS + made.defines["FETCHES"]), params)
     return out
 
 
+def first_of(m: int, weight: Integers, norm: bool, epilogue: int) -> Ahead | None:
+    """What a product of ``m`` rows by ``weight`` reads first."""
+    gated = epilogue in (SILU, GELU)
+    n = weight.n // 2 if gated else weight.n
+    shape = Shape(padded(m), n, weight.k, weight.bits, weight.group, norm, epilogue, weight.whole)
+    config = default_config(shape)
+    if config is None or config.slices > 1:
+        return None
+    made = plan(shape, config)
+    assert made is not None
+    columns, row = shape.columns(config), shape.blocks * BLOCK // 8 * shape.bits
+    words = weight.tensors[0].data_ptr()
+    return ahead_of(words, n, row, -(-n // columns), made.grid, columns, gated)
+
+
 def params_of(
-    shape: Shape, config: Config, pointers: list[int | None], sizes: tuple[int, ...], eps: float
+    shape: Shape,
+    config: Config,
+    pointers: list[int | None],
+    sizes: tuple[int, ...],
+    eps: float,
+    ahead: Ahead | None = None,
 ) -> ctypes.Structure:
     """What the kernel is given: the numbers of ``_Params``, and for the copy engine maps."""
+    values = *pointers, *sizes, eps, ahead or Ahead()
     if not config.engine:
-        return _Params(*pointers, *sizes, eps)
+        return _Params(*values)
     _, words, constants, *_ = pointers
     assert words is not None
     assert constants is not None
     of_rows = _constants_of(shape, config.unit, constants) if config.engine == 2 else TensorMap()
-    return _Mapped(map_of(shape, config.unit, words), of_rows, *pointers, *sizes, eps)
+    return _Mapped(map_of(shape, config.unit, words), of_rows, *values)
 
 
 @lru_cache(1 << 14)
@@ -286,8 +311,8 @@ def _halves(shape: Shape) -> tuple[int, int]:
 
 
 @cache
-def _kernel(shape: Shape, config: Config) -> tuple[Kernel, Plan]:
-    made = plan(shape, config)
+def _kernel(shape: Shape, config: Config, ahead: bool = False) -> tuple[Kernel, Plan]:
+    made = plan(shape, config, ahead)
     assert made is not None, f"{config} does not fit {shape}"
     return _compiled(tuple(made.defines.items()), made.shared, config.slices), made
 

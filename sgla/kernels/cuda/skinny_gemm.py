@@ -18,11 +18,22 @@ TAPS = 4  # of convolutions
 P = ctypes.c_void_p
 
 
+class Ahead(ctypes.Structure):
+    """What a product that is to come reads first: see common.cuh."""
+
+    _fields_ = (
+        ("source", P),
+        ("half", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("tiles", "parts", "tile_bytes", "bytes")),
+    )
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
         *((name, P) for name in ("x", "w", "scale", "norm", "by", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         ("eps", ctypes.c_float),
+        ("ahead", Ahead),
     )
 
 
@@ -30,10 +41,11 @@ class _Convolved(ctypes.Structure):
     """Of an epilogue with a convolution."""
 
     _fields_ = (
-        *_Params._fields_,
+        *_Params._fields_[:-1],
         *((name, P) for name in ("taps", "state", "reads", "writes", "marks")),
         *((name, ctypes.c_int) for name in ("channels", "s_channel", "s_place")),
         ("s_unit", ctypes.c_longlong),
+        ("ahead", Ahead),
     )
 
 
@@ -57,6 +69,10 @@ class Config(NamedTuple):
     stages: int
     per_sm: int
 
+    def columns(self, gated: bool) -> int:
+        """Of the result, of a tile."""
+        return self.tiles * (8 if self.half or gated else 16)
+
     def ring(self, grouped: bool) -> int:
         """Bytes of weights in shared memory, with their scales if they are ``grouped``."""
         return 8 * (2048 + 64 * grouped) * self.tiles * self.stages
@@ -69,6 +85,7 @@ class Staged(NamedTuple):
     bytes: int
 
 
+AHEAD = 0  # bytes of a product that is to come which another brings to the L2 cache: not timed
 STAGED_ROWS = 2  # at most, or reading x once costs more than it saves
 STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit on a multiprocessor
 E4M3_STAGED = 2, 4  # rows of x that are kept in shared memory where the weights are e4m3
@@ -123,12 +140,14 @@ def _kernel(
     e4m3: bool,
     gate: tuple[int, int] | None = None,
     grouped: bool = False,
+    ahead: bool = False,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
+    defines |= {"FETCHES": 1} if ahead else {}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(grouped) + staged.bytes)
 
 
@@ -174,6 +193,7 @@ def linear(
     out: Tensor | None = None,
     config: Config | None = None,
     convolution: Convolution | None = None,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
@@ -183,6 +203,7 @@ def linear(
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
     ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the ``convolution``, and silu.
+    ``ahead``: what is brought to the L2 cache meanwhile.
     """
     m, k = x.shape
     gated = epilogue in (SILU, GELU)
@@ -201,7 +222,8 @@ def linear(
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
-    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped)
+    more = scale is not None, gating, grouped, ahead is not None
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, *more)
     params = (
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
@@ -216,7 +238,24 @@ def linear(
             state.stride(1), state.stride(2), state.stride(0),
         )  # fmt: skip
     else:
-        made = _Params(*params)
-    columns = config.tiles * (8 if config.half or gated else 16)
-    kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, made)
+        made = _Params(*params, *([] if ahead is None else [ahead]))
+    tiles = -(-n // config.columns(gated))
+    kernel.launch(min(tiles, processors() * config.per_sm), 256 if ahead is None else 288, made)
     return out
+
+
+def first_of(m: int, weight: Tensor, config: Config, gated: bool) -> Ahead | None:
+    """What a product of ``m`` rows by ``weight`` reads first, so much that ``AHEAD`` bytes are enough."""
+    rows, k = weight.shape
+    n, size = rows // (2 if gated else 1), weight.element_size()
+    tiles, columns = -(-n // config.columns(gated)), config.columns(gated)
+    parts = min(tiles, processors() * config.per_sm)
+    return ahead_of(weight.data_ptr(), n, k * size, tiles, parts, columns, gated)
+
+
+def ahead_of(data: int, n: int, row: int, tiles: int, parts: int, columns: int, gated: bool) -> Ahead | None:
+    """Of a matrix with rows of so many bytes, of which ``columns`` are a tile; all of it if it is small."""
+    half = n * row if gated else columns * row // 2
+    tile = columns * row if gated else half
+    bytes_ = min(tile, AHEAD // (2 * parts)) // 2048 * 2048
+    return Ahead(data, half, tiles, parts, columns * row, bytes_) if bytes_ else None
