@@ -2,7 +2,7 @@
 
     python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
                            [--algorithm ngram] [--draft MODEL] [--guesses N] [--accept SHARE]
-                           [--texts loop,free] [--alone] [--all] [--always]
+                           [--texts loop,free] [--alone] [--all] [--always] [--values STATEMENTS]
 
 ``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one. From the
 second time on, the text of another request helps to guess. ``chats``: those of ``chats.py``, each once.
@@ -12,7 +12,8 @@ the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at 
 commas. ``--accept``: on a GPU, this share of the guesses of a model with random weights is taken as right
 (``forced.py``); an engine for each of several. ``--guesses``: at most, several by commas, the most first,
 with one engine. ``--all``: as many as that, whatever the clock says; ``--always``: of n-grams, with
-``--accept``. ``--alone``: no engine without guesses beside, for models that do not fit twice.
+``--accept``; ``--values``: Python that the worker runs first, with the same. ``--alone``: no engine without
+guesses beside, for models that do not fit twice.
 
 Engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text with
 medians; ``step_ms`` is what a step of the guessing engine takes on its device, ``gap_ms`` how long that waits
@@ -170,6 +171,7 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--all", action="store_true", help="--no-speculative-adaptive")
     parser.add_argument("--always", action="store_true", help="n-grams guess in every step")
+    parser.add_argument("--values", default="", help="set in the worker: module.CONSTANT = value")
     parser.add_argument("--extra", default="{}", help="other settings, as JSON")
     parser.add_argument("--accept", default="")
     parser.add_argument("--kv", type=int, default=4, help="GiB of each engine's KV cache on a GPU")
@@ -189,7 +191,7 @@ def main() -> int:
     same = []
     for share in shares:
         if share is not None:
-            os.environ["SGLA_BENCH_ACCEPT"] = str(share)
+            os.environ["SGLA_BENCH_ACCEPT"], os.environ["SGLA_BENCH_VALUES"] = str(share), args.values
             if args.always:
                 os.environ["SGLA_BENCH_ALWAYS"] = "1"
             procs.runner_of = lambda config: "forced:runner"

@@ -3,7 +3,7 @@
 and save can be measured with random weights. The text is none.
 
 ``bench/drafts.py --accept SHARE`` starts it in the place of the server's own; with ``--always`` n-grams guess
-as much as they may in every step, as if a grammar forced all that comes.
+as much as they may in every step, as if a grammar forced all that comes. ``--values`` are set there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from sgla.messages import VERIFIED
 from sgla.worker.start_gpu import cuda_runner
 from sgla.worker.verify import Verify
 
-SHARE, ALWAYS = "SGLA_BENCH_ACCEPT", "SGLA_BENCH_ALWAYS"  # variables of the environment
+# Variables of the environment.
+SHARE, ALWAYS, VALUES = "SGLA_BENCH_ACCEPT", "SGLA_BENCH_ALWAYS", "SGLA_BENCH_VALUES"
 
 
 @triton.jit(
@@ -43,7 +44,15 @@ def _force(
     tl.store(place, token, mask=follows)
 
 
+@triton.jit(do_not_specialize=["slots"])
+def _guess_again(computed, runs, stride, slots, most, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(runs + i * stride, tl.load(computed + i, mask=i < slots) + 1, mask=i < slots)
+    tl.store(runs + i * stride + 1, most, mask=i < slots)
+
+
 def runner(*args: Any) -> Any:
+    exec(os.environ.get(VALUES, ""), {})
     share, accept, always = float(os.environ[SHARE]), Verify.accept, ALWAYS in os.environ
     steps = iter(range(1 << 30))
 
@@ -56,9 +65,9 @@ def runner(*args: Any) -> Any:
             )  # fmt: skip
         accept(self, out)
         if always:
-            runs = self._state.others.forced
-            runs[:, 0] = self._state.computed + 1
-            runs[:, 1] = VERIFIED
+            computed, runs = self._state.computed, self._state.others.forced
+            block = triton.next_power_of_2(len(computed))
+            _guess_again[(1,)](computed, runs, runs.stride(0), len(computed), VERIFIED, BLOCK=block)
 
     Verify.accept = forced  # type: ignore[method-assign]
     return cuda_runner(*args)

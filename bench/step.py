@@ -138,6 +138,16 @@ def profile_decode(runner: CudaRunner, rows: int, context: int, trace: Path | No
     return profile(runner, runner.graphs._graphs[size].replay, Load(rows, context, 0), trace)
 
 
+def profile_guesses(runner: CudaRunner, guesses: int, context: int, trace: Path | None) -> dict[str, Any]:
+    """The graph of one row that verifies so many guesses, all of which are there."""
+    admit(runner, 1, context, DRAWN)
+    size = next(size for size in runner.graphs.sizes if size > guesses)
+    slots = np.zeros(guesses + 1, np.int32)
+    runner.graphs._send(slots, context - guesses + np.arange(guesses + 1, dtype=np.int32), size)
+    found = profile(runner, runner.graphs._graphs[size].replay, Load(guesses + 1, context, 0), trace)
+    return {"guesses": guesses} | found
+
+
 def profile_prompt(
     runner: CudaRunner, rows: int, context: int, tokens: int, history: int, trace: Path | None
 ) -> dict[str, Any]:
@@ -233,7 +243,9 @@ def profile_all(
     for rows in batches:
         found = profile_decode(runner, rows, args.context, trace(f"decode-{rows}"))
         lines.emit(base | found)
-    for name in args.prompts.split(","):
+    for guesses in map(int, filter(None, args.guesses.split(","))):
+        lines.emit(base | profile_guesses(runner, guesses, args.context, trace(f"guesses-{guesses}")))
+    for name in filter(None, args.prompts.split(",")):
         sizes, _, history = name.partition("@")
         rows, tokens = map(int, sizes.split("+"))
         found = profile_prompt(runner, rows, 1150, tokens, int(history or 0), trace(f"prompt-{name}"))

@@ -18,6 +18,13 @@
 // the kernel before, so the first tiles are loaded while it runs. (The kernels before that one have finished:
 // each lets its successor start only after it has itself waited.)
 //
+// EARLY: if not FUSED, the kernel before stores the new tokens' k and v, and older tiles are loaded while it
+// runs.
+//
+// RUN: rows of one slot, whose tokens follow each other, read the same pages. Of each RUN rows those of a
+// slot are taken together, as query heads that see their own tokens: the last of them has all of their tiles
+// in `cum`, the others none.
+//
 // CASCADE: the first `skip` tokens of a row were attended elsewhere, together with the rows that share them;
 // their partial results join the row's own when it is written.
 //
@@ -37,8 +44,11 @@
 #ifndef HD
 #define HD 128
 #endif
-#ifndef GROUP  // query heads of a part, at most 8
+#ifndef GROUP  // query heads of a part, of each of RUN rows: at most 8
 #define GROUP 4
+#endif
+#ifndef RUN
+#define RUN 1
 #endif
 // Parts of a kv head's query heads: a part is what is called a head here, and reads the pages itself.
 #ifndef SHARE
@@ -77,6 +87,9 @@
 #ifndef FUSED
 #define FUSED 0
 #endif
+#ifndef EARLY
+#define EARLY 0
+#endif
 #ifndef CASCADE
 #define CASCADE 0
 #endif
@@ -102,7 +115,8 @@ constexpr int MIN_TILES = 8;  // that a block takes at least
 // to merge.
 constexpr int MOST_PARTS = HD > 128 ? 32 : 1 << 16;
 constexpr int TILE = 16;
-constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
+constexpr int HEADS = GROUP / RUN;          // query heads of a part
+constexpr int ALL = HEADS * SHARE - LACK;  // query heads of a kv head
 constexpr bool BYTES = FP8 || INT8;         // of k and v
 constexpr int ELEMENT = BYTES ? 1 : 2;      // bytes
 constexpr int TOKEN_BYTES = HD * ELEMENT;
@@ -166,10 +180,10 @@ struct __align__(16) Unit { int row, head, tile, count, tiles, len, first, slot;
 
 // The first query head of a part, and how many it has.
 __device__ __forceinline__ int first_query(int head) {
-  return head * GROUP - (LACK ? head / SHARE * LACK : 0);
+  return head * HEADS - (LACK ? head / SHARE * LACK : 0);
 }
 __device__ __forceinline__ int queries_of(int head) {
-  return GROUP - (LACK && head % SHARE == SHARE - 1 ? LACK : 0);
+  return HEADS - (LACK && head % SHARE == SHARE - 1 ? LACK : 0);
 }
 
 // Barriers of a unit: it is announced, its query is ready, its tiles are attended to, its results are merged.
@@ -211,6 +225,18 @@ struct Memory {  // of a block
   }
 };
 
+// The number `i` of the GROUP queries of a unit: a head of a row, if there is one.
+struct Query {
+  int row, head;
+  bool live;
+  __device__ __forceinline__ Query(const Memory& memory, const Unit& x, int i) {
+    row = RUN > 1 ? x.row / RUN * RUN + i / HEADS : x.row;
+    head = first_query(x.head) + (RUN > 1 ? i % HEADS : i);
+    live = RUN > 1 ? i < GROUP && row <= x.row && memory.slot[row] == memory.slot[x.row]
+                   : i < queries_of(x.head);
+  }
+};
+
 // The list of all tiles, cut into equal shares.
 struct Shares {
   const int* cum;
@@ -219,7 +245,7 @@ struct Shares {
   // each pair.
   __device__ __forceinline__ Shares(const Params& p, const int* cum)
       : cum(cum), rows(p.rows), heads(p.kv_heads) {
-    pairs = rows * heads, most = gridDim.x;
+    pairs = (rows + RUN - 1) / RUN * heads, most = gridDim.x;
     const u32 n = (u32(pairs) + most - 1) / most;
     whole = (pairs + n - 1) / n, fit = u32(most) / pairs;
   }
@@ -272,6 +298,19 @@ struct Shares {
 };
 
 __device__ __forceinline__ float round_bf(float x) { return lo2f(pack2(x, 0.f)); }
+
+__device__ __forceinline__ float tanh_fast(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Adds one to what other blocks count, too: what each has written before is seen by who comes later. Returns
+// what was there.
+__device__ __forceinline__ int count_one(int* count) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
+}
 
 // Two floats as bf16, or as fp16 with FP8: what the tensor cores take.
 __device__ __forceinline__ u32 pack_operand(float lo, float hi) {
@@ -481,6 +520,8 @@ __device__ __forceinline__ int turned_by(const Params& p, const Unit& x) {
 constexpr int PAIRS = HD / 64;
 static_assert(AT_ONCE <= STAGES && 32 % AT_ONCE == 0, "lanes wait for them, and fetch their scales");
 static_assert(!INT4 || INT8, "keys are in 8 bits");
+static_assert(RUN == 1 || (GROUP % RUN == 0 && SHARE == 1), "rows of a slot are heads of one part");
+static_assert(RUN == 1 || !(FUSED || CASCADE), "rows of a slot read what the others have stored");
 static_assert(!INT8 || (!CASCADE && (!FUSED || ROT == HD)), "of turned keys all dims are rotated");
 __device__ __forceinline__ bool rotated(int pair) { return ROT == HD || pair < ROT / 2; }
 __device__ __forceinline__ int k_dim(int pair, int half) {
@@ -691,16 +732,15 @@ struct Fresh {
 // A warp that makes the queries of every PREPARERS-th unit.
 __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, int turn) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  if (FUSED) {
-    pdl_wait();
-    pdl_launch();
-  }
+  pdl_wait();
+  pdl_launch();
   for (int u = turn;; u += PREPARERS) {
     const Unit x = memory.get(u);
     if (x.count == 0) return;
     unsigned char* to = memory.queries + u % QUERIES * Q_BYTES;
-    const bf16* q = p.q + (long long)x.row * p.q_stride + (first_query(x.head) + g) * HD;
-    const bool live = g < queries_of(x.head);
+    const Query query(memory, x, g);
+    const bf16* q = p.q + (long long)query.row * p.q_stride + query.head * HD;
+    const bool live = query.live;
     u32 qf[ACC][2];
     float scale = 1.f;
     if (FUSED) {
@@ -757,6 +797,14 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// The first tile of a row's slot that has a token of this step, whichever row that is of.
+__device__ __forceinline__ int first_fresh(const Params& p, const Memory& memory, int row, int lane) {
+  int first = memory.len[row];
+  for (int i = lane; i < p.rows; i += 32)
+    if (memory.slot[i] == memory.slot[row]) first = min(first, memory.len[i]);
+  return max(__reduce_min_sync(~0u, first) - 1, 0) / TILE;
+}
+
 // The warp that loads.
 __device__ __forceinline__ void load(const Params& p, const Memory& memory, const Shares& shares) {
   const int lane = threadIdx.x % 32;
@@ -765,6 +813,7 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
   const int stop = shares.begin(blockIdx.x + 1, end_row);
   int stage = 0, held_row = -1, held = 0;  // whose pages from which tile on are at hand
   u32 parity = 1;
+  bool waited = FUSED || !EARLY;
   auto announce = [&](int u, const Unit& x) {
     memory.wait(MERGED, u - UNITS);
     if (lane != 0) return;
@@ -793,8 +842,10 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
       return;
     }
     const int* pages = p.page_table + (long long)memory.slot[row] * p.table_stride;
+    const int fresh = waited ? 0 : first_fresh(p, memory, row, lane);
     for (int tile = x.first + x.tile, end = tile + x.count; tile < end;) {
-      const int base = tile & -PAGES, n = min(end, base + PAGES);
+      if (!waited && tile >= fresh) pdl_wait(), waited = true;
+      const int base = tile & -PAGES, n = min(waited ? end : min(end, fresh), base + PAGES);
       if (row != held_row || base != held) {
         int page[PAGES / 32];
 #pragma unroll
@@ -861,16 +912,12 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
 // The last tile of a row: the new token's k and v (FUSED), and zeros where v has no token yet.
 __device__ __forceinline__ void complete_tile(u32 kt, u32 vt, float* scales, const unsigned char* fresh,
                                               int last, int lane) {
-  auto store = [&](u32 to, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
-  };
   const uint4* row = reinterpret_cast<const uint4*>(fresh);
-  for (int i = lane; FUSED && i < CHUNKS; i += 32) store(kt + in_tile_at<TOKEN_BYTES>(last, i), row[i]);
+  for (int i = lane; FUSED && i < CHUNKS; i += 32) sts128(kt + in_tile_at<TOKEN_BYTES>(last, i), row[i]);
   for (int i = lane; FUSED && i < V_CHUNKS; i += 32)
-    store(vt + in_tile_at<V_BYTES>(last, i), row[CHUNKS + i]);
+    sts128(vt + in_tile_at<V_BYTES>(last, i), row[CHUNKS + i]);
   for (int i = (last + 1) * V_CHUNKS + lane; i < TILE * V_CHUNKS; i += 32)
-    store(vt + in_tile_at<V_BYTES>(i / V_CHUNKS, i % V_CHUNKS), {});
+    sts128(vt + in_tile_at<V_BYTES>(i / V_CHUNKS, i % V_CHUNKS), {});
   const float* of = reinterpret_cast<const float*>(fresh + TOKEN_BYTES + V_BYTES);
   for (int i = lane; i < SCALES; i += 32) {
     const int token = i % TILE;
@@ -895,6 +942,11 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
     if (next < before + x.count) {
       const int oldest = p.window > 0 ? x.len - p.window : 0;
       const unsigned char* query = memory.queries + u % QUERIES * Q_BYTES;
+      int2 seen = {x.len, x.len};  // of heads 2t and 2t + 1
+      if (RUN > 1) {
+        const Query even(memory, x, 2 * t), odd(memory, x, 2 * t + 1);
+        seen = {even.live ? memory.len[even.row] : 0, odd.live ? memory.len[odd.row] : 0};
+      }
       u32 qf[ACC][2];
       memory.wait(PREPARED, u);
 #pragma unroll
@@ -943,13 +995,9 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
         for (int j = 0; j < 4; ++j) {
           float y = (INT8 ? float(high[j] * 256 + low[j]) : s[j] + s_odd[j]) * (j % 2 ? scale.y : scale.x);
           if constexpr (INT8) y *= scales[g + j / 2 * 8];
-          if (SOFTCAP) {
-            float capped;
-            asm("tanh.approx.f32 %0, %1;" : "=f"(capped) : "f"(y));
-            y = capped * p.softcap;
-          }
+          if (SOFTCAP) y = tanh_fast(y) * p.softcap;
           const int at_token = token + (j >= 2 ? 8 : 0);
-          s[j] = at_token < x.len && at_token >= oldest ? y : NEG;
+          s[j] = at_token < (j % 2 ? seen.y : seen.x) && at_token >= oldest ? y : NEG;
         }
         float n0 = fmaxf(s[0], s[2]), n1 = fmaxf(s[1], s[3]);
 #pragma unroll
@@ -1024,7 +1072,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
     float* result = memory.results + u % RESULTS * RESULT;
     if (g == 0)
       *reinterpret_cast<float4*>(result + WARPS * GROUP * PITCH + (warp * 8 + t * 2) * 2) = {m0, l0, m1, l1};
-    if (m0 != NEG) {  // the same in all lanes: some tile was its
+    if (RUN > 1 || m0 != NEG) {  // the same in all lanes: some tile was its
 #pragma unroll
       for (int i = 0; i < ACC; ++i)
 #pragma unroll
@@ -1033,7 +1081,8 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
           const int d = INT4    ? i / 2 * 32 + g * 4 + i % 2 * 2 + j / 2
                         : BYTES ? i * 16 + g * 2 + j / 2
                                 : i * 16 + g + j / 2 * 8;
-          if (head < GROUP) result[(warp * GROUP + head) * PITCH + d] = o[i][j];
+          if (head < GROUP && (RUN == 1 || (j & 1 ? m1 : m0) != NEG))
+            result[(warp * GROUP + head) * PITCH + d] = o[i][j];
         }
     }
     __syncwarp();
@@ -1075,7 +1124,7 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
   const int thread = threadIdx.x - WARPS * 32;
   auto sync = [&]() { meet_at<MERGING>(1); };
   auto place = [&](int j) { return (j * MERGING + thread) * 4; };
-  if (FUSED) pdl_wait();
+  pdl_wait();
   for (int u = 0;; ++u) {
     const Unit x = memory.get(u);
     if (x.count == 0) return;
@@ -1135,9 +1184,7 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
       sync();
       if (thread == 0) {
         int* count = p.count + x.row * p.kv_heads + x.head;
-        int done;
-        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(done) : "l"(count) : "memory");
-        last = done == parts - 1;
+        last = count_one(count) == parts - 1;
         if (last) *count = 0;
       }
       sync();
@@ -1162,16 +1209,16 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
       }
       if (CASCADE) join_prefixes();
     }
-    bf16* out = p.out + (long long)(x.row * (p.kv_heads / SHARE * ALL) + first_query(x.head)) * HD;
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-      if (place(j) >= queries_of(x.head) * HD) break;
+      const Query query(memory, x, place(j) / HD);
+      if (!query.live) continue;
       const Sum& sum = sums[j];
-      const float sink =
-          p.sinks ? exp2_fast(p.sinks[first_query(x.head) + place(j) / HD] * LOG2E - sum.m) : 0.f;
+      const float sink = p.sinks ? exp2_fast(p.sinks[query.head] * LOG2E - sum.m) : 0.f;
       const float f = (FP8 ? p.v_scale : 1.f) / (sum.l + sink);
-      *reinterpret_cast<uint2*>(out + place(j)) = {pack2(sum.x.x * f, sum.x.y * f),
-                                                   pack2(sum.x.z * f, sum.x.w * f)};
+      bf16* out =
+          p.out + (long long)(query.row * (p.kv_heads / SHARE * ALL) + query.head) * HD + place(j) % HD;
+      *reinterpret_cast<uint2*>(out) = {pack2(sum.x.x * f, sum.x.y * f), pack2(sum.x.z * f, sum.x.w * f)};
     }
   }
 }
@@ -1180,7 +1227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
     decode_attention(const __grid_constant__ Params p) {
   const Memory memory;
   if (threadIdx.x == 0) prefetch(p.pages);
-  if (!FUSED) {
+  if (!FUSED && !EARLY) {
     pdl_wait();
     pdl_launch();
   }
@@ -1199,7 +1246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
   }
   __syncthreads();
   if (memory.cum[p.rows] == 0) {
-    if (FUSED) pdl_wait();  // whoever waits for this kernel relies on it
+    pdl_wait();  // whoever waits for this kernel relies on it
     return;
   }
   shares.cut();

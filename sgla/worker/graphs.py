@@ -233,7 +233,11 @@ class DecodeGraphs:
         prefixes = self._prefixes(size) if cascade else None
         ids, positions, out_loc = self._ids[:size], self._positions[:size], self._out_loc[..., :size]
         skip = prefixes.skip if prefixes is not None else None
-        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip)
+        decode = steps.attention.decode
+        # Rows that guess read what others of the same slot store.
+        alone = alone or steps.drafts is None or size == 1
+        run = 1 if alone or cascade else decode.run
+        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip, run=run)
         batch = tables.batch(
             slots,
             ids,
@@ -246,11 +250,9 @@ class DecodeGraphs:
             cum=cum,
             prefixes=prefixes,
             states=self._device_states(units),
+            run=run,
         )
-        decode = steps.attention.decode
-        # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
-        # others of the same slot store.
-        alone = alone or steps.drafts is None or size == 1
+        # The prefixes' kernel wants q before the decode kernel would make it.
         fused = decode.fused if alone and not cascade else None
         if not steps.shard.samples:
             steps.forward.hidden(batch, None, fused)

@@ -24,6 +24,7 @@ using std::max;
 using std::min;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -175,6 +176,7 @@ inline void launch(int grid, int ranks, int threads_each, int cluster, void (*en
 }  // namespace emulated
 
 inline float __uint_as_float(unsigned x) { return emulated::bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return emulated::bits<unsigned>(x); }
 inline int __float_as_int(float x) { return emulated::bits<int>(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   const uint64_t from = uint64_t(b) << 32 | a;
@@ -521,6 +523,21 @@ template <int COUNT> void arrive_at(int barrier) {
   if (++b.count[barrier] == COUNT) b.count[barrier] = 0, ++b.turns[barrier];
 }
 inline bool __any_sync(unsigned, bool v) { return __reduce_max_sync(~0u, v); }
+inline int __reduce_min_sync(unsigned, int v) { return ~int(__reduce_max_sync(~0u, ~v)); }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  unsigned made = 0;
+  for (int lane = 0; lane < 32; ++lane) made |= unsigned(__shfl_sync(~0u, int(v), lane)) << lane;
+  return made;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+template <class T> T __ldcg(const T* from) { return *from; }
+template <class T> void __stcg(T* to, T v) { *to = v; }
+inline void ldmatrix_trans(unsigned (&r)[4], unsigned address) {
+  ldmatrix(r, address);
+  for (unsigned& x : r) x = movmatrix(x);
+}
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }

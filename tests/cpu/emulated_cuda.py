@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 FUNCTION = re.compile(
     r"^(?:template <.*>\n)?__device__ __forceinline__ [^;{]*\{(?:.*\}\n|\n?(?:.*\n)*?\}\n)", re.M
 )
-SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)((?:\[[^\]]*\])+);")
+SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?(\w+) (\w+)((?:\[[^\]]*\])*);")
 APART = 200 << 10  # where arrays lie that are not of the dynamic shared memory
 # Functions of one source, whose PTX needs numbers of that source.
 OWN = {
@@ -29,6 +29,24 @@ OWN = {
     "mma_halves": "void mma_halves(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) { u32 a[4] = {}; "
     "halves(lo, a[0], a[2]); if (!HALF) halves(hi, a[1], a[3]); "
     "mma_of<true>(d, a[0], a[1], a[2], a[3], x0, x1); }\n",
+    "copy_tile": "template <class Map> "
+    "void copy_tile(u32 to, const Map& map, u32 bar, int token, int at, u64) "
+    "{ copy_box(to, map, bar, 0ll, (long long)token, 0ll, 0ll, (long long)at); }\n",
+    "copy_16": "void copy_16(u32, const void*) { }\n",
+    "arrive_when_copied": "void arrive_when_copied(u32) { }\n",
+    "prefetch": "template <class Map> void prefetch(const Map&) { }\n",
+    "first_halves": "u32 first_halves(u32) { return 0; }\n",
+    "last_halves": "u32 last_halves(u32) { return 0; }\n",
+    "with_bits": "template <u32 MASK, u32 BITS> u32 with_bits(u32) { return 0; }\n",
+    "even_numbers": "u32 even_numbers(u32) { return 0; }\n",
+    "multiply_bytes": "void multiply_bytes(int (&)[4], const u32 (&)[4], const u32 (&)[2]) { }\n",
+    "to_e4m3": "unsigned short to_e4m3(float, float) { return 0; }\n",
+    "value": "u32 value(u32, int, u32, u32) { return 0; }\n",
+    "tanh_fast": "float tanh_fast(float x) { return std::tanh(x); }\n",
+    "count_one": "int count_one(int* count) { return (*count)++; }\n",
+    "pack_operand": "u32 pack_operand(float lo, float hi) { return pack2(lo, hi); }\n",
+    "multiply": "void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) "
+    "{ mma(d, a0, a1, a2, a3, b0, b1); }\n",
 }
 
 

@@ -19,8 +19,10 @@ from test_gpu_windows import MODEL as WINDOWS
 from test_gpu_windows import answers, run
 from tiny import make_core, submit
 
+from sgla.attention import native
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
+from sgla.kernels.cuda import decode_attention
 from sgla.messages import Control, Grammar, Submit, TokenLogprob
 
 NEAR = 0.1  # nats between logprobs that rounding to bfloat16 may swap; a token at random costs more than 1
@@ -219,6 +221,18 @@ def test_kernels_of_bfloat16(settings: dict[str, Any], guesses: dict[str, Any]) 
             if request.rid in ("greedy", "prompt"):
                 brought = scored(plain, request.tokens + found[request.rid])[-len(found[request.rid]) :]
                 assert max(place.top[0][1] - place.logprob for place in brought) < NEAR
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}], ids=["bf16", "fp8"])
+def test_rows_of_a_slot_read_its_pages_together(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "TOGETHER", True)
+    monkeypatch.setattr(decode_attention, "EARLY", True)
+    decode_attention._kernel.cache_clear()
+    assert make(**settings | GUESSING).steps.attention.decode.run > 1
+    test_kernels_of_bfloat16(settings, GUESSING)
+    decode_attention._kernel.cache_clear()
 
 
 def scored(runner: Any, text: list[int]) -> list[TokenLogprob]:

@@ -78,7 +78,7 @@ def _guess(
             same, alike = end < known, tl.zeros([BLOCK], tl.int32)
             for back in tl.static_range(1, LONGEST + 1):
                 place = _token(tokens, pages, stride, held, page_size, base, own, end - back)
-                there = tl.load(place, mask=same & (end >= back), other=-1)
+                there = tl.load(place, mask=(end >= back) & (end < known), other=-1)
                 place = _token(tokens, pages, stride, held, page_size, base, own, known - back)
                 same = same & (there == tl.load(place, mask=known >= back, other=-2))
                 alike += same.to(tl.int32)

@@ -1,0 +1,112 @@
+"""The CUDA kernel of decode rows, emulated, against torch: rows of one slot alone and taken together, any
+number of blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_cuda import HERE, compile_kernel, tensor_map
+
+from sgla.kernels.cuda import decode_attention
+from sgla.kernels.cuda.decode_attention import TILE, DecodeAttention, longest_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU"),
+]
+PAGE, KV_HEADS, DIM = 16, 2, 64
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    class Emulated:
+        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int = 0) -> None:
+            self.of = file, name, defines
+
+        def launch(self, grid: int, threads: int, params: Any) -> None:
+            library = compiled(*self.of[:2], tuple(self.of[2].items()), threads)
+            room = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
+            at = -(-ctypes.addressof(room) // 64) * 64
+            ctypes.memmove(at, ctypes.addressof(params), ctypes.sizeof(params))
+            library.run(ctypes.c_void_p(at), 1, grid)
+
+    @cache
+    def compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], threads: int) -> ctypes.CDLL:
+        return compile_kernel(file, name, dict(defines), threads, 1, tmp_path)
+
+    monkeypatch.setattr(decode_attention, "Kernel", Emulated)
+    monkeypatch.setattr(decode_attention, "tensor_map", tensor_map)
+    kept = decode_attention._kernel, decode_attention._page_map
+    for each in kept:
+        each.cache_clear()
+    yield
+    for each in kept:
+        each.cache_clear()
+
+
+def kernel_of(rows: int, group: int) -> DecodeAttention:
+    made = object.__new__(DecodeAttention)
+    made.cut, made._rows = None, 256
+    queries, blocks = group * longest_run(group), 2 * decode_attention.processors()
+    made._part = torch.full((2 * blocks, queries, DIM), torch.nan)
+    made._part_ml = torch.full((2 * blocks, queries, 2), torch.nan)
+    made._count = torch.zeros(rows * KV_HEADS, dtype=torch.int32)
+    return made
+
+
+def counted(slots: list[int], lengths: list[int], run: int) -> torch.Tensor:
+    """As ``prepare_decode`` counts tiles."""
+    tiles = [-(-length // TILE) for length in lengths]
+    for r in range(len(slots) - 1):
+        if (r + 1) % run and slots[r + 1] == slots[r] and lengths[r + 1]:
+            tiles[r] = 0
+    return torch.tensor([0, *tiles]).cumsum(0).int()
+
+
+# Slots of rows, and how much each sees: a row that guesses alone; with others; without; what has no guess.
+ROWS = {
+    "one": ([1] * 8, [*range(45, 53)]),
+    "several": ([1, 1, 1, 2, 2, 2, 2, 3, 4, 4], [*range(60, 63), *range(16, 20), 130, 7, 8]),
+    "short": ([1, 1, 1, 0, 0, 0, 2, 2, 0, 0, 0, 0], [1, 2, 3, 1, 1, 1, 31, 32, 1, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize(("group", "run"), [(2, 1), (2, 4), (3, 2), (1, 8)])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_rows_of_a_slot_are_as_torch_has_them(
+    case: str, group: int, run: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run in (1, longest_run(group))
+    monkeypatch.setattr(decode_attention, "processors", lambda: blocks)
+    torch.manual_seed(0)
+    slots, lengths = ROWS[case]
+    longest, count = max(lengths), max(slots) + 1
+    pages = -(-longest // PAGE)
+    table = torch.arange(1, 1 + count * pages).view(count, pages).flip(1).int().contiguous()
+    k, v = torch.randn(2, count * pages + 1, KV_HEADS, PAGE, DIM).bfloat16()
+    last = {slot: max(n for s, n in zip(slots, lengths) if s == slot) for slot in slots}
+    for slot, length in last.items():  # what no token has stored is no number
+        for at in range(length, pages * PAGE):
+            k[table[slot, at // PAGE], :, at % PAGE] = v[table[slot, at // PAGE], :, at % PAGE] = torch.nan
+    q = torch.randn(len(slots), group * KV_HEADS * DIM).bfloat16()
+    kernel = kernel_of(len(slots), group)
+    cum, slot, length = counted(slots, lengths, run), torch.tensor(slots).int(), torch.tensor(lengths).int()
+    paged = k.transpose(1, 2), v.transpose(1, 2)
+    out = kernel(q, *paged, table, slot, length, cum, DIM**-0.5, run=run)
+    assert not kernel._count.any()
+    for r, (s, n) in enumerate(zip(slots, lengths)):
+        if not n:
+            continue
+        at = torch.arange(n)
+        keys, values = (x[table[s, at // PAGE].long(), :, at % PAGE].float() for x in (k, v))
+        heads = q[r].view(KV_HEADS, group, DIM).float()
+        shares = torch.einsum("hgd,nhd->hgn", heads, keys).mul(DIM**-0.5).softmax(-1)
+        expected = torch.einsum("hgn,nhd->hgd", shares, values).flatten()
+        torch.testing.assert_close(out[r].float(), expected, atol=2e-2, rtol=2e-2)
