@@ -124,22 +124,17 @@ def changed(changes: dict[tuple[Any, str], Any]) -> Iterator[None]:
 
 
 def variants() -> dict[str, dict[tuple[Any, str], Any]]:
-    shrink, expand = (kernels, "_shrink"), (kernels, "_expand")
-    beside: dict[tuple[Any, str], Any] = {(tiles, "BESIDE"): True}
-    both = beside | {(tiles, "BEHIND"): True}
-    warps: dict[tuple[Any, str], Any] = {shrink: Other(kernels._shrink, num_warps=2)}
-    narrow = {(kernels, "EXPANDED"): 256, expand: Other(kernels._expand, num_warps=2)}
+    norm = kernels, "_expand_norm"
+    wide = {norm: Other(kernels._expand_norm, num_warps=16)}
     return {
         "as it is": {},
-        "beside the layer": beside,
-        "and behind": both,
-        "and behind, 2 warps": both | warps,
-        "and behind, expand to 256, 2 warps": both | narrow,
-        "and behind, 16 warps": both | {(kernels, "_expand_norm"): Other(kernels._expand_norm, num_warps=16)},
-        "o and down as q, k and v": beside | {(adapters, "_joined"): lambda *_: {}},
-        "and behind, 2 warps, splits of 256": both
-        | warps
-        | {(kernels, "SPLIT"): 256, (kernels, "SPLITS"): 16},
+        "before the layer": {(tiles, "BESIDE"): False},
+        "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},
+        "1 rank early": {(kernels, "EARLY"): 1},
+        "8 ranks early": {(kernels, "EARLY"): 8},
+        "16 warps norm": wide,
+        "16 warps norm, 8 ranks early": wide | {(kernels, "EARLY"): 8},
+        "o and down as q, k and v": {(adapters, "_joined"): lambda *_: {}},
     }
 
 

@@ -7,8 +7,9 @@
 one with: rows of the base, of one adapter, of 64 different ones. ``cold``: the time to the first token of an
 adapter that is in the host's memory, not on the device, and of one whose files are still to be read.
 ``crowd``: of ``--loaded`` adapters in the host's memory requests choose with equal odds or by Zipf's law,
-beside the same requests for five of them. All adapters of a run are the same file, written here with random
-values; those of the crowd share the memory of 16 that were read, and the worker is in this process.
+beside the same requests for five of them, 64 rows at a time; the device has places for 128. All adapters of a
+run are the same file, written here with random values; those of the crowd share the memory of 16 that were
+read, and the worker is in this process.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def crowd(bench: Bench, base: dict[str, Any], loaded: int) -> None:
     for odds, pick in choose.items():
         found = []
         for _ in range(2):
-            names: list[str | None] = [f"a{pick()}" for _ in range(512)]
+            names: list[str | None] = [f"a{pick()}" for _ in range(4 * ROWS)]
             found.append(bench.seconds(names, 128, 128))
         seconds = min(found)
         loads = bench.engine.stats().adapter_loads
@@ -183,8 +184,9 @@ def main() -> None:
         nbytes = write_adapter(folder, config, args.rank, modules)
         count = args.loaded if "crowd" in parts else ROWS + 8
         room = {"enable_lora": True, "max_loras": ROWS, "max_lora_rank": args.rank, "max_cpu_loras": 4096}
-        where = {"executor": "inline"} if "crowd" in parts else {}
-        bench = Bench(args, lora_target_modules=list(modules), **room, **where)
+        many = {"executor": "inline", "max_running_requests": ROWS, "max_loras": 2 * ROWS}
+        where = many if "crowd" in parts else {}
+        bench = Bench(args, lora_target_modules=list(modules), **room | where)
         begun = time.perf_counter()
         for i in range(count):
             bench.engine.load_lora_adapter(f"a{i}", str(folder))

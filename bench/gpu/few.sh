@@ -4,13 +4,14 @@
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "convolved alone ...", of so many LAYERS.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests early layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but last)
+#   parts: tests early layers states guesses together last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but together and last)
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
 # with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
 with='import runpy, sys
-from sgla.kernels.cuda import token_experts
+from sgla.attention import native
+from sgla.kernels.cuda import decode_attention, token_experts
 from sgla.kernels.gpu import convolution
 from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
@@ -43,6 +44,19 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
             part "guesses, depth $depth" 30 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free \
                 --tokens 512 --repeat 3 --kv 2 --algorithm ngram --accept 0.8 --always --guesses 8,7,5 --extra "{\"depth\": $depth}"
         done
+        ;;
+    together) # 90 s: a slot's pages read once for rows that guess (native.py: TOGETHER), what is older fetched early (decode_attention.py: EARLY)
+        both="native.TOGETHER = decode_attention.EARLY = True"
+        verify="bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 7,5 --steps 30 --profile --prompts="
+        part verify 25 $verify
+        part verify-together 25 -c "$with" "$both" $verify
+        guess="bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 --kv 2 \
+            --algorithm ngram --accept 0.8 --always --guesses 15,11,7,5"
+        for depth in 2 3; do
+            part "together, depth $depth" 20 $guess --extra "{\"depth\": $depth}" --values \
+                "from sgla.attention import native; from sgla.kernels.cuda import decode_attention; $both"
+        done
+        part "alone, depth 3" 20 $guess --extra '{"depth": 3}'
         ;;
     last)  # 45 s
         part depth 18 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 \

@@ -22,7 +22,7 @@ for each in ${*:-attention all crowd}; do
   case $each in
   attention) part attention 78 $PY bench/gpu_lora.py --model "$MODEL" --timeline --sweep "${SWEEP:-44}" ;;
   all) part all 35 $PY bench/gpu_lora.py --model "$MODEL" --modules all --timeline ;;
-  crowd) part crowd 50 $PY bench/lora.py --model "$MODEL" --parts crowd --loaded 2000 ;;
+  crowd) part crowd 60 $PY bench/lora.py --model "$MODEL" --parts crowd --loaded 2000 ;;
   cold) part cold 40 $PY bench/lora.py --model "$MODEL" --parts cold --modules all --rank 20 ;;
   tests) part tests 110 $PY -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_lora.py --durations=5 ;;
   esac

@@ -14,6 +14,7 @@ from sgla.attention import DeviceBatch, ExtendRows
 from sgla.attention.base import cut
 from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.kernels import ops
+from sgla.kernels.cuda import decode_attention
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.rehearsal import rehearsing

@@ -141,13 +141,10 @@ def test_what_is_shrunk_beside_a_layer_is_as_before_it(
     """In bfloat16, graphs and eager steps."""
     from sgla.kernels.gpu import tiles
 
-    monkeypatch.setattr(tiles, "BESIDE", True)
-    monkeypatch.setattr(tiles, "BEHIND", True)
     asked = [replace(one, rid=f"{one.rid} {i}") for i in range(3) for one in requests()]
     runner = adapted_runner(lora_target_modules=modules)
     found = [answers(runner, asked) for _ in range(3)]
     monkeypatch.setattr(tiles, "BESIDE", False)
-    monkeypatch.setattr(tiles, "BEHIND", False)
     before = answers(adapted_runner(lora_target_modules=modules), asked)
     for rid, expected in before.items():
         for one in found:

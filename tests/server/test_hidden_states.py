@@ -231,6 +231,13 @@ def test_guesses_of_other_requests_are_counted(server: ServerProcess, hf: Any) -
     assert meta["spec_accept_length"] == 60 / meta["spec_verify_ct"]
     assert meta["spec_accept_token_num"] == 60 - 1 - meta["spec_verify_ct"] <= meta["spec_draft_token_num"]
     assert meta["spec_accept_rate"] == meta["spec_accept_token_num"] / meta["spec_draft_token_num"]
+    asked = {"prompt": TEXT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "n": 2}
+    usage = server.request("POST", "/v1/completions", asked | {"logit_bias": {"7": 100}})[1]["usage"]
+    assert set(usage["completion_tokens_details"]) == {
+        "accepted_prediction_tokens",
+        "rejected_prediction_tokens",
+    }
+    assert 60 < usage["completion_tokens_details"]["accepted_prediction_tokens"] < 120
     plain = generate(server)
     assert "spec_verify_ct" not in plain["meta_info"]
     check(hf, plain, ids_of(server, TEXT))

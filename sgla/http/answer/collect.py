@@ -169,6 +169,9 @@ def total_usage(usages: Iterable[tuple[int, Usage]], n: int) -> Usage:
     total = Usage()
     for index, usage in usages:
         total.completion_tokens += usage.completion_tokens
+        total.verifies += usage.verifies
+        total.guessed += usage.guessed
+        total.right += usage.right
         if index % n == 0:
             total.prompt_tokens += usage.prompt_tokens
             total.cached_tokens += usage.cached_tokens

@@ -24,12 +24,13 @@ MAX_LOGPROB_IDS = 128
 
 
 def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """``reasoning_tokens``: None where reasoning is not told apart."""
-    details = (
-        {}
-        if reasoning_tokens is None
-        else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
-    )
+    """``reasoning_tokens``: None where reasoning is not told apart. What came of guesses has OpenAI's names
+    for those of a prediction."""
+    made = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+    if usage.verifies:
+        made["accepted_prediction_tokens"] = usage.right
+        made["rejected_prediction_tokens"] = usage.guessed - usage.right
+    details = {"completion_tokens_details": made} if made else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

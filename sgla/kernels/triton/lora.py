@@ -23,6 +23,7 @@ FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
 SHRUNK, EXPANDED = 256, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
 GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
+EARLY, VALUES = 16, 1 << 16  # ranks, and values of these, that a program which norms loads before it waits
 SORTED = 16  # rows that a program finds the places of
 
 
@@ -161,35 +162,49 @@ def _expand(
     w = tl.load(source, mask=live[:, None] & (r < R)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    to = y + rows[None, :] * s_y + i[:, None]
+    inside = live[:, None] & own[None, :]
+    made = tl.load(to, mask=inside, other=0.0)
     u = tl.zeros((RP, BM), tl.float32)
     at = inner + (rows[None, :] * PARTS + part) * R + r[:, None]
     for _ in tl.static_range(SPLITS):
         u += tl.load(at, mask=(r < R)[:, None] & own[None, :], other=0.0)
         at += s_inner
     total = tl.dot(w, u.to(w.dtype), input_precision=PRECISION)
-    to = y + rows[None, :] * s_y + i[:, None]
-    inside = live[:, None] & own[None, :]
-    tl.store(to, tl.load(to, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
+    tl.store(to, made.to(tl.float32) + total, mask=inside)
+
+
+@triton.jit
+def _shrunk_of(inner, s_inner, ranks, own, SPLITS: tl.constexpr, SP: tl.constexpr):
+    """What a row has been shrunk to, of some ``ranks``, if they are its ``own``."""
+    s = tl.arange(0, SP)
+    parts = inner + s[:, None] * s_inner + ranks[None, :]
+    return tl.sum(tl.load(parts, mask=(s < SPLITS)[:, None] & own[None, :], other=0.0), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["places"])
 def _expand_norm(
     inner, b, places, y, residual, weight, out, n, s_place, s_rank, s_inner, eps, R: tl.constexpr,
-    SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, SOME: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row of a stack of one part, with the residual that it joins and the norm behind that. It
-    asks for what the adapter has before it waits, ``LINES`` of each rank, and takes ``SOME`` at a time."""
+    """One program: a row of a stack of one part, with the residual that it joins and the norm behind that.
+    What the adapter has for ``EARLY`` ranks it loads before it waits; of others it asks for ``LINES`` each,
+    and takes ``SOME`` at a time."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     place = tl.load(places + row).to(tl.int64)
     source, count = b + tl.maximum(place - 1, 0) * s_place, tl.where(place > 0, R, 0)
-    i, r, s = tl.arange(0, BLOCK), tl.arange(0, SOME), tl.arange(0, SP)
-    live = i < n
+    inner += row * R
+    i, r, early = tl.arange(0, BLOCK), tl.arange(0, SOME), tl.arange(0, EARLY)
+    live, there = i < n, early < count
+    lines = tl.load(
+        source + early[:, None] * s_rank + i[None, :], mask=there[:, None] & live[None, :], other=0.0
+    )
     norm = tl.load(weight + i, mask=live, other=0.0).to(tl.float32)
     if PDL:
-        for first in range(0, count):
+        for first in range(EARLY, count):
             line = (source + first * s_rank + tl.arange(0, LINES) * (BLOCK // LINES)).to(tl.int64)
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -202,13 +217,14 @@ def _expand_norm(
         tl.extra.cuda.gdc_wait()
     v = tl.load(y + row * n + i, mask=live, other=0.0).to(tl.float32)
     v += tl.load(residual + row * n + i, mask=live, other=0.0).to(tl.float32)
-    for first in range(0, count, SOME):
+    shrunk = _shrunk_of(inner, s_inner, early, there, SPLITS, SP)
+    v += tl.sum(lines.to(tl.float32) * shrunk[:, None], 0)
+    for first in range(EARLY, count, SOME):
         own = first + r < R
         w = tl.load(
             source + (first + r)[:, None] * s_rank + i[None, :], mask=own[:, None] & live[None, :], other=0.0
         )
-        parts = inner + s[:, None] * s_inner + row * R + first + r[None, :]
-        u = tl.sum(tl.load(parts, mask=(s < SPLITS)[:, None] & own[None, :], other=0.0), 0)
+        u = _shrunk_of(inner, s_inner, first + r, own, SPLITS, SP)
         v += tl.sum(w.to(tl.float32) * u[:, None], 0)
     h = v.to(residual.dtype.element_ty)
     tl.store(residual + row * n + i, h, mask=live)
@@ -301,7 +317,7 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there:
         0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
         MORE=span > width, EXPERTS=experts is not None,
         SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
-        PRECISION="ieee" if exact else "tf32", THERE=there,
+        PRECISION="ieee" if exact else "tf32", THERE=there, num_warps=2 if size == FEW else 4,
         num_stages=2 if exact or size == FEW else 3, **_pdl(),
     )  # fmt: skip
     return inner
@@ -345,7 +361,8 @@ def expand_norm(
     _expand_norm[(tokens,)](
         inner, stack.b, rows.places[sampled], y, residual, weight, out, n, stack.b.stride(0),
         stack.b.stride(2), inner.stride(0), eps, R=rank, SPLITS=splits, SP=triton.next_power_of_2(splits),
-        BLOCK=block, LINES=max(1, block // 64), SOME=4, num_warps=8, **_pdl(),
+        BLOCK=block, LINES=max(1, block // 64), EARLY=max(1, min(EARLY, VALUES // block)), SOME=4,
+        num_warps=8, **_pdl(),
     )  # fmt: skip
     return out, residual
 
