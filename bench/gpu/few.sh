@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
-# way to cut and to start, and steps with what is off (SERVES of convolution.py and token_experts.py, EARLY of latent.py) and without what is new (EARLY of moe.py); a
+# way to cut and to start, and steps with what is off (SERVES of convolution.py, token_experts.py and seen.py, EARLY of latent.py) and without what is new (EARLY of moe.py); a
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "convolved alone ...", of so many LAYERS.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
@@ -12,7 +12,7 @@ LIMIT=${LIMIT:-500}
 with='import runpy, sys
 from sgla.attention import native
 from sgla.kernels.cuda import decode_attention, token_experts
-from sgla.kernels.gpu import convolution
+from sgla.kernels.gpu import convolution, seen
 from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
 sys.path[0], sys.argv = "bench", sys.argv[2:]
@@ -22,8 +22,9 @@ convolved='convolution.SERVES = True'
 alone='token_experts.SERVES = True'
 chosen='token_experts.SERVES = token_experts.CHOOSES = True'
 latents='latent.EARLY = True'
+joined='seen.SERVES = True'
 most="$convolved; $chosen"
-off="$most; $latents"
+off="$most; $latents; $joined"
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
@@ -79,7 +80,7 @@ json.dump(whole, open(sys.argv[3], "w"))' "bench/models/$each/config.json" "$LAY
         fi
         given="bench/step.py --model $model --batches 1,2 --profile --prompts 0+64"
         part "$each" 60 $given
-        for more in ${WITH:-before convolved alone chosen most latents off}; do
+        for more in ${WITH:-before convolved alone chosen most latents joined off}; do
             part "$each-$more" 60 -c "$with" "${!more}" $given
         done
         ;;
