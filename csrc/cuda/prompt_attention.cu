@@ -322,20 +322,25 @@ struct Maker {
   }
 
   __device__ __forceinline__ void make(u32 raw, u32 raw_full, u32 raw_empty, u32 made, u32 full, u32 empty) {
-    constexpr int CHUNKS = HD / 16;  // of a token
+    constexpr u32 CHUNKS = HD / 16, COUNT = BN / 32 * CHUNKS;  // of a token; of 32 tokens each
     barrier_wait(raw_full + there.stage * 8, there.parity);
     barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
-    const u32 from = raw + there.stage * RAW_BYTES, to = made + slot.stage * KV_BYTES;
+    // As the copy engine swizzles rows of 128 bytes, and of 64.
+    const u32 turn = HD == 128 ? lane % 8 : lane / 2 % 4, swap = lane % 8;
+    const u32 from = raw + there.stage * RAW_BYTES + lane * HD,
+              to = made + slot.stage * KV_BYTES + lane * 128;
+    const auto load = [&](u32 i) {
+      return lds128(from + i / CHUNKS * (32 * HD) + (i % CHUNKS ^ turn) * 16);
+    };
+    uint4 next = load(warp);
 #pragma unroll 2
-    for (int i = warp; i < BN / 32 * CHUNKS; i += MAKERS) {
-      const int token = i / CHUNKS * 32 + lane, chunk = i % CHUNKS;
-      // As the copy engine swizzles rows of 128 bytes, and of 64.
-      const uint4 x = lds128(from + token * HD + (chunk ^ (HD == 128 ? token % 8 : token / 2 % 4)) * 16);
+    for (u32 i = warp; i < COUNT; i += MAKERS) {
+      const uint4 x = next;
+      if (i + MAKERS < COUNT) next = load(i + MAKERS);  // while this one is made
       const uint2 a = halves_of(x.x), b = halves_of(x.y), c = halves_of(x.z), d = halves_of(x.w);
-      const u32 row = to + chunk / 4 * KV_HALF + token * 128;
-      const int first = chunk % 4 * 2;
-      sts128(row + (first ^ (token % 8)) * 16, make_uint4(a.x, a.y, b.x, b.y));
-      sts128(row + ((first + 1) ^ (token % 8)) * 16, make_uint4(c.x, c.y, d.x, d.y));
+      const u32 row = to + i / CHUNKS * (32 * 128) + i % CHUNKS / 4 * KV_HALF, first = i % 4 * 2 ^ swap;
+      sts128(row + first * 16, make_uint4(a.x, a.y, b.x, b.y));
+      sts128(row + (first ^ 1) * 16, make_uint4(c.x, c.y, d.x, d.y));
     }
     fence_shared();
     __syncwarp();
@@ -606,12 +611,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
   }
   __syncthreads();
   if (threadIdx.x >= CONSUMERS) {
-    if (!DECODE) fewer_registers<40>();
+    if (!DECODE) fewer_registers<(FP8 ? 56 : 40)>();
     const int warp = (threadIdx.x - CONSUMERS) / 32;
     if (warp < (FP8 ? 1 : LOADERS)) Loader{p, shared, warp}.run();
     else if (FP8) Maker{p, shared, warp - 1}.run();
   } else {
-    if (!DECODE) more_registers<232>();
+    if (!DECODE) more_registers<(FP8 ? 224 : 232)>();
     Rows{p, shared}.run();
   }
 }
