@@ -60,14 +60,14 @@ __device__ __forceinline__ void fetch_bytes(const void* from, int bytes) {
 }
 // What a kernel that is to come reads first of a matrix: of each of its `parts` so many `bytes`, from tile
 // tiles * part / parts on, and as many `half` further on.
-struct Ahead {
+struct Upcoming {
   const char* from;
   long long half;
   int tiles, parts, tile_bytes, bytes;
 };
 // One lane of a warp that does nothing else has that brought to the L2 cache, no faster than memory gives it
 // beside others, until `over`.
-__device__ __forceinline__ void fetch_ahead(const Ahead& ahead, const volatile int& over) {
+__device__ __forceinline__ void fetch_ahead(const Upcoming& ahead, const volatile int& over) {
   constexpr int STEP = 2048;
   for (int piece = blockIdx.x; piece < 2 * ahead.parts; piece += gridDim.x) {
     const long long tile = (long long)ahead.tiles * (piece / 2) / ahead.parts;

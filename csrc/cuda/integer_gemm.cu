@@ -105,7 +105,7 @@ struct Params {
   int m, n, k, x_stride, out_stride;  // n: output columns
   int blocks, x_row;                  // of k; bytes of a row of x in shared memory
   float eps;
-  Ahead ahead;
+  Upcoming ahead;
 };
 
 #include "integers.cuh"

@@ -95,7 +95,7 @@ struct Params {
   int channels, s_channel, s_place;
   long long s_unit;
 #endif
-  Ahead ahead;
+  Upcoming ahead;
 };
 
 #if EPILOGUE == 5
