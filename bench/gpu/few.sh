@@ -57,7 +57,7 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
             part "together, depth $depth" 20 $guess --extra "{\"depth\": $depth}" --values \
                 "from sgla.attention import native; from sgla.kernels.cuda import decode_attention; $both"
         done
-        part "alone, depth 3" 20 $guess --extra '{"depth": 3}'
+        part "none right, depth 3" 20 ${guess/0.8/0} --extra '{"depth": 3}'
         ;;
     last)  # 45 s
         part depth 18 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 \
