@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.kept import int4_dims
+from sgla.kernels.triton.common import next_power_of_2
 from sgla.kernels.triton.turning import low_of, scale_of, turned
 
 Scales = tuple[Tensor, Tensor] | None  # of k and v in pages of integers: see ``KVLayer``
@@ -312,7 +313,7 @@ def _v_dims(v: Tensor) -> tuple[int, int]:
 
 def padded(dim: int) -> int:
     """Dims of a head as tensor cores take them."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))
 
 
 def scales(scale: float, softcap: float) -> tuple[float, float]:
@@ -358,7 +359,7 @@ def decode(
     part = q.new_empty(heads * splits, values, dtype=torch.float32) if splits > 1 else out
     part_ml = q.new_empty(heads * splits, 2, dtype=torch.float32) if splits > 1 else out
     factor, cap = scales(scale, softcap)
-    rows_of_group = max(16, triton.next_power_of_2(group))
+    rows_of_group = max(16, next_power_of_2(group))
     cut = decode_cut(max(dim, values), rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
         q, k, v, *_scales(kv_scales, q), page_table, slots, kv_len, out, part, part_ml,

@@ -41,6 +41,15 @@ def _activate(gate, GELU: tl.constexpr):
     return gate * tl.sigmoid(gate)
 
 
+# Of numbers on the host: Triton's functions of these names take 5 us there, which launches would wait for.
+def cdiv(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def next_power_of_2(x: int) -> int:
+    return 1 << max(0, x - 1).bit_length()
+
+
 def _pdl() -> dict[str, bool]:
     """Launch options for programmatic dependent launch, where the GPU has it."""
     return {"PDL": True, "launch_pdl": True} if this_device().pdl else {"PDL": False}

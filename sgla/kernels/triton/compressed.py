@@ -12,6 +12,7 @@ from torch import Tensor
 from sgla.kernels.compressed import Making, Places
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton.attention import LOG2E, NEG, padded
+from sgla.kernels.triton.common import cdiv, next_power_of_2
 from sgla.kernels.triton.latent import decode_cut
 
 MOST_HEADS = 32  # that a program serves: with twice as many of 512 values registers spill
@@ -113,7 +114,7 @@ def make(
         given, own_table, making.bias, making.norm, making.cos_sin, entries, table, slots, positions,
         given.stride(0), given.stride(1), given.shape[1], own_table.stride(0), entries.stride(0),
         entries.stride(1), table.stride(0), making.eps, FIRST=making.first, DIM=making.dim, HALF=half,
-        HB=triton.next_power_of_2(half), RB=triton.next_power_of_2(max(making.dim - 2 * half, 1)),
+        HB=next_power_of_2(half), RB=next_power_of_2(max(making.dim - 2 * half, 1)),
         RATE=places.rate, SERIES=making.series, TOGETHER=places.together, num_warps=4,
     )  # fmt: skip
 
@@ -191,7 +192,7 @@ def attend(
     k, out, dim = own.k, q.new_empty(q.shape), own.k.shape[3]
     heads = q.shape[1] // dim
     cut = decode_cut(dim, dim, min(heads, MOST_HEADS), q.itemsize, shared)
-    _attend[(len(slots), triton.cdiv(heads, cut.m))](
+    _attend[(len(slots), cdiv(heads, cut.m))](
         q, k, own_table, entries, table, counts if picked is None else picked, sinks, slots, positions,
         counts, out, k.stride(0), k.stride(1), k.shape[1], own_table.stride(0), entries.stride(0),
         entries.stride(1), table.stride(0), heads, window,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.common import _begin_early, _pdl
+from sgla.kernels.triton.common import _begin_early, _pdl, cdiv
 
 CHANNELS, TOKENS = 64, 64  # of a tile of a prompt
 DECODE_CHANNELS, RUN = 256, 8  # of a tile of decode rows, and how many of these go on from each other
@@ -183,7 +183,7 @@ def decode(
     """Rows of one token: x and out ``[R, C]``, state ``[units, C, K - 1]``; ``marks`` int32[R, 3]: in its
     last column a second unit for each row, or 0. ``runs``: see ``gpu/states.py: DeviceStates``."""
     (rows, channels), k = x.shape, weight.shape[1]
-    grid = (rows, triton.cdiv(channels, DECODE_CHANNELS))
+    grid = (rows, cdiv(channels, DECODE_CHANNELS))
     _decode[grid](
         x, weight, weight if bias is None else bias, state, out, reads, writes, marks,
         reads if runs is None else runs, x.stride(0), out.stride(0), weight.stride(0), *state.stride(),
@@ -204,7 +204,7 @@ def prompts(
     """Rows of several tokens: x and out ``[T, C]``."""
     reads, first, segments, chunks = rows
     channels, k = x.shape[1], weight.shape[1]
-    blocks = triton.cdiv(channels, CHANNELS)
+    blocks = cdiv(channels, CHANNELS)
     _prompt[chunks.shape[0], blocks](
         x, weight, weight if bias is None else bias, state, out, reads, first, segments, chunks, x.stride(0),
         out.stride(0), weight.stride(0), *state.stride(), channels, K=k, HAS_BIAS=bias is not None, SILU=silu,

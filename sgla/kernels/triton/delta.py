@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.device import this_device
-from sgla.kernels.triton.common import _begin_early, _pdl
+from sgla.kernels.triton.common import _begin_early, _pdl, cdiv, next_power_of_2
 from sgla.kernels.triton.conv import Rows
 
 CHUNK = 64
@@ -344,9 +344,9 @@ def decay_rates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     """See ``ops.decay_rates``; a and b ``[T, H]``."""
     tokens, heads = a.shape
     decay, beta = (a.new_empty(tokens, heads, dtype=torch.float32) for _ in range(2))
-    _decay_rates[(triton.cdiv(tokens, 16),)](
+    _decay_rates[(cdiv(tokens, 16),)](
         a, b, a_log, dt_bias, decay, beta, a.stride(0), b.stride(0), tokens, heads, TOKENS=16,
-        BLOCK=triton.next_power_of_2(heads), num_warps=1, **_pdl(),
+        BLOCK=next_power_of_2(heads), num_warps=1, **_pdl(),
     )  # fmt: skip
     return decay, beta
 
@@ -355,10 +355,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bo
     """See ``ops.gated_rms_norm``; x and gate ``[T, H, d]``."""
     x, gate = _rows(x), _rows(gate)
     tokens, heads, d = x.shape
-    block = triton.next_power_of_2(d)
-    some = min(triton.next_power_of_2(heads), max(1, 1024 // block))
+    block = next_power_of_2(d)
+    some = min(next_power_of_2(heads), max(1, 1024 // block))
     out = x.new_empty(x.shape)
-    _gated_norm[tokens, triton.cdiv(heads, some)](
+    _gated_norm[tokens, cdiv(heads, some)](
         x, gate, weight, out, heads, d, x.stride(0), gate.stride(0), eps, SILU=silu, HB=some, BLOCK=block,
         num_warps=4, **_pdl(),
     )  # fmt: skip
@@ -383,11 +383,11 @@ def decode(
     program. ``runs``: see ``gpu/states.py: DeviceStates``."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     rows, heads, dv = v.shape
-    dk, padded = k.shape[2], triton.next_power_of_2(k.shape[2])
-    block = min(triton.next_power_of_2(dv), columns or decode_columns(rows * heads))
+    dk, padded = k.shape[2], next_power_of_2(k.shape[2])
+    block = min(next_power_of_2(dv), columns or decode_columns(rows * heads))
     decay, beta, gates = rates[0], rates[1], isinstance(rates, Gates)
     a_log, dt_bias = (rates.a_log, rates.dt_bias) if isinstance(rates, Gates) else (decay, decay)
-    _decode[rows, heads, triton.cdiv(dv, block)](
+    _decode[rows, heads, cdiv(dv, block)](
         q, k, v, decay, beta, memory, out, reads, writes, marks, reads if runs is None else runs, a_log,
         dt_bias, q.stride(0), k.stride(0), v.stride(0), decay.stride(0), beta.stride(0), memory.stride(0),
         memory.stride(1), heads // k.shape[1], dk**-0.5, DK=dk, KB=padded, DV=dv, VB=block,
@@ -407,11 +407,11 @@ def by_token(
     """Rows of several tokens, for every shape: as ``decode``."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     heads, (dk, dv) = v.shape[1], memory.shape[2:]
-    block = min(32, triton.next_power_of_2(dv))
-    _tokens[rows.first.shape[0] - 1, heads, triton.cdiv(dv, block)](
+    block = min(32, next_power_of_2(dv))
+    _tokens[rows.first.shape[0] - 1, heads, cdiv(dv, block)](
         q, k, v, decay, beta, memory, out, rows.reads, rows.first, rows.segments, q.stride(0), k.stride(0),
         v.stride(0), decay.stride(0), beta.stride(0), memory.stride(0), memory.stride(1), heads // k.shape[1],
-        dk**-0.5, DK=dk, KB=triton.next_power_of_2(dk), DV=dv, VB=block, CHANNELS=decay.dim() == 3,
+        dk**-0.5, DK=dk, KB=next_power_of_2(dk), DV=dv, VB=block, CHANNELS=decay.dim() == 3,
         num_warps=2, **_pdl(),
     )  # fmt: skip
 
@@ -464,7 +464,7 @@ def scan(q: Tensor, k: Tensor, made: Prepared, memory: Tensor, rows: Rows, out: 
     """One chunk after another."""
     count, (tokens, heads, dv), dk = rows.first.shape[0] - 1, made.u.shape, k.shape[2]
     block = min(_side(dv), COLUMNS)
-    _scan[count, heads, triton.cdiv(dv, block)](
+    _scan[count, heads, cdiv(dv, block)](
         q, k, *made, memory, out, rows.reads, rows.first, rows.segments, q.stride(0), k.stride(0),
         memory.stride(0), memory.stride(1), heads // k.shape[1], tokens, DK=dk, KB=_side(dk), DV=dv, VB=block,
         PRECISION=_precision(out), STAGES=1 if out.dtype == torch.float32 else 2, num_warps=4, **_pdl(),
@@ -473,7 +473,7 @@ def scan(q: Tensor, k: Tensor, made: Prepared, memory: Tensor, rows: Rows, out: 
 
 def _side(width: int) -> int:
     """Of a tile that is multiplied."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def _precision(x: Tensor) -> str:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.common import cdiv, next_power_of_2
 from sgla.kernels.triton.tokens import TokenTable, _token
 
 HISTORY = 1024  # tokens that a program looks at together
@@ -375,9 +376,7 @@ def tell(slots: Tensor, starts: Tensor, ends: Tensor, tokens: TokenTable, told: 
     """``told`` int32[2, N], pinned: of the first N decode rows the token that each reads, and ``ends``; see
     ``guess``, which comes before."""
     count = told.shape[1]
-    _tell[(triton.cdiv(count, 128),)](
-        slots, starts, ends, count, *tokens.arguments, told, BLOCK=128, num_warps=1
-    )
+    _tell[(cdiv(count, 128),)](slots, starts, ends, count, *tokens.arguments, told, BLOCK=128, num_warps=1)
 
 
 def go_on(
@@ -403,7 +402,7 @@ def go_on(
     count, width = len(rows), len(slots) // len(rows)
     _go_on[(count,)](
         rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
-        SHIFT=shift, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=1,
+        SHIFT=shift, WIDTH=width, BLOCK=next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
 
@@ -426,7 +425,7 @@ def block(
     count = len(ends) // len(rows)
     _block[(len(rows),)](
         rows, most, computed, limits, slots, starts, until, where, ends, padding, COUNT=count,
-        BLOCK=triton.next_power_of_2(count + 1), num_warps=1,
+        BLOCK=next_power_of_2(count + 1), num_warps=1,
     )  # fmt: skip
 
 
@@ -444,7 +443,7 @@ def look_back(
     the pending one and ``shift`` further; those of ``padding`` where ``back`` is 0, or that is before
     ``floors`` int32[slots]."""
     count = len(rows)
-    _look_back[(triton.cdiv(count, 128),)](
+    _look_back[(cdiv(count, 128),)](
         rows, back, count, computed, floors, slots, starts, padding, SHIFT=shift, BLOCK=128, num_warps=1
     )
 
@@ -462,7 +461,7 @@ def take(values: Tensor, ring: Tensor, slots: Tensor, positions: Tensor) -> None
 
 def _move(values: Tensor, ring: Tensor, slots: Tensor, positions: Tensor, into: bool) -> None:
     count, width = values.shape
-    _ring[(count, triton.cdiv(width, 1024))](
+    _ring[(count, cdiv(width, 1024))](
         values, values.stride(0), ring, slots, positions, width,
         REACH=ring.shape[1], INTO=into, BLOCK=1024, num_warps=4,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 from sgla.kernels.device import this_device
 from sgla.kernels.integers import KINDS
 from sgla.kernels.routing import Clamped, Gating
-from sgla.kernels.triton.common import _activate, _begin, _pdl
+from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv
 from sgla.kernels.triton.integers import _numbers as _integers
 from sgla.kernels.triton.integers import _scale
 from sgla.kernels.triton.moe import Groups
@@ -355,14 +355,14 @@ def product(
     kind = CLAMPED if isinstance(activation, Clamped) else GELU if activation == "gelu_tanh" else SILU
     added = bias if bias is not None else x
     same = {"GATED": gated, "KIND": kind, "BIAS": bias is not None, "SPLITS": splits}
-    _experts[(count * triton.cdiv(n, tile.n), splits)](
+    _experts[(count * cdiv(n, tile.n), splits)](
         x, words, constants, factors, added, ids, order, table, part, n, k, blocks, top_k, pairs,
         *numbers, DENSE=False, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
         BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
         **same, **_pdl(),
     )  # fmt: skip
     if splits > 1:
-        _join[(pairs, triton.cdiv(n, 512))](
+        _join[(pairs, cdiv(n, 512))](
             part, added, ids, out, pairs, n, *numbers, BLOCK=512, num_warps=4, **same, **_pdl()
         )
     return out
@@ -409,7 +409,7 @@ def cut(m: int, n: int, blocks: int, itemsize: int = 2) -> Cut:
     if m > 16:
         found = tiles_for(max(m, FEW + 1), 1, itemsize, this_device().wgmma)
         rows, tile = found.rows or rows, found.down
-    programs = triton.cdiv(m, rows) * triton.cdiv(n, tile.n)
+    programs = cdiv(m, rows) * cdiv(n, tile.n)
     return Cut(rows, tile._replace(splits=_splits(programs, blocks)))
 
 
@@ -421,7 +421,7 @@ def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False
     cuts = Cut(16, Tile(64, 4, 3)) if fixed else cut(m, n, blocks, x.itemsize)
     (rows, tile), splits = cuts, cuts.tile.splits
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    grid = triton.cdiv(m, rows) * triton.cdiv(n, tile.n)
+    grid = cdiv(m, rows) * cdiv(n, tile.n)
     part = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     added = bias is not None and splits == 1
     _experts[(grid, splits)](

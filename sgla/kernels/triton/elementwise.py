@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.common import _activate, _begin, _begin_early, _pdl, _saturate, _warps
+from sgla.kernels.triton.common import (
+    _activate,
+    _begin,
+    _begin_early,
+    _pdl,
+    _saturate,
+    _warps,
+    cdiv,
+    next_power_of_2,
+)
 
 
 @triton.jit
@@ -211,7 +220,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d = x.shape[-1]
     apart = x.stride(0) if x.dim() == 2 else d
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     _rms_norm[(x.numel() // d,)](
         x, weight, out, d, eps, apart, BLOCK=block, num_warps=_warps(block), **_pdl()
     )
@@ -224,7 +233,7 @@ def add_rms_norm(
     """See ``ops.add_rms_norm``; ``in_place``: the sum takes the place of ``residual``."""
     out, total = torch.empty_like(x), residual if in_place else torch.empty_like(x)
     d = x.shape[-1]
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     _add_rms_norm[(x.shape[0],)](
         x, residual, weight, out, total, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl()
     )
@@ -259,10 +268,10 @@ def _sum_gated(
 ) -> None:
     d, k = y.shape[1], by.shape[1]
     total = out if residual is None else residual
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     _gated_add[(y.shape[0],)](
         x.contiguous(), y.contiguous(), by, gate, total, gate if weight is None else weight, out, total, d, k,
-        by.stride(0), eps, NORM=residual is not None, BLOCK=block, KB=triton.next_power_of_2(k),
+        by.stride(0), eps, NORM=residual is not None, BLOCK=block, KB=next_power_of_2(k),
         num_warps=_warps(block), **_pdl(),
     )  # fmt: skip
 
@@ -271,8 +280,8 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """See ``ops.sigmoid_mul``."""
     tokens, d = x.shape
     out = x.new_empty(tokens, d)
-    block = min(2048, triton.next_power_of_2(d))
-    _sigmoid_mul[(tokens, triton.cdiv(d, block))](
+    block = min(2048, next_power_of_2(d))
+    _sigmoid_mul[(tokens, cdiv(d, block))](
         x, gate, out, d, x.stride(0), gate.stride(0), BLOCK=block, **_pdl()
     )
     return out
@@ -282,8 +291,8 @@ def act_mul(x: Tensor, kind: str) -> Tensor:
     """See ``ops.act_mul``."""
     f = x.shape[1] // 2
     out = x.new_empty(x.shape[0], f)
-    block = min(2048, triton.next_power_of_2(f))
-    _act_mul[(x.shape[0], triton.cdiv(f, block))](x, out, f, GELU=kind == "gelu_tanh", BLOCK=block, **_pdl())
+    block = min(2048, next_power_of_2(f))
+    _act_mul[(x.shape[0], cdiv(f, block))](x, out, f, GELU=kind == "gelu_tanh", BLOCK=block, **_pdl())
     return out
 
 
@@ -292,8 +301,8 @@ def take_rows(x: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     d = x.shape[1]
     out = x.new_empty(rows.shape[0], d)
     if rows.shape[0]:
-        block = min(2048, triton.next_power_of_2(d))
-        _take_rows[(rows.shape[0], triton.cdiv(d, block))](rows, x, out, d, scale, BLOCK=block, **_pdl())
+        block = min(2048, next_power_of_2(d))
+        _take_rows[(rows.shape[0], cdiv(d, block))](rows, x, out, d, scale, BLOCK=block, **_pdl())
     return out
 
 
@@ -319,8 +328,8 @@ def qk_norm_rope_store(
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     rot = cos_sin.shape[1]
     out = qkv[:, : q_heads * dim] if in_place else qkv.new_empty(tokens, q_heads * dim)
-    heads = min(8, triton.next_power_of_2(kv_heads))
-    grid = (tokens, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
+    heads = min(8, next_power_of_2(kv_heads))
+    grid = (tokens, cdiv(q_heads, heads) + 2 * cdiv(kv_heads, heads))
     _qk_norm_rope_store[grid](
         qkv,
         positions,
@@ -343,10 +352,10 @@ def qk_norm_rope_store(
         k.stride(1),
         k.stride(2),
         HD=dim,
-        PADDED=triton.next_power_of_2(dim),
+        PADDED=next_power_of_2(dim),
         ROT=rot,
-        HALF_ROT=triton.next_power_of_2(rot // 2),
-        REST=triton.next_power_of_2(max(1, dim - rot)),
+        HALF_ROT=next_power_of_2(rot // 2),
+        REST=next_power_of_2(max(1, dim - rot)),
         HB=heads,
         HAS_Q_NORM=q_norm is not None,
         HAS_K_NORM=k_norm is not None,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.device import this_device
-from sgla.kernels.triton.common import _activate, _begin, _pdl, _warps
+from sgla.kernels.triton.common import _activate, _begin, _pdl, _warps, cdiv, next_power_of_2
 
 
 class Rounded(NamedTuple):
@@ -90,7 +90,7 @@ def quantize(x: Tensor) -> Rounded:
     """x ``[T, d]``, token by token."""
     tokens, d = x.shape
     out = _empty(tokens, d, x.device)
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     _quantize[(tokens,)](x, *out, d, BLOCK=block, num_warps=_warps(block), **_pdl())
     return out
 
@@ -99,7 +99,7 @@ def norm_quantize(x: Tensor, weight: Tensor, eps: float) -> Rounded:
     """``ops.rms_norm`` of x ``[T, d]``, whose rows may lie apart, rounded."""
     tokens, d = x.shape
     out = _empty(tokens, d, x.device)
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     _norm_quantize[(tokens,)](
         x, weight, *out, d, eps, x.stride(0), BLOCK=block, num_warps=_warps(block), **_pdl()
     )
@@ -112,7 +112,7 @@ def add_norm_quantize(
     """``(norm, total)`` of ``ops.add_rms_norm``, and the norm rounded."""
     tokens, d = x.shape
     out, total, rounded = torch.empty_like(x), torch.empty_like(x), _empty(tokens, d, x.device)
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     _add_norm_quantize[(tokens,)](
         x, residual, weight, out, total, *rounded, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl()
     )
@@ -123,7 +123,7 @@ def act_mul_quantize(x: Tensor, kind: str) -> Rounded:
     """``ops.act_mul``, rounded."""
     tokens, f = x.shape[0], x.shape[1] // 2
     out = _empty(tokens, f, x.device)
-    block = triton.next_power_of_2(f)
+    block = next_power_of_2(f)
     warps = 16 if block > 8192 else _warps(block)
     _act_mul_quantize[(tokens,)](x, *out, f, GELU=kind == "gelu_tanh", BLOCK=block, num_warps=warps, **_pdl())
     return out
@@ -158,8 +158,8 @@ def tile_for(m: int, n: int, k: int) -> Tile:
     if m > 64:
         found = Tile(128, 128, 8, 3) if device.wgmma else Tile(64, 128, 4, 2)
     else:
-        found = Tile(max(16, triton.next_power_of_2(m)), 64, 4, 4 if device.wgmma else 3)
-    programs, splits = triton.cdiv(m, found.m) * triton.cdiv(n, found.n), 1
+        found = Tile(max(16, next_power_of_2(m)), 64, 4, 4 if device.wgmma else 3)
+    programs, splits = cdiv(m, found.m) * cdiv(n, found.n), 1
     while 2 * splits * programs <= 2 * device.multiprocessors and k >= 1024 * splits:
         splits *= 2
     return found._replace(splits=splits)
@@ -207,7 +207,7 @@ def grouped(
     shape = (tile.splits, m, n) if split else (m, n)
     out = torch.empty(*shape, dtype=torch.float32 if split else torch.bfloat16, device=weight.device)
     added = bias is not None and not split
-    _grouped[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.splits)](
+    _grouped[(cdiv(m, tile.m) * cdiv(n, tile.n), tile.splits)](
         *x, weight, scale, bias if added else scale, out, m, n, k, scale.shape[1], HAS_BIAS=added,
         SPLITS=tile.splits, M=tile.m, N=tile.n, num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip

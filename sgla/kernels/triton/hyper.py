@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.common import cdiv
+
 TOGETHER = 8  # tokens of a program
 
 
@@ -40,7 +42,7 @@ def _weights(
 def weights(x: Tensor, scale: Tensor, base: Tensor, streams: int, iterations: int, eps: float) -> Tensor:
     """See ``kernels.hyper.stream_weights``; ``streams`` is a power of two."""
     out, tokens = torch.empty_like(x), len(x)
-    _weights[(triton.cdiv(tokens, TOGETHER),)](
+    _weights[(cdiv(tokens, TOGETHER),)](
         x.contiguous(), scale, base, out, tokens, iterations, eps, N=streams, WIDTH=x.shape[1], BT=TOGETHER,
         num_warps=1,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sgla.kernels.device import this_device
 from sgla.kernels.integers import BLOCK, Integers
+from sgla.kernels.triton.common import cdiv
 from sgla.kernels.triton.elementwise import _begin, _pdl
 
 JOINED = 512  # outputs of a program that adds up
@@ -264,9 +265,9 @@ def _choose(m: int, n: int, k: int, itemsize: int, fixed: bool, processors: int,
         tile = Tile(32 if m <= 32 else 64, 128 if hopper else 64, 4, 4 if hopper else 3)
     else:
         tile = Tile(16, 64, 4, 4)
-    programs, splits = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), 1
+    programs, splits = cdiv(m, tile.m) * cdiv(n, tile.n), 1
     room = processors * (1 if m > 64 else 2)
-    while 2 * splits * programs <= room and triton.cdiv(k, BLOCK) >= 8 * splits:
+    while 2 * splits * programs <= room and cdiv(k, BLOCK) >= 8 * splits:
         splits *= 2
     return tile._replace(splits=splits)
 
@@ -288,14 +289,14 @@ def linear(
     split, added = tile.splits > 1, bias is not None
     part = x.new_empty(tile.splits, m, n, dtype=torch.float32) if split else out
     blocks = constants.shape[1] * weight.group // BLOCK
-    _linear[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.splits)](
+    _linear[(cdiv(m, tile.m) * cdiv(n, tile.n), tile.splits)](
         x, words, constants, bias if added and not split else x, part, m, n, k, blocks, x.stride(0),
         out.stride(0), HAS_BIAS=added and not split, BITS=weight.bits, GROUP=weight.group,
         WHOLE=weight.whole, SPLITS=tile.splits, BF16=x.dtype == torch.bfloat16, M=tile.m, N=tile.n,
         num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip
     if split:
-        _join[(m, triton.cdiv(n, JOINED))](
+        _join[(m, cdiv(n, JOINED))](
             part, bias if added else x, out, m, n, out.stride(0), HAS_BIAS=added, SPLITS=tile.splits,
             BLOCK=JOINED, num_warps=4, **_pdl(),
         )  # fmt: skip
@@ -307,7 +308,7 @@ def unpack(weight: Integers, dtype: torch.dtype) -> Tensor:
     words, constants = weight.tensors
     out = torch.empty(weight.n, weight.k, dtype=dtype, device=words.device)
     blocks = constants.shape[1] * weight.group // BLOCK
-    _unpack[(triton.cdiv(weight.n, 64) * blocks,)](
+    _unpack[(cdiv(weight.n, 64) * blocks,)](
         words, constants, out, weight.n, weight.k, blocks, BITS=weight.bits, GROUP=weight.group,
         WHOLE=weight.whole, N=64, num_warps=4, **_pdl(),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sgla.kernels.device import this_device
 from sgla.kernels.triton.attention import NEG, _dims, _score, _sink, padded, scales
+from sgla.kernels.triton.common import cdiv
 
 ROWS = 64  # queries of a tile: tokens times the query heads of a KV head
 BLOCK = 64  # tokens of a block
@@ -58,7 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     if out is None:
         out = x.new_empty(m, n)
     size_m, size_n, depth = _tile(m, n, this_device().multiprocessors)
-    _linear[(triton.cdiv(m, size_m) * triton.cdiv(n, size_n),)](
+    _linear[(cdiv(m, size_m) * cdiv(n, size_n),)](
         x, weight, bias if bias is not None else x, out, m, n, k, x.stride(0), weight.stride(0),
         out.stride(0), HAS_BIAS=bias is not None, M=size_m, N=size_n, K=depth, GROUP=8,
         num_warps=4 if size_m * size_n <= 64 * 64 else 8, num_stages=4 if depth == 128 else 3,
@@ -78,7 +79,7 @@ def _tile(m: int, n: int, processors: int) -> tuple[int, int, int]:
     """The largest tile that leaves no more than a few processors without one."""
     fitting = TILES if m > 64 else TILES[2:]
     for tile in fitting:
-        if triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1]) * 10 >= processors * 9:
+        if cdiv(m, tile[0]) * cdiv(n, tile[1]) * 10 >= processors * 9:
             return tile
     return fitting[-1]
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
-from sgla.kernels.triton.common import _begin, _pdl, _saturate
+from sgla.kernels.triton.common import _begin, _pdl, _saturate, cdiv, next_power_of_2
 
 MOST_HEADS = 64  # of a decode row that one program serves
 # Whether decode rows read what earlier steps have stored, and what comes behind attention its weights, before
@@ -281,7 +281,7 @@ def _joined_values(
 
 def _tokens_together(tokens: int, itemsize: int) -> int:
     """How many of them a program of ``queries`` and ``values`` takes."""
-    return 16 if itemsize == 4 else min(64, max(16, triton.next_power_of_2(tokens)))
+    return 16 if itemsize == 4 else min(64, max(16, next_power_of_2(tokens)))
 
 
 def queries(
@@ -300,13 +300,13 @@ def queries(
     (heads, nope, content), rot, tokens = k_up.shape, cos_sin.shape[1], len(q)
     out = q.new_empty(tokens, heads * (content + rot))
     m = _tokens_together(tokens, q.itemsize)
-    tiles = triton.cdiv(content, 64) + 1
-    _queries[(triton.cdiv(tokens, m), heads + 1, tiles)](
+    tiles = cdiv(content, 64) + 1
+    _queries[(cdiv(tokens, m), heads + 1, tiles)](
         q, latent, k_up, norm, positions, cos_sin, k, out_loc, out, tokens, heads, eps, 1 / k_scale,
         q.stride(0), latent.stride(0), k.stride(0), k.stride(1), k.shape[1], NOPE=nope,
-        NB=max(16, triton.next_power_of_2(nope)), C=content, CB=triton.next_power_of_2(content),
-        HALF=rot // 2, HALF_B=triton.next_power_of_2(rot // 2), BM=m, BN=64,
-        BL=triton.next_power_of_2(triton.cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn,
+        NB=max(16, next_power_of_2(nope)), C=content, CB=next_power_of_2(content),
+        HALF=rot // 2, HALF_B=next_power_of_2(rot // 2), BM=m, BN=64,
+        BL=next_power_of_2(cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn,
         EARLY=EARLY, num_warps=4, **_pdl(),
     )  # fmt: skip
     return out
@@ -318,9 +318,9 @@ def values(seen: Tensor, v_up: Tensor) -> Tensor:
     out = seen.new_empty(tokens, heads * value)
     m = _tokens_together(tokens, seen.itemsize)
     n, k = (32, 1024 // seen.itemsize) if m == 16 else (64, 64)
-    _values[(triton.cdiv(tokens, m), heads, triton.cdiv(value, n))](
+    _values[(cdiv(tokens, m), heads, cdiv(value, n))](
         seen.contiguous(), v_up, out, tokens, heads, value, C=content, BM=m, BN=n,
-        BK=max(16, min(k, triton.next_power_of_2(content))), num_warps=4, **_pdl(),
+        BK=max(16, min(k, next_power_of_2(content))), num_warps=4, **_pdl(),
     )  # fmt: skip
     return out
 
@@ -365,7 +365,7 @@ def decode(
     part = q.new_empty(several, content, dtype=torch.float32) if several else out
     part_ml = q.new_empty(several, 2, dtype=torch.float32) if several else out
     cut = decode_cut(dim, content, heads, q.itemsize, shared)
-    _decode[(rows, triton.cdiv(heads, cut.m), splits)](
+    _decode[(rows, cdiv(heads, cut.m), splits)](
         q, k, page_table, slots, kv_len, q if sinks is None else sinks, out, part, part_ml,
         k.stride(0), k.stride(1), page_table.stride(0), page_size, heads, splits, scale * k_scale * LOG2E,
         k_scale, C=content, CB=padded(content), R=dim - content, RB=padded(dim - content), M=cut.m, N=cut.n,
@@ -381,9 +381,9 @@ def merge(part: Tensor, part_ml: Tensor, out: Tensor, count: int, k_scale: float
     ``part`` float32 ``[count * splits, content]`` is a sum under weights, and ``part_ml`` the largest score,
     times log2(e), by which they were divided, and the sum of the weights."""
     splits, content = len(part) // count, part.shape[1]
-    shares = triton.next_power_of_2(splits)
+    shares = next_power_of_2(splits)
     own = min(padded(content), max(128, 2048 // shares))
-    _merge[(count, triton.cdiv(content, own))](
+    _merge[(count, cdiv(content, own))](
         part, part_ml, out, splits, k_scale, C=content, BC=own, SPLITS=shares, EARLY=EARLY, num_warps=4,
         **_pdl(),
     )  # fmt: skip
@@ -420,7 +420,7 @@ def _ahead(cut: Cut) -> int:
 
 def decode_cut(dim: int, content: int, heads: int, size: int, shared: int) -> Cut:
     """As ``extend_cut``, where the query tokens are heads of one row."""
-    m = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    m = min(MOST_HEADS, max(16, next_power_of_2(heads)))
     return _largest(
         [(m, 32, 2), (m, 16, 2), (16, 32, 2), (16, 16, 2), (16, 16, 1)], dim, content, size, shared
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.lora import Rows, Stack, Tiles
-from sgla.kernels.triton.common import _begin, _pdl
+from sgla.kernels.triton.common import _begin, _pdl, cdiv, next_power_of_2
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
@@ -249,9 +249,9 @@ def sort(rows: Rows, table: Tensor, slots: Tensor) -> None:
     """Fill what ``rows`` have for decode rows of ``slots`` int32[T], whose places stand in ``table``, on the
     device."""
     count, (order, runs, size, _) = len(slots), rows.tiles[0]
-    _sort[(triton.cdiv(count, SORTED),)](
+    _sort[(cdiv(count, SORTED),)](
         table, slots, rows.places[0], order, runs, count, SIZE=size,
-        ALL=triton.next_power_of_2(count), SORTED=SORTED,
+        ALL=next_power_of_2(count), SORTED=SORTED,
     )  # fmt: skip
 
 
@@ -263,7 +263,7 @@ def pairs(ids: Tensor, rows: Rows, sampled: bool, stack: Stack) -> Tiles:
     experts = ids.flatten()
     order = torch.empty_like(experts)
     runs = torch.empty(len(experts), 3, dtype=torch.int32, device=ids.device)
-    _pair[(triton.cdiv(len(experts), 128),)](
+    _pair[(cdiv(len(experts), 128),)](
         rows.places[sampled], experts, order, runs, len(experts), ids.shape[1], BLOCK=128, **_pdl()
     )
     return Tiles(order, runs, FEW, experts)
@@ -279,7 +279,7 @@ def grouped(ids: Tensor, places: Tensor, stack: Stack) -> Tiles:
     at, first = torch.arange(pairs, device=ids.device), torch.searchsorted(keys, keys)
     left = torch.searchsorted(keys, keys, right=True) - at
     leads = ((at - first) % MANY == 0) & (keys < nobody)
-    most = triton.cdiv(pairs, MANY) + min(pairs, count * len(stack.ranks))  # tiles
+    most = cdiv(pairs, MANY) + min(pairs, count * len(stack.ranks))  # tiles
     tile = torch.where(leads, leads.cumsum(0) - 1, most)
     runs = torch.zeros(most + 1, 3, dtype=torch.int32, device=ids.device)
     runs[tile] = torch.stack([at, left.clamp(max=MANY), place[order]], 1).int()
@@ -305,18 +305,18 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there:
     x = x if x.stride(-1) == 1 else x.contiguous()
     order, runs, size, experts = tiles
     (tokens, k), rank = x.shape, stack.a.shape[2]
-    padded, exact = max(16, triton.next_power_of_2(rank)), stack.a.dtype == torch.float32
+    padded, exact = max(16, next_power_of_2(rank)), stack.a.dtype == torch.float32
     width = max(32, min(SHRUNK if size == FEW else 128, 8192 // padded))
-    splits = min(SPLITS, triton.cdiv(k, SPLIT)) if size == FEW else 1
-    span = triton.cdiv(triton.cdiv(k, splits), width) * width
-    splits = triton.cdiv(k, span)
+    splits = min(SPLITS, cdiv(k, SPLIT)) if size == FEW else 1
+    span = cdiv(cdiv(k, splits), width) * width
+    splits = cdiv(k, span)
     inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
     _shrink[len(runs), parts, splits](
         x, stack.a, order, runs, experts, squares, inner, k, span, x.stride(0), stack.a.stride(0),
         stack.a.stride(2), inner.stride(0), 0 if squares is None else squares.stride(0),
         0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
         MORE=span > width, EXPERTS=experts is not None,
-        SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
+        SQUARES=0 if squares is None else next_power_of_2(len(squares)),
         PRECISION="ieee" if exact else "tf32", THERE=there, num_warps=2 if size == FEW else 4,
         num_stages=2 if exact or size == FEW else 3, **_pdl(),
     )  # fmt: skip
@@ -331,9 +331,9 @@ def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) ->
 def _expanded(y: Tensor, inner: Tensor, stack: Stack, tiles: Tiles) -> Tensor:
     order, runs, size, experts = tiles
     splits, _, parts, rank = inner.shape
-    padded, exact = max(16, triton.next_power_of_2(rank)), stack.b.dtype == torch.float32
+    padded, exact = max(16, next_power_of_2(rank)), stack.b.dtype == torch.float32
     width = max(32, min(EXPANDED if size == FEW else 128, 8192 // padded))
-    blocks = sum(triton.cdiv(n, width) for n in stack.sizes[:parts])
+    blocks = sum(cdiv(n, width) for n in stack.sizes[:parts])
     aligned = 1 if any(n % 16 for n in stack.sizes) else 16
     _expand[len(runs), blocks](
         inner, stack.b, order, runs, experts, stack.bounds, y, stack.b.stride(0), stack.b.stride(2),
@@ -357,10 +357,10 @@ def expand_norm(
     splits, tokens, parts, rank = inner.shape
     assert parts == 1
     n, out = y.shape[1], torch.empty_like(y)
-    block = triton.next_power_of_2(n)
+    block = next_power_of_2(n)
     _expand_norm[(tokens,)](
         inner, stack.b, rows.places[sampled], y, residual, weight, out, n, stack.b.stride(0),
-        stack.b.stride(2), inner.stride(0), eps, R=rank, SPLITS=splits, SP=triton.next_power_of_2(splits),
+        stack.b.stride(2), inner.stride(0), eps, R=rank, SPLITS=splits, SP=next_power_of_2(splits),
         BLOCK=block, LINES=max(1, block // 64), EARLY=max(1, min(EARLY, VALUES // block)), SOME=4,
         num_warps=8, **_pdl(),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Routing
-from sgla.kernels.triton.common import _activate, _begin, _pdl
+from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -78,7 +78,7 @@ EARLY = 2  # tokens up to which shared experts are loaded before it is known who
 def few_cuts(tokens: int, top_k: int, f: int, size: int) -> Few:
     """As measured on an H200 with nine experts of 512, eight of 1408 and five of 1536 (``bench/gpu_moe.py
     layers``). ``size``: bytes of a weight."""
-    full, narrow = top_k == triton.next_power_of_2(top_k), f <= 512
+    full, narrow = top_k == next_power_of_2(top_k), f <= 512
     if size == 2 and full and top_k > 4:
         return Few(down=Cut(1, 4096, 1))
     if size == 2 and narrow:
@@ -510,9 +510,9 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     experts = router.shape[0]
     normed = x if norm is None else torch.empty_like(x)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    width = triton.next_power_of_2(d)
-    each = max(1, min(ROUTER.n * ROUTER.k // width, triton.next_power_of_2(experts)))
-    _norm_router[(tokens, triton.cdiv(experts, each))](
+    width = next_power_of_2(d)
+    each = max(1, min(ROUTER.n * ROUTER.k // width, next_power_of_2(experts)))
+    _norm_router[(tokens, cdiv(experts, each))](
         x, norm if norm is not None else x, router, normed, logits, eps, d, experts,
         HAS_NORM=norm is not None, D=width, BE=each, EARLY=tokens <= EARLY,
         num_warps=ROUTER.warps, **_pdl(),
@@ -546,17 +546,17 @@ def route(
     given = biases.logits, biases.correction, biases.factor, biases.places
     vectors = (logits if b is None else b for b in given)
     places = 0 if done is None else done.numel()
-    _route[(triton.cdiv(tokens, each),)](
+    _route[(cdiv(tokens, each),)](
         logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts,
         routing.top_k, places, routing.least, routing.scale, logits.stride(0),
-        PLACES=triton.next_power_of_2(places) if places else 0,
+        PLACES=next_power_of_2(places) if places else 0,
         NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid", BIAS=biases.logits is not None,
         CORRECTION=biases.correction is not None, FACTOR=biases.factor is not None,
         SHARED=shared, GATED=routing.shared == "gated",
-        GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
+        GROUPS=max(2, next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,
-        LEAST=routing.least > 0, HELD=biases.places is not None, E=triton.next_power_of_2(experts),
-        K=triton.next_power_of_2(width), BT=each, EARLY=tokens <= EARLY,
+        LEAST=routing.least > 0, HELD=biases.places is not None, E=next_power_of_2(experts),
+        K=next_power_of_2(width), BT=each, EARLY=tokens <= EARLY,
         num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
@@ -570,12 +570,12 @@ def group(ids: Tensor, experts: int, rows: int) -> Groups:
     count = active + (pairs - active) // rows
     order = _indices(pairs, device=ids.device)
     blocks = torch.empty(count, 3, dtype=torch.int32, device=ids.device)
-    chunk, bins = min(4096, triton.next_power_of_2(pairs)), triton.next_power_of_2(experts)
-    chunks, warps = triton.cdiv(pairs, chunk), 8 if chunk > 1024 else 4
+    chunk, bins = min(4096, next_power_of_2(pairs)), next_power_of_2(experts)
+    chunks, warps = cdiv(pairs, chunk), 8 if chunk > 1024 else 4
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     _count[(chunks,)](ids, counts, pairs, E=bins, CHUNK=chunk, num_warps=warps, **_pdl())
     _group[(experts, chunks)](
-        ids, counts, order, blocks, pairs, count, ROWS=rows, E=bins, BLOCKS=triton.next_power_of_2(count),
+        ids, counts, order, blocks, pairs, count, ROWS=rows, E=bins, BLOCKS=next_power_of_2(count),
         CHUNK=chunk, num_warps=warps, **_pdl(),
     )  # fmt: skip
     return Groups(order, blocks, ids.shape[1], rows)
@@ -602,7 +602,7 @@ def experts(
     out = torch.empty(pairs, n, dtype=x.dtype if x_scale is None else torch.bfloat16, device=x.device)
     bulk = tile.bulk and k * w.element_size() % 16 == 0
     source = TensorDescriptor.from_tensor(w, [tile.n, tile.k]) if bulk else w
-    _experts[(blocks.shape[0] * triton.cdiv(n, tile.n),)](
+    _experts[(blocks.shape[0] * cdiv(n, tile.n),)](
         x, x_scale if x_scale is not None else x, source, w_scale if w_scale is not None else x, order,
         blocks, out,
         n, k, top_k, GATED=activation is not None, GELU=activation == "gelu_tanh", SCALED=x_scale is not None,
@@ -635,7 +635,7 @@ def _launch_combine(
     tokens, top_k = probabilities.shape
     d = y.shape[1]
     out = total if norm is None else torch.empty_like(total)
-    width = triton.next_power_of_2(d)
+    width = next_power_of_2(d)
     _combine[(tokens,)](
         y, probabilities, total, norm if norm is not None else total, out, total, eps, d, TOP_K=top_k,
         ADD=add, NORM=norm is not None, D=width, num_warps=4 if width <= 4096 else 8, **_pdl(),
@@ -659,10 +659,10 @@ def few_gate_up(
     (tokens, d), top_k = x.shape, ids.shape[1]
     out = torch.empty(ids.numel(), f, dtype=x.dtype, device=x.device)
     cut = few_cuts(tokens, top_k, f, w.element_size()).gate_up
-    _few_gate_up[(triton.cdiv(f, cut.n), ids.numel())](
+    _few_gate_up[(cdiv(f, cut.n), ids.numel())](
         x, probabilities, ids, w, w_scale if w_scale is not None else x, out, f, w.shape[0] // (2 * f),
         TOP_K=top_k, SHARED=shared if tokens <= EARLY else 0, GELU=activation == "gelu_tanh",
-        SCALED=w_scale is not None, D=d, BN=cut.n, BK=min(cut.k, triton.next_power_of_2(d)),
+        SCALED=w_scale is not None, D=d, BN=cut.n, BK=min(cut.k, next_power_of_2(d)),
         num_warps=cut.warps, **_pdl(),
     )  # fmt: skip
     return out
@@ -676,11 +676,11 @@ def few_down(
     (tokens, top_k), f = ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
     _, cut, two = few_cuts(tokens, top_k, f, w.element_size())
-    places, rest = split(top_k) if two else (triton.next_power_of_2(top_k), 0)
-    k = min(cut.k // places, triton.next_power_of_2(f))
+    places, rest = split(top_k) if two else (next_power_of_2(top_k), 0)
+    k = min(cut.k // places, next_power_of_2(f))
     if top_k < places and f >= 6 * k:  # as much is on its way although some places are empty
         k *= 2
-    _few_down[(tokens, triton.cdiv(d, cut.n))](
+    _few_down[(tokens, cdiv(d, cut.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
         SCALED=w_scale is not None, F=f, K=places, REST=rest, BN=cut.n, BK=k, num_warps=cut.warps, **_pdl(),
     )  # fmt: skip
@@ -690,7 +690,7 @@ def few_down(
 def split(top_k: int) -> tuple[int, int]:
     """The places that a token's experts take, powers of two: all in one tile, or in two where fewer stay
     empty so."""
-    whole = triton.next_power_of_2(top_k)
+    whole = next_power_of_2(top_k)
     first = whole // 2
-    rest = triton.next_power_of_2(top_k - first) if first < top_k < whole else whole
+    rest = next_power_of_2(top_k - first) if first < top_k < whole else whole
     return (first, rest) if first + rest < whole else (whole, 0)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.triton.attention import padded
+from sgla.kernels.triton.common import cdiv, next_power_of_2
 
 LAST = (1 << 31) - 1
 BLOCK = 64  # places that a program looks at
@@ -50,10 +51,10 @@ def ranks(
     in ``slots`` int32[T], and it sees ``lengths`` int32[T] places."""
     tokens, heads, dim = q.shape
     out = torch.empty(tokens, width, dtype=torch.int64, device=q.device)
-    _ranks[(tokens, triton.cdiv(width, BLOCK))](
+    _ranks[(tokens, cdiv(width, BLOCK))](
         q.contiguous(), weights.contiguous(), k, page_table, slots, lengths, out, k.stride(0), k.stride(1),
         page_table.stride(0), k.shape[1], heads, width,
-        D=dim, DB=padded(dim), H=max(16, triton.next_power_of_2(heads)), N=BLOCK, num_warps=4,
+        D=dim, DB=padded(dim), H=max(16, next_power_of_2(heads)), N=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.common import cdiv
 from sgla.kernels.triton.tokens import TokenTable, _token
 
 # Numbers at the beginning of a record. UNTIL: the position before which stop tokens are banned; COUNTED: 1 +
@@ -238,11 +239,11 @@ def penalize(
     rows, vocab = logits.shape
     for first in range(0, rows, len(counts)):
         some = min(len(counts), rows - first)
-        _count[(some, triton.cdiv(longest, HISTORY))](
+        _count[(some, cdiv(longest, HISTORY))](
             *tokens.arguments, slots, positions, records, records.stride(0), counts, vocab, first,
             BLOCK=HISTORY
         )  # fmt: skip
-        _penalize[(some, triton.cdiv(vocab, CHUNK))](
+        _penalize[(some, cdiv(vocab, CHUNK))](
             logits, slots, records, records.stride(0), counts, vocab, first,
             BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
@@ -258,7 +259,7 @@ def forbid(
 ) -> None:
     """The last tokens of words whose other tokens are there; ``most``: words of a row.
     Tensors as in ``penalize``."""
-    _forbid[(len(logits), triton.cdiv(most, SOME))](
+    _forbid[(len(logits), cdiv(most, SOME))](
         logits, *tokens.arguments, slots, positions, records, records.stride(0), logits.shape[1],
         SOME=SOME, DEEP=DEEP,
     )  # fmt: skip
@@ -268,7 +269,7 @@ def lower_repeats(
     logits: Tensor, tokens: TokenTable, slots: Tensor, positions: Tensor, records: Tensor, longest: int
 ) -> None:
     """Let tokens fall that would complete what the output has had; arguments as in ``penalize``."""
-    _fall[(len(logits), triton.cdiv(longest, HISTORY))](
+    _fall[(len(logits), cdiv(longest, HISTORY))](
         logits, *tokens.arguments, slots, positions, records, records.stride(0), logits.shape[1],
         BLOCK=HISTORY,
     )  # fmt: skip

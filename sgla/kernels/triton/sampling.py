@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from sgla.kernels.triton.common import _begin, _pdl
+from sgla.kernels.triton.common import _begin, _pdl, cdiv, next_power_of_2
 from sgla.kernels.triton.tokens import TokenTable, _token
 
 CHUNK = 4096  # logits a program masks
@@ -309,13 +309,13 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor, ends: Tensor | None = None
     ceil(V / 32)]. Where they are all -inf and ``ends[n]``, int32[n], is not 0, each becomes as likely as the
     next."""
     vocab, width = logits.shape[1], words.shape[1]
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunks = cdiv(vocab, CHUNK)
     left = logits.new_empty(len(rows), chunks)
     grid = (len(rows), chunks)
     _mask[grid](logits, rows, words, left, vocab, width, chunks, BLOCK=CHUNK, num_warps=8)
     if ends is None:
         return
-    block = triton.next_power_of_2(chunks)
+    block = next_power_of_2(chunks)
     _level[grid](
         logits, rows, words, ends, left, vocab, width, chunks, CHUNKS=block, BLOCK=CHUNK, num_warps=8
     )
@@ -373,7 +373,7 @@ def sample(
     ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys
     int64[S] by the largest that any rank has."""
     rows, vocab = logits.shape
-    chunks = triton.cdiv(vocab, LOGITS)
+    chunks = cdiv(vocab, LOGITS)
     bounds = logits.new_empty(rows, chunks)
     given = (
         logits, slots, positions, seeds, temperatures, thresholds if thresholds is not None else bounds,
@@ -381,7 +381,7 @@ def sample(
     )  # fmt: skip
     options = {"HAS_THRESHOLDS": thresholds is not None, "FAST": logits.is_cuda, "BLOCK": LOGITS, **_pdl()}
     _bound_scores[(rows, chunks)](*given, **options, num_warps=4)
-    options |= {"CHUNKS": triton.next_power_of_2(chunks), "num_warps": 8}
+    options |= {"CHUNKS": next_power_of_2(chunks), "num_warps": 8}
     if best_of_ranks is None:
         _finish[(rows,)](
             *given, *tokens.arguments, out, *_landing(landing, out), LANDS=landing is not None, **options

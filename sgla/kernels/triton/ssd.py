@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import TimeSteps
-from sgla.kernels.triton.common import _begin_early, _pdl
+from sgla.kernels.triton.common import _begin_early, _pdl, cdiv, next_power_of_2
 from sgla.kernels.triton.conv import Rows
 from sgla.kernels.triton.delta import _precision, _rows, _side
 
@@ -331,11 +331,11 @@ def decode(
     P, N]``."""
     x, b, c = _given(x, b, c)
     (rows, heads, width), size = x.shape, b.shape[2]
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     few = rows * heads <= this_device().multiprocessors
-    block = min(triton.next_power_of_2(width), 16 if few else max(16, 8192 // padded))
+    block = min(next_power_of_2(width), 16 if few else max(16, 8192 // padded))
     bias, least, most = _steps(steps, a)
-    _decode[rows, heads, triton.cdiv(width, block)](
+    _decode[rows, heads, cdiv(width, block)](
         x, dt, a, b, c, a if d is None else d, bias, memory, out, *ends[:3],
         ends.reads if ends.runs is None else ends.runs, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
         memory.stride(0), memory.stride(1), heads // b.shape[1], least, most, P=width, PB=block, N=size,
@@ -359,12 +359,12 @@ def by_token(
     """Rows of several tokens, for every shape: as ``decode``."""
     x, b, c = _given(x, b, c)
     (_, heads, width), size = x.shape, b.shape[2]
-    block = min(16, triton.next_power_of_2(width))
+    block = min(16, next_power_of_2(width))
     bias, least, most = _steps(steps, a)
-    _tokens[rows.first.shape[0] - 1, heads, triton.cdiv(width, block)](
+    _tokens[rows.first.shape[0] - 1, heads, cdiv(width, block)](
         x, dt, a, b, c, a if d is None else d, bias, memory, out, rows.reads, rows.first, rows.segments,
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), memory.stride(0), memory.stride(1),
-        heads // b.shape[1], least, most, P=width, PB=block, N=size, NB=triton.next_power_of_2(size),
+        heads // b.shape[1], least, most, P=width, PB=block, N=size, NB=next_power_of_2(size),
         STEPS=steps is not None, HAS_D=d is not None, num_warps=2, **_pdl(),
     )  # fmt: skip
 
@@ -400,7 +400,7 @@ def by_chunk(
         STEPS=steps is not None, HAS_D=d is not None, PRECISION=_precision(x), num_warps=4, **_pdl(),
     )  # fmt: skip
     block = min(_side(width), PLACES)
-    _scan[rows.first.shape[0] - 1, heads, triton.cdiv(width, block)](
+    _scan[rows.first.shape[0] - 1, heads, cdiv(width, block)](
         x, b, c, inner, factors, memory, out, rows.reads, rows.first, rows.segments, x.stride(0), b.stride(0),
         c.stride(0), memory.stride(0), memory.stride(1), group, tokens, P=width, PB=block, N=size, NB=padded,
         PRECISION=_precision(x), STAGES=1 if exact or padded > 128 else 2, num_warps=4, **_pdl(),
@@ -432,10 +432,10 @@ def by_channel(
         runs = rows.runs
         count, places = reads.shape[0], (*rows[1:3], reads if runs is None else runs, reads, reads)
     bias, least, most = _steps(steps, a)
-    _channels[count, triton.cdiv(channels, CHANNELS)](
+    _channels[count, cdiv(channels, CHANNELS)](
         x, dt, a, b, c, a if d is None else d, bias, memory, out, reads, *places, x.stride(0), dt.stride(0),
         b.stride(0), c.stride(0), memory.stride(0), channels, least, most, N=size,
-        NB=triton.next_power_of_2(size), ONE=one, RUNS=runs is not None, STEPS=steps is not None,
+        NB=next_power_of_2(size), ONE=one, RUNS=runs is not None, STEPS=steps is not None,
         HAS_D=d is not None, BLOCK=CHANNELS, num_warps=2, **_pdl(),
     )  # fmt: skip
 
@@ -446,7 +446,7 @@ def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float,
     gate = gate if gate.stride(1) == 1 else gate.contiguous()
     tokens, width = x.shape[0], x.shape[1] // groups
     out = x.new_empty(x.shape)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _gated_norm[tokens, groups](
         x, gate, x if weight is None else weight, out, width, x.stride(0), gate.stride(0), eps,
         NORM=weight is not None, BLOCK=block,

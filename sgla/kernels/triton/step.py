@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.common import _begin_early, _pdl
+from sgla.kernels.triton.common import _begin_early, _pdl, cdiv, next_power_of_2
 from sgla.kernels.triton.tokens import RING, TokenTable, _token
 
 
@@ -82,7 +82,7 @@ def wake() -> None:
 def append_pages(columns: Tensor, page_table: Tensor) -> None:
     """``columns`` int32[3, count]: slot, index in its table, page."""
     count = columns.shape[1]
-    _append_pages[(triton.cdiv(count, 256),)](columns, page_table, page_table.stride(0), count, BLOCK=256)
+    _append_pages[(cdiv(count, 256),)](columns, page_table, page_table.stride(0), count, BLOCK=256)
 
 
 def prepare_decode(
@@ -114,14 +114,14 @@ def prepare_decode(
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum,
         deltas if deltas is not None else cum, rows, window, SHIFT=shift,
         HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile, RUN=run,
-        BLOCK=max(least, triton.next_power_of_2(rows)), num_warps=4, **_pdl(),
+        BLOCK=max(least, next_power_of_2(rows)), num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
 def count_tiles(kv_len: Tensor, cum: Tensor, tile: int, window: int) -> None:
     """``cum`` as in ``prepare_decode``, for another window."""
     rows = kv_len.shape[0]
-    _count_tiles[(1,)](kv_len, cum, rows, window, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4)
+    _count_tiles[(1,)](kv_len, cum, rows, window, TILE=tile, BLOCK=next_power_of_2(rows), num_warps=4)
 
 
 # Of a row that gets pages: slot; pages that it has; how many come, and where they end; how many tokens come
@@ -218,7 +218,7 @@ def _prepare_extend(
 def append(head: Tensor, data: Tensor, longest: int, tokens: TokenTable) -> None:
     """Rows get pages, and tokens that the host knows. ``head`` int32[rows, COLUMNS]; ``data`` int32[*]: the
     pages of all rows, then their tokens; ``longest``: most tokens or pages of a row."""
-    _append[(head.shape[0], triton.cdiv(max(longest, 1), 1024))](
+    _append[(head.shape[0], cdiv(max(longest, 1), 1024))](
         head, data, *tokens.arguments, COLUMNS=COLUMNS.value, BLOCK=1024
     )
 
@@ -235,7 +235,7 @@ def admit(
     seeds: Tensor,
 ) -> None:
     """``append`` for rows that take their slots. ``head`` int32[new, ADMIT_COLUMNS], floats as their bits."""
-    _admit[(head.shape[0], triton.cdiv(max(longest, 1), 1024))](
+    _admit[(head.shape[0], cdiv(max(longest, 1), 1024))](
         head, data, *tokens.arguments, temperatures, top_ps, min_ps, top_ks, seeds,
         COLUMNS=ADMIT_COLUMNS, OWN=COLUMNS.value, BLOCK=1024,
     )  # fmt: skip
@@ -256,7 +256,7 @@ def prepare_extend(
 ) -> None:
     """Fill ``ids``, ``positions``, ``out_loc`` int32[T] of rows with any number of tokens, at most
     ``longest`` each. ``page_table``, ``deltas`` and ``shift``: as in ``prepare_decode``."""
-    _prepare_extend[(slots.shape[0], triton.cdiv(longest, 256))](
+    _prepare_extend[(slots.shape[0], cdiv(longest, 256))](
         slots, starts, q_start, *tokens.arguments, page_table, page_table.stride(0),
         ids, positions, out_loc, deltas if deltas is not None else positions, SHIFT=shift,
         DELTAS=deltas is not None, BLOCK=256,

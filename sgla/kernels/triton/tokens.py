@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.common import cdiv
+
 # Tokens that a slot may have behind its pages: guesses of a step and the token that it draws
 # (``messages.VERIFIED``), and as many again.
 RING = tl.constexpr(128)
@@ -82,4 +84,4 @@ def _put(slots, positions, values, ids, pages, stride, held, page_size, base, co
 def put_tokens(slots: Tensor, positions: Tensor, values: Tensor, tokens: TokenTable) -> None:
     """``values`` int32[n] at ``positions`` of ``slots``, none of which is RING behind its slot's pages."""
     count = len(slots)
-    _put[(triton.cdiv(count, 128),)](slots, positions, values, *tokens.arguments, count, BLOCK=128)
+    _put[(cdiv(count, 128),)](slots, positions, values, *tokens.arguments, count, BLOCK=128)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.common import _begin_early, _pdl, _warps
+from sgla.kernels.triton.common import _begin_early, _pdl, _warps, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -33,8 +33,8 @@ def turn(qkv: Tensor, angles: Tensor, heads: int) -> None:
     the cosine and the sine at the same places of ``angles`` float32 ``[T, d]``."""
     dim = angles.shape[1]
     _turn[(qkv.shape[0],)](
-        qkv, angles, qkv.stride(0), HEADS=2 * heads, DIM=dim, HB=triton.next_power_of_2(2 * heads),
-        DB=triton.next_power_of_2(dim), num_warps=4, **_pdl(),
+        qkv, angles, qkv.stride(0), HEADS=2 * heads, DIM=dim, HB=next_power_of_2(2 * heads),
+        DB=next_power_of_2(dim), num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
@@ -53,6 +53,6 @@ def _shifted_norm(x, shift, weight, out, d, eps, PDL: tl.constexpr, BLOCK: tl.co
 def shifted_norm(x: Tensor, shift: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMSNorm of ``x + shift``: x ``[T, d]`` contiguous, shift and weight float32[d]."""
     out, d = torch.empty_like(x), x.shape[1]
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     _shifted_norm[(len(x),)](x, shift, weight, out, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl())
     return out

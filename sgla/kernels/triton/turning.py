@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.kept import int4_dims
 from sgla.kernels.ops import KVLayer
+from sgla.kernels.triton.common import cdiv, next_power_of_2
 
 ROWS = 16  # heads of a program, as few as tensor cores take
 
@@ -125,7 +126,7 @@ def _store(
 def shared(dim: int, size: int) -> int:
     """Bytes of shared memory that a block of a kernel takes which turns heads of ``dim`` values of ``size``
     bytes: the matrix, and ROWS heads."""
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = max(16, next_power_of_2(dim))
     return size * padded * (padded + ROWS)
 
 
@@ -137,8 +138,8 @@ def store(qkv: Tensor, kv: KVLayer, out_loc: Tensor) -> None:
     page_size, kv_heads, dim = kv.k.shape[1:]
     pairs = qkv.shape[0] * kv_heads
     page, head, token = kv.k_scales.stride()
-    packed, padded = kv.v.dtype == torch.uint8, max(16, triton.next_power_of_2(dim))
-    _store[(triton.cdiv(pairs, ROWS), 1 if packed else 2)](
+    packed, padded = kv.v.dtype == torch.uint8, max(16, next_power_of_2(dim))
+    _store[(cdiv(pairs, ROWS), 1 if packed else 2)](
         qkv, kv.k, kv.k if packed else kv.v, kv.k_scales, kv.k_scales if packed else kv.v_scales, out_loc,
         pairs, qkv.shape[1] // dim - 2 * kv_heads,
         kv_heads, page_size, qkv.stride(0), *kv.k.stride()[:3], page, token, head, HD=dim, HB=padded,
@@ -146,7 +147,7 @@ def store(qkv: Tensor, kv: KVLayer, out_loc: Tensor) -> None:
     )  # fmt: skip
     if packed:
         words = kv.v_scales.view(torch.int32)
-        _store_int4[(triton.cdiv(pairs, ROWS),)](
+        _store_int4[(cdiv(pairs, ROWS),)](
             qkv, kv.v, words, out_loc, pairs, qkv.shape[1] - kv_heads * dim, kv_heads, page_size,
             qkv.stride(0), *kv.v.stride()[:3], *words.stride()[:2], HD=dim, HB=padded, DIMS=int4_dims(dim),
             ROWS=ROWS, num_warps=4,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.cuda.prompt_attention import KEYS, Units
+from sgla.kernels.triton.common import next_power_of_2
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def units_of(slots: Tensor, kv_len: Tensor, blocks: int, into: Units) -> Units:
     rows, most = len(slots), into.most
     _units[(1,)](
         slots, kv_len, into.tiles, into.parts, into.merges, rows, CHUNK=blocks, MOST=most, KEYS=KEYS,
-        BLOCK=max(32, triton.next_power_of_2(rows)), num_warps=4,
+        BLOCK=max(32, next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip
     return Units(into.tiles[: rows * most], into.parts[: rows * most], into.merges[:rows], most)
 
