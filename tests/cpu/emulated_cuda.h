@@ -294,7 +294,6 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   return made[0];
 }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
-inline unsigned __float_as_uint(float x) { return emulated::bits<unsigned>(x); }
 inline float __int_as_float(int x) { return emulated::bits<float>(unsigned(x)); }
 inline unsigned movmatrix(unsigned x) {
   const unsigned given[1] = {x};
@@ -524,11 +523,6 @@ template <int COUNT> void arrive_at(int barrier) {
 }
 inline bool __any_sync(unsigned, bool v) { return __reduce_max_sync(~0u, v); }
 inline int __reduce_min_sync(unsigned, int v) { return ~int(__reduce_max_sync(~0u, ~v)); }
-inline unsigned __ballot_sync(unsigned, bool v) {
-  unsigned made = 0;
-  for (int lane = 0; lane < 32; ++lane) made |= unsigned(__shfl_sync(~0u, int(v), lane)) << lane;
-  return made;
-}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
