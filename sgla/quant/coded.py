@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.errors import ConfigError
 from sgla.kernels.cpu.panels import Kind
-from sgla.quant.weight import Weight
+from sgla.quant.weight import Make, Weight, anywhere
 
 GROUP = 64  # channels of k with one scale
 BLOCK = 128  # channels of k that lie together
@@ -44,6 +44,17 @@ class Coded(Weight):
         middles = (values[1:] + values[:-1]) / 2
         codes = places[torch.bucketize(groups / scale.clamp_min(1e-30)[..., None], middles)]
         return cls.of(codes.view(n, -1)[:, :k], scale)
+
+    @classmethod
+    def empty(cls, n: int, k: int, make: Make = anywhere) -> Self:
+        """Raises ConfigError where a block of a file would have channels of two rows."""
+        if k % GROUP:
+            raise ConfigError(
+                f"{cls.kind} weights are kept in blocks of {GROUP} channels, and a layer has {k}: "
+                "--quantization none computes them in --dtype",
+                param="quantization",
+            )
+        return super().empty(n, k, make)
 
     @classmethod
     def decode(cls, k: int, *tensors: Tensor) -> Tensor:

@@ -178,6 +178,16 @@ def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) ->
     assert [row.tokens for row in native] == [row.tokens for row in rows]
 
 
+@torch.no_grad()
+def test_rows_that_cut_blocks_are_refused_before_weights_load(tmp_path: Path) -> None:
+    shape = SHAPE | {"hidden_size": 160, "head_dim": 40}
+    packed, plain = pair(tmp_path, NF4, lambda _, w: quantize(w, "nf4"), **shape)
+    with pytest.raises(ConfigError, match="blocks of 64 channels, and a layer has 160: --quantization none"):
+        load_model(packed, quantization="checkpoint")
+    expected, found = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (plain, packed))
+    torch.testing.assert_close(found, expected)
+
+
 def test_wrong_files_are_named(tmp_path: Path) -> None:
     layer = "model.layers.1.mlp.up_proj"
     state = torch.tensor(list(b'{"shape": [128, 192], "blocksize": 64}'), dtype=torch.uint8)
