@@ -265,7 +265,7 @@ def test_a_graph_for_prompts_and_decode_rows_equals_eager(
 def test_a_large_graph_of_a_mixture_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of more tokens than other models have graphs for, alone and beside decode rows."""
     monkeypatch.setattr("sgla.worker.prompt_graphs.LARGE", (1536,))
-    runner = make(MIXTURE, step_tokens=2048)
+    runner = make(MIXTURE, step_tokens=2048, context_length=2048)
     prompts = {slot: prompt(slot, 330 + slot) for slot in range(8)}
 
     def tokens() -> list[int]:
