@@ -66,8 +66,9 @@ class PromptGraphs:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _pair(self, count: int, size: int) -> tuple[int, int]:
-        """The sizes of the graph for so many decode rows among ``size`` tokens. Large ones have no others."""
-        decodes = self.decodes if size <= TOKENS[-1] else self.decodes[-1:]
+        """The sizes of the graph for so many decode rows among ``size`` tokens. Of large ones none is without
+        room for decode rows."""
+        decodes = self.decodes if size <= TOKENS[-1] else self.decodes[-2:]
         return min(next(n for n in decodes if n >= count), size), size
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
