@@ -2,9 +2,7 @@
 ``integer_gemm.cu``, and say which is fastest.
 
     python bench/gpu_stationary.py [--rows 16,1,8] [--kind int4g128] [--seconds 60] [--chains 16,1,8]
-    python bench/gpu_stationary.py --engines [--rows 1,16,8]
 
-``--engines``: what serves, with and without the copy engine, and nothing else.
 The products, their check and their times are those of ``gpu_integers.py``. One JSON line a product and number
 of rows, with the share of 4.34 TB/s; one a chain of a layer's four products, each of which reads what the one
 before has written; and, of a kernel that reads as many bytes and does nothing else, microseconds in a chain.
@@ -155,43 +153,6 @@ def chains(rows: int, weights: dict[str, list[Any]], best: dict[str, dict[type, 
     lines.emit(fields | {"cut": {name: [list(c) for c in cut.values()] for name, cut in sets.items()}})
 
 
-def engines(rows: int, weights: dict[str, list[Any]], kind: str) -> None:
-    """What serves, beside the same with weights that the copy engine fetches: ``early`` stages of them before
-    the wait for the kernel before."""
-    norm = torch.rand(4096, device="cuda") + 0.5
-    shapes = {layer: gi.shape_of(layer, rows, kind) for layer in gi.LAYERS}
-    module: Any = sg if rows >= sg.FEWEST else ig
-    served = {layer.name: module.default_config(shape) for layer, shape in shapes.items()}
-    served = {name: cut._replace(engine=False) for name, cut in served.items()}
-    sets = {"serving": served}
-    for engine, early in ((1, 8), (1, 1), (2, 8), (2, 1))[: 2 if module is sg else 4]:
-        sets[f"engine {engine}, early {early}"] = {
-            name: cut._replace(engine=engine, early=early) for name, cut in served.items()
-        }
-    for layer, shape in shapes.items():
-        for cut in sets.values():
-            module._kernel(shape, cut[layer.name])
-    fields: dict[str, Any] = {"bench": "engines", "rows": rows, "kind": kind}
-    for layer in gi.LAYERS:
-        product = Product(layer, rows, weights[layer.name])
-        dense = weights[layer.name][0].dequant()
-        found = gi.measure(product, dense, [cut[layer.name] for cut in sets.values()])
-        by_cut = {config: us for us, config in found}
-        fields[layer.name] = {name: round(by_cut[cut[layer.name]], 2) for name, cut in sets.items()}
-
-    def us(chosen: dict[str, Any]) -> float:
-        def run(name: str, x: Tensor, weight: Any, out: Any) -> Tensor:
-            layer = LAYERS[name]
-            more: dict[str, Any] = {"norm": norm if layer.norm else None, "eps": 1e-6, "out": out}
-            return module.linear(x, weight, epilogue=layer.epilogue, config=chosen[name], **more)
-
-        return round(chain(rows, weights, run), 2)
-
-    for turn in ("first", "second"):
-        fields[f"layer, {turn}"] = {name: us(cut) for name, cut in sets.items()}
-    lines.emit(fields)
-
-
 class Reads(ctypes.Structure):
     _fields_ = (("source", ctypes.c_void_p), ("out", ctypes.c_void_p), ("count", ctypes.c_int))
 
@@ -223,17 +184,10 @@ def main() -> None:
     parser.add_argument("--chains", default="16,1,8")
     parser.add_argument("--kind", default="int4g128", choices=list(KINDS))
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--engines", action="store_true")
     parser.add_argument("--stages", type=int, default=sg.STAGES)
     args = parser.parse_args()
     sg.STAGES = args.stages
     end = time.monotonic() + args.seconds
-    if args.engines:
-        both_ways = {layer.name: gi.weights_of(layer, args.kind) for layer in gi.LAYERS}
-        for rows in map(int, args.rows.split(",")):
-            engines(rows, both_ways, args.kind)
-        compilers().shutdown(wait=False, cancel_futures=True)
-        return
     jobs = list(itertools.product(map(int, args.rows.split(",")), gi.LAYERS))
     fitting = {}
     for rows, layer in jobs:

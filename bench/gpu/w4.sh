@@ -3,8 +3,8 @@
 # seconds (170); results in w4.jsonl, w4.log.
 #   OUT=/tmp/out bash bench/gpu/w4.sh [PART ...]
 #   tests   products of up to 16 rows against torch in float32
-#   engines each product of Qwen3-8B and a layer's four in turn, with and without the copy engine (1, 16, 8 rows)
-#   steps   steps of 1, 8 and 16 rows as they are, with it, and where o fetches what gate and up read first
+#   layer   its products and attention in turn, w4a16, fp8 and bf16, by ways to fetch weights
+#   steps   steps of 1, 8 and 16 rows as they are, with the copy engine, and where o fetches what gate and up read first
 #   timeline cycles between eight places of the kernels, in a layer's four products in turn
 #   cuts    each product by kernel and cut: us ("serving": by integer_gemm.cu); a layer's four in turn; what
 #           a kernel needs that only reads. Those that are wrong are named
@@ -30,11 +30,11 @@ exec(sys.argv[1])
 sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
 given="bench/step.py --model $T/qwen3-8b-w4a16 --batches 1,8,16"
-for each in ${*:-tests engines steps timeline}; do
+for each in ${*:-tests layer steps timeline}; do
     case $each in
     tests) part tests 60 -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_integers.py \
         -k "stationary or copy_engine or ahead or few and int4g128" ;;
-    engines) part engines 40 bench/gpu_stationary.py --engines --rows 1,16,8 ;;
+    layer) part layer 50 bench/gpu_layer.py ;;
     steps)
         part steps 35 $given
         part steps-engine 35 -c "$with" "integer_gemm.ENGINE = ${ENGINE:-1}" $given

@@ -94,7 +94,7 @@ def test_rows_of_weights_that_the_copy_engine_fetches_equal_the_oracle(
         stationary_gemm.default_config.cache_clear()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_what_is_fetched_ahead_changes_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skinny_gemm, "AHEAD", 4 << 20)
     x, out = (torch.randn(rows, 4096, dtype=BF16, device="cuda") for _ in range(2))

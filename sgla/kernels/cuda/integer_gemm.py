@@ -158,7 +158,7 @@ def plan(shape: Shape, config: Config, ahead: bool = False) -> Plan | None:
         "UNIT": config.unit,
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
-        "ENGINE": config.engine,
+        "ENGINE": int(config.engine),
         "FETCHES": int(ahead),
         "AFTER": int(config.after),
         "EARLY": min(config.early, stages - (not config.after)),

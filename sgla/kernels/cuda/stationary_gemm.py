@@ -126,7 +126,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "RED_BYTES": passing,
-        "ENGINE": config.engine,
+        "ENGINE": int(config.engine),
         "BEHIND": int(config.behind),
         "EARLY": min(config.early, stages - 1),
         "RESIDENT": config.resident,
