@@ -11,7 +11,7 @@ LIMIT=${LIMIT:-500}
 # with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
 with='import runpy, sys
 from sgla.attention import native
-from sgla.kernels.cuda import decode_attention, token_experts
+from sgla.kernels.cuda import token_experts
 from sgla.kernels.gpu import convolution, seen
 from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
@@ -46,18 +46,14 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
                 --tokens 512 --repeat 3 --kv 2 --algorithm ngram --accept 0.8 --always --guesses 8,7,5 --extra "{\"depth\": $depth}"
         done
         ;;
-    together) # 90 s: a slot's pages read once for rows that guess (native.py: TOGETHER), what is older fetched early (decode_attention.py: EARLY)
-        both="native.TOGETHER = decode_attention.EARLY = True"
-        verify="bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 7,5 --steps 30 --profile --prompts="
-        part verify 25 $verify
-        part verify-together 25 -c "$with" "$both" $verify
+    together) # 45 s: a slot's pages read once for rows that guess (native.py: TOGETHER)
+        verify="bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 15,11,7 --steps 30 --profile --prompts="
         guess="bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 --kv 2 \
-            --algorithm ngram --accept 0.8 --always --guesses 15,11,7,5"
-        for depth in 2 3; do
-            part "together, depth $depth" 20 $guess --extra "{\"depth\": $depth}" --values \
-                "from sgla.attention import native; from sgla.kernels.cuda import decode_attention; $both"
-        done
-        part "none right, depth 3" 20 ${guess/0.8/0} --extra '{"depth": 3}'
+            --algorithm ngram --accept 0.8 --always --guesses 15,7"
+        part verify 20 $verify
+        part verify-together 20 -c "$with" "native.TOGETHER = True" $verify
+        part "guesses together" 15 $guess --values "from sgla.attention import native; native.TOGETHER = True"
+        part "guesses alone" 15 $guess
         ;;
     last)  # 45 s
         part depth 18 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 \

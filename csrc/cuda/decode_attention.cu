@@ -18,9 +18,6 @@
 // the kernel before, so the first tiles are loaded while it runs. (The kernels before that one have finished:
 // each lets its successor start only after it has itself waited.)
 //
-// EARLY: if not FUSED, the kernel before stores the new tokens' k and v, and older tiles are loaded while it
-// runs.
-//
 // RUN: rows of one slot, whose tokens follow each other, read the same pages. Of each RUN rows those of a
 // slot are taken together, as query heads that see their own tokens: the last of them has all of their tiles
 // in `cum`, the others none.
@@ -86,9 +83,6 @@
 #endif
 #ifndef FUSED
 #define FUSED 0
-#endif
-#ifndef EARLY
-#define EARLY 0
 #endif
 #ifndef CASCADE
 #define CASCADE 0
@@ -732,8 +726,10 @@ struct Fresh {
 // A warp that makes the queries of every PREPARERS-th unit.
 __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, int turn) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  pdl_wait();
-  pdl_launch();
+  if (FUSED) {
+    pdl_wait();
+    pdl_launch();
+  }
   for (int u = turn;; u += PREPARERS) {
     const Unit x = memory.get(u);
     if (x.count == 0) return;
@@ -797,14 +793,6 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// The first tile of a row's slot that has a token of this step, whichever row that is of.
-__device__ __forceinline__ int first_fresh(const Params& p, const Memory& memory, int row, int lane) {
-  int first = memory.len[row];
-  for (int i = lane; i < p.rows; i += 32)
-    if (memory.slot[i] == memory.slot[row]) first = min(first, memory.len[i]);
-  return max(__reduce_min_sync(~0u, first) - 1, 0) / TILE;
-}
-
 // The warp that loads.
 __device__ __forceinline__ void load(const Params& p, const Memory& memory, const Shares& shares) {
   const int lane = threadIdx.x % 32;
@@ -813,7 +801,6 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
   const int stop = shares.begin(blockIdx.x + 1, end_row);
   int stage = 0, held_row = -1, held = 0;  // whose pages from which tile on are at hand
   u32 parity = 1;
-  bool waited = FUSED || !EARLY;
   auto announce = [&](int u, const Unit& x) {
     memory.wait(MERGED, u - UNITS);
     if (lane != 0) return;
@@ -842,10 +829,8 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
       return;
     }
     const int* pages = p.page_table + (long long)memory.slot[row] * p.table_stride;
-    const int fresh = waited ? 0 : first_fresh(p, memory, row, lane);
     for (int tile = x.first + x.tile, end = tile + x.count; tile < end;) {
-      if (!waited && tile >= fresh) pdl_wait(), waited = true;
-      const int base = tile & -PAGES, n = min(waited ? end : min(end, fresh), base + PAGES);
+      const int base = tile & -PAGES, n = min(end, base + PAGES);
       if (row != held_row || base != held) {
         int page[PAGES / 32];
 #pragma unroll
@@ -1124,7 +1109,7 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
   const int thread = threadIdx.x - WARPS * 32;
   auto sync = [&]() { meet_at<MERGING>(1); };
   auto place = [&](int j) { return (j * MERGING + thread) * 4; };
-  pdl_wait();
+  if (FUSED) pdl_wait();
   for (int u = 0;; ++u) {
     const Unit x = memory.get(u);
     if (x.count == 0) return;
@@ -1227,7 +1212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
     decode_attention(const __grid_constant__ Params p) {
   const Memory memory;
   if (threadIdx.x == 0) prefetch(p.pages);
-  if (!FUSED && !EARLY) {
+  if (!FUSED) {
     pdl_wait();
     pdl_launch();
   }
@@ -1246,7 +1231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
   }
   __syncthreads();
   if (memory.cum[p.rows] == 0) {
-    pdl_wait();  // whoever waits for this kernel relies on it
+    if (FUSED) pdl_wait();  // whoever waits for this kernel relies on it
     return;
   }
   shares.cut();

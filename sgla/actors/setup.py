@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from sgla.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-# Whether steps that guess have one more in flight where they are brief. Off until it has run on a GPU.
-DEEPER = False
 
 
 def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Config, ModelSource, Defaults]:
@@ -125,7 +123,6 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         guided_drafts=facts.guided_drafts,
         canvas=facts.canvas,
         depth=config.depth or 2,
-        deeper=DEEPER and facts.padded_drafts and config.depth is None,
         stages=config.pp,
         itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,
         policy=config.policy,

@@ -19,7 +19,6 @@ from sgla.sched.admission import Admission
 from sgla.sched.budget import CostModel
 from sgla.sched.cohorts import Cohorts
 from sgla.sched.commit import commit
-from sgla.sched.depth import Depth
 from sgla.sched.hurry import Hurry
 from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory, SlotsOnly
@@ -66,7 +65,7 @@ class Core:
         self._now = 0.0  # the latest time told
         self._paged = len(limits.groups) - limits.recurrent
         self._cohorts = Cohorts(limits, self._queues, self._pressure) if limits.stages > 1 else None
-        self._last, self._depth = Size(), Depth(limits)
+        self._last = Size()
 
     def offer(self, submit: Submit, now: float) -> None:
         """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is
@@ -137,7 +136,7 @@ class Core:
         self._now = now
         queues, memory = self._queues, self._memory
         self._hurry.begin(queues.waiting, now)
-        if len(queues.flights) >= (1 if self._hurry.on else self._depth.most) or not (
+        if len(queues.flights) >= (1 if self._hurry.on else self.limits.depth) or not (
             queues.running or queues.waiting or memory.copies
         ):
             return None
@@ -295,7 +294,6 @@ class Core:
         step = self._queues.flights.popleft()
         assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
         self._costs.observe(step.tokens, step.work, result.seconds, 0 < step.decodes < len(step.rows))
-        self._depth.took(step, result.seconds)
         self._pressure.relax()
         outcome = commit(step, result, now)
         counts = self._ledger.counts

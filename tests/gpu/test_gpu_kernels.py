@@ -327,9 +327,7 @@ def test_heads_of_256(lengths: str, heads: int) -> None:
 @pytest.mark.parametrize(
     "lengths", [[1, 2, 3], [700, 701, 702, 703, 704, 705, 706, 707], [9000, 9001, 9002, 17]]
 )
-def test_rows_of_a_slot_are_taken_together(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, dim: int, lengths: list[int]
-) -> None:
+def test_rows_of_a_slot_are_taken_together(heads: int, kv_heads: int, dim: int, lengths: list[int]) -> None:
     """A slot with a row for each length, but for the last one, which is another's."""
     run, scale = decode_attention.longest_run(heads // kv_heads), dim**-0.5
     assert run > 1
@@ -340,12 +338,8 @@ def test_rows_of_a_slot_are_taken_together(
     tiles = [-(-n // attention.TILE) * live for n, live in zip(lengths, last)]
     batch.cum[0] = torch.tensor([0, *tiles]).cumsum(0).int().cuda()
     batch.run = run
-    for early in (False, True):
-        monkeypatch.setattr(decode_attention, "EARLY", early)
-        decode_attention._kernel.cache_clear()
-        attend = backend("auto", batch, kv, heads, (0,), 0.0, scale)
-        assert relative(attend(q, kv, batch, Scoring(scale)), expected) < 1e-2
-    decode_attention._kernel.cache_clear()
+    attend = backend("auto", batch, kv, heads, (0,), 0.0, scale)
+    assert relative(attend(q, kv, batch, Scoring(scale)), expected) < 1e-2
 
 
 @pytest.mark.parametrize("dim", [80, 96, 100, 112, 192, 512])

@@ -26,12 +26,13 @@ from tiny import make_core, run, submit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("rank", "k", "sizes"),
-    [(16, 4096, [4096, 1024, 1024]), (8, 12288, [4096]), (64, 1024, [3072, 3072]), (6, 200, [72])],
+    [(16, 4096, [4096, 1024, 1024]), (24, 12288, [4096]), (64, 1024, [3072, 3072]), (6, 200, [72])],
 )
 def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> None:
+    from sgla.kernels import ops
     from sgla.kernels.cuda.batch_gemm import Unscaled
     from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
-    from sgla.kernels.triton.lora import FEW, MANY, add, sort
+    from sgla.kernels.triton.lora import FEW, MANY, add, expand_norm, shrink, sort
 
     torch.manual_seed(rank)
     with torch.device("cuda"):
@@ -73,6 +74,13 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
         sort(rows, table, slots)
         assert rows.places[0].tolist() == places.tolist()
         check(x, expected)
+        if len(sizes) == 1:
+            stream, weight = torch.randn(y.shape).to(dtype), torch.rand(stack.n)
+            wanted = ops.add_rms_norm.body(expected, stream.float(), weight, 1e-5)
+            inner = shrink(x, stack, rows, False)
+            found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
+            for made, each in zip(found, wanted):
+                torch.testing.assert_close(made.float(), each, atol=tolerance, rtol=tolerance)
         squares = torch.rand(32, -(-len(places) // 32) * 32) * k / 32
         scale = torch.rsqrt(squares.sum(0)[: len(places), None] / k + 1e-6)
         check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)

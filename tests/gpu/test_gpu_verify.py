@@ -22,7 +22,6 @@ from tiny import make_core, submit
 from sgla.attention import native
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
-from sgla.kernels.cuda import decode_attention
 from sgla.messages import Control, Grammar, Submit, TokenLogprob
 
 NEAR = 0.1  # nats between logprobs that rounding to bfloat16 may swap; a token at random costs more than 1
@@ -228,11 +227,8 @@ def test_rows_of_a_slot_read_its_pages_together(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "TOGETHER", True)
-    monkeypatch.setattr(decode_attention, "EARLY", True)
-    decode_attention._kernel.cache_clear()
     assert make(**settings | GUESSING).steps.attention.decode.run > 1
     test_kernels_of_bfloat16(settings, GUESSING)
-    decode_attention._kernel.cache_clear()
 
 
 def scored(runner: Any, text: list[int]) -> list[TokenLogprob]:

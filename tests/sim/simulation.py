@@ -176,7 +176,7 @@ class Simulation:
             self.plans.append(plan)
             if self.check:
                 self.core.check()
-        assert len(self.flights) <= self.limits.depth + self.limits.deeper
+        assert len(self.flights) <= self.limits.depth
 
     def step(self, broken: float | None = None) -> bool:
         """Plan as far as possible, then let the oldest step finish. False if there is none. ``broken``: which
@@ -335,8 +335,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "patience": random.choice((5.0, 1000.0)),
         "reserve": random.choice((0.0, 0.0, 0.5)),
     }
-    limits = Limits(**(values | changes))
-    return replace(limits, deeper=limits.depth < 3 and random.random() < 0.3)
+    return Limits(**(values | changes))
 
 
 def random_tiers(random: Random, groups: int) -> list[Tier]:

@@ -223,18 +223,6 @@ def test_an_overlapped_step_needs_no_token_from_the_host() -> None:
     ]
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(0.001, 3), (0.01, 2)])
-def test_brief_steps_that_guess_have_one_more_in_flight(seconds: float, most: int) -> None:
-    limits = make_limits(deeper=True, drafts=3)
-    simulation, flights = Simulation(limits, cost=lambda *_: seconds), []
-    simulation.offer(make_submit("r", PROMPT[:5], max_new=40))
-    while simulation.step():
-        simulation.submit_plans()
-        flights.append(len(simulation.flights))
-    assert max(flights) == most
-    assert simulation.tokens("r") == simulation.alone("r")[0]
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_no_row_is_planned_beyond_max_new(depth: int) -> None:
     simulation = Simulation(make_limits(depth=depth))

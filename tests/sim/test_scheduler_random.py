@@ -23,7 +23,7 @@ def play(random: Random, stages: int = 1, guesses: bool = False) -> Simulation:
         acceptance, limits = random.random(), replace(limits, drafts=random.choice((1, 2, 3, 8)))
     if stages > 1:
         forced, depth = 0, random.randint(1, stages + 1)
-        limits = replace(limits, stages=stages, depth=depth, deeper=False, drafts=0)
+        limits = replace(limits, stages=stages, depth=depth, drafts=0)
     simulation = Simulation(limits, forced=forced, acceptance=acceptance)
     pending = [of_any_kind(random, submit) for submit in random_submits(random, random.randint(2, 9))[::-1]]
     bound = 400 + 80 * len(pending)

@@ -140,9 +140,6 @@ class Cut(NamedTuple):
 
 FEW, MANY = Cut(8, 4, 1), Cut(4, 2, 2)
 WIDE = Cut(4, 4, 1)  # for heads of 256, whose results are twice as long
-# Whether what is older than the step is loaded while the kernel before stores keys and values. Off until a
-# GPU has run it (bench/gpu/few.sh).
-EARLY = False
 
 
 @cache
@@ -194,7 +191,6 @@ def _kernel(
     defines |= {"ROT": rotated} if rotated != head_dim else {}
     defines |= {"TURNED": 1} if turned else {}
     defines |= {"RUN": run} if run > 1 else {}
-    defines |= {"EARLY": 1} if EARLY and not fused else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
