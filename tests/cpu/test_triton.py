@@ -320,6 +320,7 @@ def test_norms_and_activations() -> None:
         (4, 2, 16, True, 16),
         (3, 3, 16, False, 16),
         (9, 3, 8, True, 16),
+        (16, 2, 16, True, 16),
         (4, 2, 80, False, 80),
         (3, 3, 24, True, 96),
         (2, 1, 100, True, 100),

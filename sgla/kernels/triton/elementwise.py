@@ -328,7 +328,7 @@ def qk_norm_rope_store(
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     rot = cos_sin.shape[1]
     out = qkv[:, : q_heads * dim] if in_place else qkv.new_empty(tokens, q_heads * dim)
-    heads = min(8, next_power_of_2(kv_heads))
+    heads = min(8, next_power_of_2(q_heads))  # a program takes 1.2 ns of the whole GPU at least
     grid = (tokens, cdiv(q_heads, heads) + 2 * cdiv(kv_heads, heads))
     _qk_norm_rope_store[grid](
         qkv,
