@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lines
@@ -539,38 +538,6 @@ def bench_behind() -> None:
                 us, found = time_us(body, 2), {"kernel": attend.extend.name, "kv": kind or "bf16"}
                 rate = {"us": round(us, 1), "tflop_s": round(flops / us / 1e6)}
                 emit(bench="behind", **found, tokens=tokens, history=history, **rate)
-
-
-def bench_loaders() -> None:
-    """Prompts by turns with one, two and four warps that load: out of pages, and, without a history, of what
-    lies beside q."""
-    import numpy as np
-
-    from sgla.attention import ExtendRows
-    from sgla.kernels.cuda import prompt_attention
-
-    for tokens, history in ((8192, 0), (8192, 24_576), (1024, 8192), (300, 50_000)):
-        _, layers, batch = decode_batch(1, history + tokens, 32, 8, 128)
-        q = torch.randn(tokens, 48 * 128, dtype=BF16, device="cuda")[:, : 32 * 128]
-        lens, zero = np.full(1, tokens, np.int32), np.zeros(1, np.int32)
-        batch.extend = ExtendRows(zero, lens, lens + history, batch.page_table.cpu().numpy())
-        batch.q_start = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-        batch.decode_rows, batch.tokens = 0, tokens
-        attend = attention.choose_backend("auto", [shape_of(32, 8, 1)])[0]
-        attend.plan(batch)
-
-        call = partial(attend, q, layers[0], batch, SCORING)
-
-        found: dict[int, list[float]] = {1: [], 2: [], 4: []}
-        for _ in range(3):
-            for warps, times in found.items():
-                prompt_attention.LOADERS = warps
-                prompt_attention._kernel.cache_clear()
-                times.append(time_us(call, 1, 10))
-        for warps, times in found.items():
-            us = sorted(times)[1]
-            rate = round(4 * 32 * 128 * tokens * (history + tokens / 2) / us / 1e6)
-            emit(bench="loaders", warps=warps, tokens=tokens, history=history, us=round(us, 1), tflop_s=rate)
 
 
 def bench_sampling() -> None:

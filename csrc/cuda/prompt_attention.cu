@@ -1,12 +1,11 @@
 // Causal attention of prompts, on `wgmma`.
 //
 // A tile is some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every
-// key up to them, the last keys first. Blocks stay and take tiles by turns. One warp or more feed the rings
-// of keys and values with the copy engine, from pages, 16 tokens at a time, or from where the projection left
-// them. Two groups of warps multiply 64 rows each: the scores of the next keys and the values of these are
-// issued together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah
-// et al., 2024). The first scores of a tile go with the last values of the one before, so products never
-// pause.
+// key up to them, the last keys first. Blocks stay and take tiles by turns. Four warps feed the rings of keys
+// and values with the copy engine, from pages, 16 tokens at a time, or from where the projection left them.
+// Two groups of warps multiply 64 rows each: the scores of the next keys and the values of these are issued
+// together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah et al.,
+// 2024). The first scores of a tile go with the last values of the one before, so products never pause.
 //
 // Few tiles behind long histories would leave multiprocessors idle, so a tile may be cut into parts, each
 // with some of its keys. Their sums go to memory, and `merge_parts` makes one result of them.
@@ -43,9 +42,6 @@
 #endif
 #ifndef WHOLE
 #define WHOLE 0
-#endif
-#ifndef LOADERS  // warps: 2, for keys and for values; 4, for the halves of their columns, too
-#define LOADERS 1
 #endif
 
 constexpr int GROUPS = DECODE ? 1 : 2;  // of warps that multiply
@@ -189,13 +185,14 @@ struct Join {
   }
 };
 
-// Lanes copy side by side: each has its 16 tokens and its half of the columns. What lies behind the end stays
-// as it is. An order takes a warp 60 cycles or more, and a stage of pages has 32 of them for 2700 cycles of
-// products, so keys and values may have a warp each.
+// What lies behind the end stays as it is. An order to the copy engine takes a warp 60 cycles or more, and a
+// stage of pages has 32 of them for 2700 cycles of products. So each of four warps has keys or values, and a
+// half of their columns; its lanes copy 16 tokens each.
+template <bool VALUES>
 struct Loader {
   const Params& p;
   const Shared& shared;
-  const int warp;
+  const int half, lane = threadIdx.x % 32;
   Slot<STAGES> slot;
   Slot<RAW> there;
 
@@ -204,30 +201,30 @@ struct Loader {
     pdl_launch();
     Work work(p, 0);
     for (int item = 0; work.count; ++item, work = work.next(p)) {
-      if (warp == 0) {
-        barrier_wait(shared.q_empty, item % 2 ^ 1);
-        if (threadIdx.x % 32 == 0) {
-          barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
-          for (int h = 0; h < HALVES; ++h)
-            copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
-        }
-      }
+      if (!VALUES && half == 0) fetch_q(work, item);
       if (FP8) raw(work);
       else if (WHOLE || work.slot < 0) beside(work);
       else pages(work);
     }
   }
 
+  __device__ __forceinline__ void fetch_q(const Work& work, int item) {
+    barrier_wait(shared.q_empty, item % 2 ^ 1);
+    if (lane) return;
+    barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
+    for (int h = 0; h < HALVES; ++h)
+      copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
+  }
+
   // FP8: 16 tokens of a page are a copy, of k by the first lanes and of v by the next.
   __device__ __forceinline__ void raw(const Work& work) {
-    const int lane = threadIdx.x % 32, piece = lane % PIECES * PIECE,
-              end = lane < 2 * PIECES ? work.end() : 0;
+    const int piece = lane % PIECES * PIECE, end = lane < 2 * PIECES ? work.end() : 0;
     const bool values = lane >= PIECES;
     const int* pages = p.page_table + (long long)work.slot * p.table_stride;
     const auto page_of = [&](int token) {
       return token >= 0 && token < end ? pages[token / p.page_size] : 0;
     };
-    const u32 full = values ? shared.v_raw_full : shared.k_raw_full;
+    const u32 raw_full = values ? shared.v_raw_full : shared.k_raw_full;
     int page = page_of(work.last * BN + piece);
     for (int block = work.last; block >= work.first; --block) {
       const int token = block * BN + piece, next = page_of(token - BN);
@@ -239,41 +236,26 @@ struct Loader {
       if (lane == 0) barrier_expect(shared.k_raw_full + there.stage * 8, bytes);
       if (lane == 0) barrier_expect(shared.v_raw_full + there.stage * 8, bytes);
       __syncwarp();
-      if (token < end) copy_2d(to, values ? p.v : p.k, full + there.stage * 8, 0, row);
+      if (token < end) copy_2d(to, values ? p.v : p.k, raw_full + there.stage * 8, 0, row);
       page = next, there.next();
     }
   }
 
-  // Which of them the warp has, and those of its lanes that copy, of `each` for half of the columns.
-  __device__ __forceinline__ bool has(bool values) const { return LOADERS == 1 || warp % 2 == values; }
-  __device__ __forceinline__ bool takes(int half) const { return LOADERS < 4 || warp / 2 == half; }
-
   __device__ __forceinline__ void beside(const Work& work) {
-    const int lane = threadIdx.x % 32, column = (WHOLE ? 0 : work.head * HD) + lane * 64;
-    const bool mine = lane < HALVES && takes(lane);
+    const TensorMap& map = VALUES ? p.v_beside : p.k_beside;
+    const int column = (WHOLE ? 0 : work.head * HD) + half * 64;
     for (int block = work.last; block >= work.first; --block, slot.next()) {
       const int token = work.token - work.start + block * BN;
-      const u32 to = slot.stage * KV_BYTES + lane * KV_HALF;
-      if (has(false)) {
-        expect(shared.k_full, shared.k_empty, KV_BYTES);
-        if (mine) copy(shared.k + to, p.k_beside, shared.k_full, column, work.head, token);
-      }
-      if (has(true)) {
-        expect(shared.v_full, shared.v_empty, KV_BYTES);
-        if (mine) copy(shared.v + to, p.v_beside, shared.v_full, column, work.head, token);
-      }
+      const u32 to = stage(), bar = expect(KV_BYTES);
+      if (lane || half >= HALVES) continue;
+      if (WHOLE) copy_q(to, map, bar, column, work.head, token);
+      else copy_2d(to, map, bar, column, token);
     }
   }
 
-  __device__ __forceinline__ void copy(u32 to, const TensorMap& map, u32 full, int column, int head,
-                                       int token) {
-    if (WHOLE) copy_q(to, map, full + slot.stage * 8, column, head, token);
-    else copy_2d(to, map, full + slot.stage * 8, column, token);
-  }
-
   __device__ __forceinline__ void pages(const Work& work) {
-    const int lane = threadIdx.x % 32, half = lane / PIECES, piece = lane % PIECES * PIECE,
-              end = half < HALVES && takes(half) ? work.end() : 0;
+    const TensorMap& map = VALUES ? p.v : p.k;
+    const int piece = lane % PIECES * PIECE, end = lane < PIECES && half < HALVES ? work.end() : 0;
     const int* pages = p.page_table + (long long)work.slot * p.table_stride;
     const auto page_of = [&](int token) {
       return token >= 0 && token < end ? pages[token / p.page_size] : 0;
@@ -283,24 +265,23 @@ struct Loader {
       const int token = block * BN + piece, next = page_of(token - BN);
       const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
       const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
-      const u32 to = slot.stage * KV_BYTES + half * KV_HALF + piece * 128;
-      if (has(false)) {
-        expect(shared.k_full, shared.k_empty, bytes);
-        if (token < end) copy_2d(shared.k + to, p.k, shared.k_full + slot.stage * 8, half * 64, row);
-      }
-      if (has(true)) {
-        expect(shared.v_full, shared.v_empty, bytes);
-        if (token < end) copy_2d(shared.v + to, p.v, shared.v_full + slot.stage * 8, half * 64, row);
-      }
+      const u32 to = stage() + piece * 128, bar = expect(bytes);
+      if (token < end) copy_2d(to, map, bar, half * 64, row);
       page = next;
     }
   }
 
-  // Wait until the stage is empty and say what will come, from all warps that have a part of it.
-  __device__ __forceinline__ void expect(u32 full, u32 empty, int bytes) {
-    barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
-    if (warp < 2 && threadIdx.x % 32 == 0) barrier_expect(full + slot.stage * 8, bytes);
+  // Where this warp's half goes.
+  __device__ __forceinline__ u32 stage() const {
+    return (VALUES ? shared.v : shared.k) + slot.stage * KV_BYTES + half * KV_HALF;
+  }
+  // Wait until the stage is empty. One of the warps that fill it says how much will come. Its barrier.
+  __device__ __forceinline__ u32 expect(int bytes) {
+    const u32 bar = (VALUES ? shared.v_full : shared.k_full) + slot.stage * 8;
+    barrier_wait((VALUES ? shared.v_empty : shared.k_empty) + slot.stage * 8, slot.parity ^ 1);
+    if (half == 0 && lane == 0) barrier_expect(bar, bytes);
     __syncwarp();
+    return bar;
   }
 };
 
@@ -613,8 +594,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
   if (threadIdx.x >= CONSUMERS) {
     if (!DECODE) fewer_registers<(FP8 ? 56 : 40)>();
     const int warp = (threadIdx.x - CONSUMERS) / 32;
-    if (warp < (FP8 ? 1 : LOADERS)) Loader{p, shared, warp}.run();
-    else if (FP8) Maker{p, shared, warp - 1}.run();
+    if (FP8 && warp) Maker{p, shared, warp - 1}.run();
+    else if (warp % 2) Loader<true>{p, shared, warp / 2}.run();
+    else Loader<false>{p, shared, warp / 2}.run();
   } else {
     if (!DECODE) more_registers<(FP8 ? 224 : 232)>();
     Rows{p, shared}.run();

@@ -20,7 +20,6 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
 FP8_STAGES, RAW = 2, 2  # the same with pages of 8 bits, and stages of these as they are
-LOADERS = 1  # warps that load: 2, for keys and for values; 4, for the halves of their columns, too
 THREADS = 384
 MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
 PART = 2  # blocks of keys that take as long as what a part costs besides
@@ -178,8 +177,7 @@ def _merging(head_dim: int, group: int, kind: str = "") -> Kernel:
 
 def _defines(head_dim: int, group: int, kind: str) -> dict[str, int]:
     stages = FP8_STAGES if kind == "FP8" else STAGES
-    defines = {"HD": head_dim, "GROUP": group, "STAGES": stages, "LOADERS": LOADERS}
-    return defines | ({kind: 1} if kind else {})
+    return {"HD": head_dim, "GROUP": group, "STAGES": stages} | ({kind: 1} if kind else {})
 
 
 def kept_by_blocks(head_dim: int) -> int:
