@@ -282,9 +282,8 @@ class Resting(ABC):
             self._leave_phase("updating", before)
 
     async def _still(self, weights: str) -> bool:
-        """Whether no step runs, and nobody who comes finds a prefix of others than these ``weights``. What
-        requests leave that go on with them is of both, and tiers would keep it."""
-        if self._open and (not self.paused or (self.facts is not None and self.facts.tiers)):
+        """Whether no step runs, and nobody who comes finds a prefix of others than these ``weights``."""
+        if self._open and not self.paused:
             return False
         for _ in range(TRIES):
             if self._renew(weights):

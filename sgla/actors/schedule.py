@@ -60,9 +60,16 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
             self._tick.cancel()
 
     def pause(self, paused: bool) -> None:
-        """Plan no more steps, or go on; requests keep what they have. Steps in flight come to their end."""
+        """Plan no more steps but for copies, or go on; requests keep what they have. Steps in flight come to
+        their end."""
         self._paused = paused
         self._advance(clock.now(), woken=not paused)
+
+    def flush_cache(self, tiers: bool = True) -> bool:
+        """See ``Core``. Tiers are told at once."""
+        flushed = self.core.flush_cache(tiers)
+        self._advance(clock.now())
+        return flushed
 
     def handle(self, messages: deque[Submit | Ready | Cancel | Keep]) -> None:
         now = clock.now()
@@ -110,7 +117,7 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
         self._advance(clock.now(), woken=True)
 
     def _advance(self, now: float, woken: bool = False) -> None:
-        while self._may_plan() and (plan := self.core.plan(now)) is not None:
+        while self._may_plan() and (plan := self.core.plan(now, self._paused)) is not None:
             if woken:
                 self._woken, woken = plan.step, False
             self._executor.submit(plan)
@@ -119,8 +126,8 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
             self._tick = self._loop.call_later(TICK, self.guard, self._on_tick)
 
     def _may_plan(self) -> bool:
-        """Not in a pause, nor while the outputs of earlier steps wait to be sent."""
-        return not (self._paused or self._detokenize.behind)
+        """Not while the outputs of earlier steps wait to be sent."""
+        return not self._detokenize.behind
 
     def _publish(self, deltas: list[Delta]) -> None:
         if deltas:

@@ -185,7 +185,7 @@ class System:
             facts,
             core.stats,
             self._control,
-            core.flush_cache,
+            schedule.flush_cache,
             lambda: watchdog.trouble,
             schedule.pause,
             core.renew,

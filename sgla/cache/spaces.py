@@ -14,6 +14,11 @@ def difference(ours: str, theirs: str) -> str:
     return next(name for name, a, b in zip(names, _parts(ours), _parts(theirs)) if a != b)
 
 
+def weights_of(namespace: str) -> str:
+    """The name of its weights; "" for those of the start."""
+    return _parts(namespace)[0]
+
+
 def _parts(namespace: str) -> tuple[str, str, str]:
     weights = adapter = ""
     if namespace.startswith(RENEWED):

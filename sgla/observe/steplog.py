@@ -84,6 +84,7 @@ class Plan(msgspec.Struct, array_like=True, tag=True, gc=False):
     now: float
     plan: StepPlan | None = None
     raised: str = ""
+    paused: bool = False
 
 
 class Retire(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -192,10 +193,10 @@ class RecordedCore(Core):
             return super().expire(now)
         return self._do(Expire(now), super().expire, now)
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float, paused: bool = False) -> StepPlan | None:
         if len(self._queues.flights) >= self.limits.depth:  # as every other time: nothing happens
             return None
-        return self._do(Plan(now), super().plan, now)
+        return self._do(Plan(now, paused=paused), super().plan, now, paused)
 
     def retire(self, result: StepResult, now: float) -> list[Delta]:
         return self._do(Retire(bare(result), now), super().retire, result, now)
@@ -352,7 +353,7 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
         elif isinstance(call, Expire):
             core.expire(call.now)
         elif isinstance(call, Plan):
-            if (made := core.plan(call.now)) is not None:
+            if (made := core.plan(call.now, call.paused)) is not None:
                 told.steps, plan = told.steps + 1, compared(made)
         elif isinstance(call, Retire):
             told.outputs += sum(len(delta.tokens) for delta in core.retire(call.result, call.now))

@@ -131,8 +131,8 @@ class Core:
         """When ``expire`` may have something to do."""
         return self._queues.next_deadline
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step, or ``None``: nothing can run, or ``depth`` steps are in flight."""
+    def plan(self, now: float, paused: bool = False) -> StepPlan | None:
+        """The next step, of copies alone if ``paused``; or ``None``: nothing runs, or ``depth`` are there."""
         self._now = now
         queues, memory = self._queues, self._memory
         self._hurry.begin(queues.waiting, now)
@@ -145,8 +145,8 @@ class Core:
         memory.cache.expire(now)
         memory.adapters.begin()
         memory.transfers.begin()
-        prefills = self._rows_of_one(step)
-        if prefills or queues.waiting:
+        prefills = [] if paused else self._rows_of_one(step)
+        if prefills or (queues.waiting and not paused):
             first = prefills[0] if prefills else queues.waiting[0]
             budget = self._prefill.budget(step, first.yields)
             self._prefill.plan(step, prefills, budget)
@@ -157,7 +157,7 @@ class Core:
         step.copies, step.dropped = memory.begin_copies()
         if not (step.rows or step.copies or step.dropped):
             busy = queues.flights or memory.copying
-            assert busy or not (queues.running or queues.waiting), "requests wait for nothing"
+            assert busy or paused or not (queues.running or queues.waiting), "requests wait for nothing"
             return None
         for request in step.rows[step.decodes :]:
             memory.slide(request)
@@ -344,7 +344,7 @@ class Core:
         of this name come, "" those of the start. False while a step or a copy is under way."""
         if self._queues.flights or self._memory.copying:
             return False
-        self._memory.cache.flush()
+        self._memory.transfers.saving.renew(weights)
         self._queues.renew(weights)
         return True
 

@@ -68,11 +68,11 @@ class PartedCore:
     def next_deadline(self) -> float | None:
         return min((at for core in self.cores if (at := core.next_deadline) is not None), default=None)
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float, paused: bool = False) -> StepPlan | None:
         """One step of all, where some have no part; or None as ``Core.plan``."""
         if len(self._flights) >= self.limits.depth:
             return None
-        parts = [core.plan(now) for core in self.cores]
+        parts = [core.plan(now, paused) for core in self.cores]
         if not any(parts):
             return None
         self._steps += 1

@@ -91,7 +91,7 @@ class Queues:
         self.weights = weights
         self._memory.rests.clear()
         for request in (*self.waiting, *self.held.values()):
-            request.namespace = self.space(request.submit)
+            request.renew(self.space(request.submit))
 
     def space(self, submit: Submit) -> str:
         """No other request's begins like that of one with other weights."""

@@ -259,6 +259,11 @@ class Request:
         """The logprobs of its prompt, of which none has been computed."""
         return [None] * self.first_logprob if self.submit.sampling.prompt_logprobs >= 0 else None
 
+    def renew(self, namespace: str) -> None:
+        """It waits, and begins in another namespace: what was found of it is of no use."""
+        self.namespace, self.keys, self.looked, self.fetched = namespace, [], False, False
+        self.probed = (-1, None, 0)
+
     def chain(self, page_size: int, count: int) -> list[bytes]:
         """Keys of its first ``count`` pages, which are of committed tokens."""
         if count > len(self.keys):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from sgla.cache.spaces import weights_of
 from sgla.cache.tier import chain
 from sgla.cache.tree import Node
 from sgla.messages import Copy
@@ -22,20 +23,27 @@ AGAIN, MORE = 256, 64  # texts after which a tier that had no room is tried with
 class Saving:
     """``policy``: that of ``--kv-write-policy``. With ``write_back`` pages of whole histories are copied when
     they are among the next to go; what else stands in the tree is little, and copied as ever. ``leaving``:
-    pages on their way to each tier."""
+    pages on their way to each tier; ``weights``: the name of those of now. What requests that began with
+    others go on with is of both, and stays out of tiers."""
 
     def __init__(self, moving: Moving, policy: str) -> None:
         self._moving, self._policy = moving, policy
         self.leaving = [0] * len(moving.tiers)
+        self.weights = ""
         self._saved = 0  # texts
         self._going: deque[tuple[Node, int]] = deque()  # leaves, of which so many pages go next
         self._looked: int | None = None  # pages that the tree had lost when it was last asked for these
+
+    def renew(self, weights: str) -> None:
+        """Weights of this name come: the device forgets what no request uses."""
+        self._moving.cache.flush()
+        self.weights = weights
 
     def save(self, request: Request, count: int) -> None:
         """Have what the tree has of the request's first ``count`` pages copied to each tier that lacks it.
         Steps that have been planned compute it; the tree has all pages."""
         moving = self._moving
-        if not moving.told or not count:
+        if not moving.told or not count or weights_of(request.namespace) != self.weights:
             return
         self._saved += 1
         if self._saved % AGAIN == 0:
@@ -110,6 +118,8 @@ class Saving:
         """The last ``count`` pages down to a leaf."""
         moving = self._moving
         namespace, tokens, marks = moving.cache.text(node)
+        if weights_of(namespace) != self.weights:
+            return
         total = len(tokens) // moving.width
         keys = chain([], namespace, tokens, moving.width, total, marks)
         pages = dict(list(enumerate(moving.cache.units(node).pages))[-count:])

@@ -10,8 +10,9 @@ import shutil
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import chain, islice
 from multiprocessing.shared_memory import SharedMemory
@@ -38,6 +39,7 @@ from sgla.actors.ingress import Ingress
 from sgla.actors.resting import announced, in_memory
 from sgla.config import Config
 from sgla.dist.trainer import Rendezvous
+from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import InvalidField, UnsupportedField, WeightError
 from sgla.executor import procs
@@ -706,16 +708,53 @@ def test_tiers_keep_prefixes_of_other_weights_apart(
         again = tell(engine, TEXTS)
         assert same_text(again, expected)
         assert cached(again) > 300, "tiers have what is of the new ones"
-        stream = engine.stream(TEXTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
-        next(stream)
-        engine.pause_generation()
-        assert not engine.update_weights_from_disk(str(one)), "what goes on would be of both"
-        engine.continue_generation()
-        list(stream)
     with begin(one, **settings) as engine:
         found = tell(engine, TEXTS)
         assert same_text(found, before)
         assert cached(found) > 300
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_tiers_keep_nothing_of_requests_that_go_on_with_other_weights(
+    policy: str, folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Their KV is of both. A request that still waits begins with the new ones."""
+    one, other = (with_words(folders[name], tmp_path / name) for name in ("one", "two"))
+    settings: dict[str, Any] = {"load_format": "auto", "kv_disk": f"{tmp_path / 'disk'}:8M"}
+    settings |= {"kv_cache_bytes": 256 << 10, "context_length": 200, "kv_write_policy": policy}
+    with begin(other, load_format="auto") as engine:
+        expected = tell(engine, TEXTS)
+    with ThreadPoolExecutor() as threads, begin(one, **settings, max_running_requests=1) as engine:
+        whole = SamplingParams(max_tokens=40, ignore_eos=True)
+        stream = engine.stream(TEXTS[0], whole)
+        text = list(next(stream).tokens)
+        engine.pause_generation()
+        waits = threads.submit(tell, engine, TEXTS[1:2])
+        while engine._system.ingress.open_requests < 2:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        assert engine.update_weights_from_tensor(tensors["two"].items())
+        engine.continue_generation()
+        text += [token for event in stream for token in event.tokens]
+        assert same_text(waits.result(60), expected[1:2])
+        assert len(text) == 40
+        assert same_text(tell(engine, TEXTS), expected)
+        tell(engine, [[(a * i + 1) % 300 for i in range(150)] for a in (17, 19, 23, 29)])  # push it out
+        engine.pause_generation()
+        engine._call(forgets(engine))
+        assert engine.update_weights_from_tensor(tensors["two"].items()), "a disk forgets in a pause, too"
+        engine.continue_generation()
+        assert same_text(tell(engine, TEXTS), expected)
+    mixed = [*TEXTS[0], *text]
+    with begin(one, load_format="auto") as engine:
+        before = tell(engine, [mixed])
+    with begin(one, **settings) as engine:
+        found = tell(engine, [mixed])
+        assert (same_text(found, before), cached(found)) == (True, 0)
+
+
+async def forgets(engine: Engine) -> bool:
+    assert engine._system is not None
+    return await engine._system.ingress.flush_cache()
 
 
 def cached(told: list[Any]) -> int:

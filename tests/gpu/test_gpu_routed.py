@@ -33,18 +33,16 @@ def ask(engine: Engine, prompt: list[int], count: int) -> tuple[list[int], NDArr
     return told.tokens, found.reshape(len(prompt) + count - 1, LAYERS, CHOSEN)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_experts_of_steps_are_those_of_the_whole_text(deterministic: bool, tmp_path: Path) -> None:
-    """Also beside others. Bits differ from step to step but with ``--deterministic``, so that experts which
-    are about as good may change places."""
+def test_experts_of_steps_are_those_of_the_whole_text(tmp_path: Path) -> None:
+    """Bits differ from step to step, so experts that are about as good may change places."""
     settings: dict[str, Any] = {"enable_return_routed_experts": True, "kv_cache_bytes": 1 << 28}
-    settings |= {"deterministic": deterministic, "executor": "inline", "max_running_requests": 8}
+    settings |= {"executor": "inline", "max_running_requests": 8}
     with Engine(str(write(tmp_path, MODEL, 2048)), device="cuda", load_format="dummy", **settings) as engine:
         tokens, steps = ask(engine, PROMPT, 24)
         _, whole = ask(engine, [*PROMPT, *tokens[:-1]], 1)
         assert all(len(set(chosen)) == CHOSEN for chosen in steps.reshape(-1, CHOSEN).tolist())
         equal = (np.sort(steps) == np.sort(whole)).all(-1).mean()
-        assert equal == 1 if deterministic else equal > 0.9
+        assert equal > 0.9
         assert len({tuple(sorted(chosen)) for chosen in whole[:, 0].tolist()}) > 20
 
 
