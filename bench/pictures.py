@@ -286,7 +286,7 @@ async def trace(session: aiohttp.ClientSession, urls: list[str]) -> dict[str, An
     await asyncio.gather(*(one(session, shown, "w11 w12", 8) for shown in urls))
     async with session.post("/stop_profile") as answer:
         answer.raise_for_status()
-        file = (await answer.json())["file"]
+        file = (await answer.json())["ranks"][0]["file"]
     return gaps(json.loads(Path(file).read_text())["traceEvents"])
 
 

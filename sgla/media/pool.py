@@ -6,6 +6,7 @@ import asyncio
 import os
 import struct
 import sys
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -43,7 +44,8 @@ class Died(BadRequest):
 
 
 class Pool:
-    """At most ``processes``, each of which starts when it is wanted for the first time.
+    """At most ``processes``, each of which starts when tasks wait; who waits gets the first that is free, so
+    tasks that are short do not wait for a start.
 
     A task may take ``seconds`` of CPU time, and ``memory`` bytes beyond what the process has once it has
     imported ``modules``. A task that is cancelled, or goes beyond, costs its process, and nobody else.
@@ -55,28 +57,82 @@ class Pool:
         self.memory = memory
         self.seconds = seconds
         self._modules = tuple(modules)
-        self._room = asyncio.Semaphore(processes)
-        self._idle: list[_Process] = []
+        self._most = processes
         self._all: set[_Process] = set()
+        self._idle: list[_Process] = []
+        self._starts: set[asyncio.Task[None]] = set()
+        self._waiting: deque[asyncio.Future[_Process]] = deque()
 
     async def run(self, function: str, *args: Any, result: type[T]) -> T:
         """What the ``function`` ("module:name") makes of ``args``, which it is given as its annotations say.
         Raises what it raises of BadRequests, and Died."""
-        async with self._room:
-            process = self._idle.pop() if self._idle else _Process()
-            self._all.add(process)
-            try:
-                answer = await self._asked(process, (function, args))
-            except BaseException:
-                ended = asyncio.ensure_future(process.end())
-                ended.add_done_callback(lambda _: self._all.discard(process))
-                raise
-            self._idle.append(process)
+        process = await self._taken()
+        try:
+            answer = await self._asked(process, (function, args))
+        except BaseException:
+            self._end(process)
+            raise
+        self._free(process)
         return value_of(answer, result)
+
+    async def _taken(self) -> _Process:
+        if self._idle:
+            return self._idle.pop()
+        place: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        self._start()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._free(place.result())
+            raise
+
+    def _start(self) -> None:
+        """One more process, if more wait than there are starts."""
+        waiting = sum(not place.done() for place in self._waiting)
+        if len(self._starts) < waiting and len(self._all) < self._most:
+            process = _Process()
+            self._all.add(process)
+            start = asyncio.ensure_future(self._started(process))
+            self._starts.add(start)
+            start.add_done_callback(self._starts.discard)
+
+    async def _started(self, process: _Process) -> None:
+        """Who waits longest hears of a start that fails."""
+        try:
+            await process.start(self.memory, 2 * BUSY * self.seconds, self._modules)
+        except BaseException as error:
+            self._end(process)
+            if not isinstance(error, Exception):
+                raise
+            if (place := self._longest()) is not None:
+                place.set_exception(error if isinstance(error, BadRequest) else Died("its process ended"))
+        else:
+            self._free(process)
+
+    def _free(self, process: _Process) -> None:
+        if (place := self._longest()) is None:
+            self._idle.append(process)
+        else:
+            place.set_result(process)
+
+    def _longest(self) -> asyncio.Future[_Process] | None:
+        """The place of who waits longest."""
+        while self._waiting:
+            if not (place := self._waiting.popleft()).done():  # else the task was cancelled
+                return place
+        return None
+
+    def _end(self, process: _Process) -> None:
+        def ended(_: object) -> None:
+            self._all.discard(process)
+            self._start()
+
+        asyncio.ensure_future(process.end()).add_done_callback(ended)
 
     async def _asked(self, process: _Process, task: tuple[str, tuple[Any, ...]]) -> Answer:
         try:
-            await process.start(self.memory, 2 * BUSY * self.seconds, self._modules)
             asked = asyncio.ensure_future(process.ask(task))
             try:
                 await self._patience(process, asked)
@@ -97,6 +153,11 @@ class Pool:
             wait = self.seconds / 10
 
     async def close(self) -> None:
+        while (place := self._longest()) is not None:
+            place.set_exception(Died("the server ends"))
+        for start in self._starts:
+            start.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in self._all))
         self._all.clear()
         self._idle.clear()

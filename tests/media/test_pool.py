@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from sgla.errors import BadRequest, InvalidField
 from sgla.media.crossing import LARGE, Memory, Record, packed, unpacked
 from sgla.media.picture import Picture
-from sgla.media.pool import Died, Pool
+from sgla.media.pool import Died, Pool, _Process
 
 HERE = "tests.media.test_pool"
 
@@ -79,6 +80,55 @@ async def test_a_cancelled_task_frees_its_place(pool: Pool) -> None:
     running.cancel()
     assert await waiting > 0
     assert running.cancelled()
+
+
+async def test_nobody_waits_for_a_start_if_a_process_is_free_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool(processes=3, seconds=5.0, modules=["tests.media.test_pool"])
+    try:
+        first = await pool.run(f"{HERE}:pid", result=int)
+        start, begun, may = _Process.start, [0], asyncio.Event()
+
+        async def slow(self: _Process, *args: Any) -> None:
+            begun[0] += 1
+            await may.wait()
+            await start(self, *args)
+
+        monkeypatch.setattr(_Process, "start", slow)
+        found = await asyncio.gather(*(pool.run(f"{HERE}:pid", result=int) for _ in range(5)))
+        assert (set(found), begun) == ({first}, [2])
+        busy = asyncio.ensure_future(pool.run(f"{HERE}:loop", result=None))
+        await asyncio.sleep(0)
+        waiting = [asyncio.ensure_future(pool.run(f"{HERE}:pid", result=int)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        may.set()
+        others = set(await asyncio.gather(*waiting[1:]))
+        assert first not in others
+        busy.cancel()
+        assert begun == [2]
+    finally:
+        await pool.close()
+
+
+async def test_a_start_that_fails_costs_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, start, left = Pool(processes=1, modules=["tests.media.test_pool"]), _Process.start, [1]
+
+    async def fails(self: _Process, *args: Any) -> None:
+        if left.pop():
+            left.append(0)
+            raise OSError("no memory")
+        await start(self, *args)
+
+    monkeypatch.setattr(_Process, "start", fails)
+    try:
+        tasks = [asyncio.ensure_future(pool.run(f"{HERE}:pid", result=int)) for _ in range(2)]
+        with pytest.raises(Died, match="its process ended"):
+            await tasks[0]
+        assert await tasks[1] > 0
+    finally:
+        await pool.close()
 
 
 @pytest.mark.parametrize("size", [0, 3, LARGE, 3 * LARGE + 1])

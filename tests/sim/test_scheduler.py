@@ -22,6 +22,7 @@ from sgla.executor.fake import ints
 from sgla.messages import (
     PROMPT_LOGPROBS,
     SAMPLE,
+    Array,
     CacheGroup,
     Placed,
     Prepared,
@@ -712,6 +713,43 @@ def test_a_long_prompt_keeps_the_inter_token_target_of_running_streams() -> None
     assert len(simulation.tokens("stream0")) > len(busy)
     assert max(busy) <= 1.2 * target
     assert sum(busy) / len(busy) >= 0.7 * target, "the time that the target leaves is not used"
+
+
+def test_prompts_with_pictures_are_read_in_as_large_steps_as_others() -> None:
+    """Though a tower makes them longer, which smaller steps would not change."""
+    seen = 0.0  # seconds of the tower in a step with prompts
+    limits = Limits(
+        slots=30,
+        groups=[CacheGroup(4000)],
+        page_size=16,
+        context_len=2000,
+        step_tokens=4096,
+        itl_target=0.03,
+    )
+    simulation = Simulation(
+        limits, lambda tokens, pairs: cost(tokens, pairs) + seen * (tokens > 8), check=False
+    )
+    for i in range(8):
+        simulation.offer(make_submit(f"stream{i}", [i] * 9, max_new=900))
+    for _ in range(20):
+        simulation.step()
+
+    def steps(name: str, pictures: list[Placed]) -> int:
+        before = len(simulation.plans)
+        for i in range(20):
+            simulation.offer(
+                make_submit(f"{name}{i}", [ord(name[0]) % 50, i] * 500, max_new=1, pictures=pictures)
+            )
+        while any(simulation.finish(f"{name}{i}") is None for i in range(20)):
+            simulation.step()
+        return len(simulation.plans) - before
+
+    texts = steps("text", [])
+    seen = 0.1
+    shown = Placed(1, 990, Prepared(b"p", "", [Array("values", "uint8", [1], 0)]))
+    assert steps("shown", [shown]) <= texts + limits.depth
+    seen = 0.0
+    assert steps("behind", []) <= texts + limits.depth
 
 
 @pytest.mark.parametrize("streams", [60, 200, 255])
