@@ -32,7 +32,7 @@ LARGE: tuple[int, ...] = ()
 # Tokens of the longest history of a prompt row: with more, eager steps are faster, whose attention splits
 # histories.
 HISTORY = 8192
-DECODES = (0, 64)  # decode rows among these tokens, at most; or as many as there may be
+DECODES = (0, 64, 256)  # decode rows among these tokens, at most; or as many as there may be
 # A row of few tokens behind a history is read faster as so many decode rows of its slot, which split it, than
 # as a prompt row, which goes through it alone: tokens of such a row, and (query, key) pairs of all.
 SHORT, PAIRS = 16, 1 << 16
@@ -68,7 +68,7 @@ class PromptGraphs:
     def _pair(self, count: int, size: int) -> tuple[int, int]:
         """The sizes of the graph for so many decode rows among ``size`` tokens. Of large ones none is without
         room for decode rows."""
-        decodes = self.decodes if size <= TOKENS[-1] else self.decodes[-2:]
+        decodes = self.decodes if size <= TOKENS[-1] else self.decodes[1:]
         return min(next(n for n in decodes if n >= count), size), size
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:

@@ -127,8 +127,8 @@ def test_columns(seed: int) -> None:
 def test_sizes_of_graphs() -> None:
     """Those of large steps have room for some decode rows, or for all."""
     graphs = without_a_gpu()
-    pairs = [graphs._pair(*asked) for asked in ((0, 64), (1, 32), (65, 1024), (0, 2048), (65, 2048))]
-    assert pairs == [(0, 64), (32, 32), (SLOTS, 1024), (DECODES[1], 2048), (SLOTS, 2048)]
+    pairs = [graphs._pair(*asked) for asked in ((0, 64), (1, 32), (65, 1024), (0, 2048), (257, 2048))]
+    assert pairs == [(0, 64), (32, 32), (DECODES[2], 1024), (DECODES[1], 2048), (SLOTS, 2048)]
 
 
 def test_what_is_left_to_eager_steps() -> None:
