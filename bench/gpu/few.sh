@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
-# way to cut and to start, and steps with what is off (SERVES of convolution.py, token_experts.py and seen.py, EARLY of latent.py) and without what is new (EARLY of moe.py); a
+# way to cut and to start, and steps with what is off (CHOOSES of token_experts.py, SERVES of seen.py, EARLY of latent.py) and without what is new (EARLY of moe.py); a
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
-# was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "convolved alone ...", of so many LAYERS.
+# was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "chosen latents ...", of so many LAYERS; ONLY=1: not as they are.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
 #   parts: tests early layers states guesses together last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but together and last)
 set -uo pipefail
@@ -12,26 +12,23 @@ LIMIT=${LIMIT:-500}
 with='import runpy, sys
 from sgla.attention import native
 from sgla.kernels.cuda import token_experts
-from sgla.kernels.gpu import convolution, seen
+from sgla.kernels.gpu import seen
 from sgla.kernels.triton import latent, moe
 exec(sys.argv[1])
 sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
 before='moe.EARLY, latent.EARLY, moe.few_cuts = 0, False, lambda *_: moe.Few()'
-convolved='convolution.SERVES = True'
-alone='token_experts.SERVES = True'
-chosen='token_experts.SERVES = token_experts.CHOOSES = True'
+chosen='token_experts.CHOOSES = True'
 latents='latent.EARLY = True'
 joined='seen.SERVES = True'
-most="$convolved; $chosen"
-off="$most; $latents; $joined"
+off="$chosen; $latents; $joined"
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
     tests) part tests 150 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m "gpu and not slow" --tb=short \
         tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "moe or states or latents" ;;
     early) part early 80 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py \
-        tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "start_early or convolution_in_the or chain_of_layers or heads_of_256" ;;
+        tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "start_early or convolution_in_the or chain_of_layers or sum_otherwise" ;;
     states) part states 40 bench/gpu_states.py --rows 1,4 --tokens 64 ;;
     layers)
         part layers-qwen 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b
@@ -75,8 +72,8 @@ for kinds in {"layer_types", "mlp_layer_types"} & decoder.keys():
 json.dump(whole, open(sys.argv[3], "w"))' "bench/models/$each/config.json" "$LAYERS" "$model/config.json"
         fi
         given="bench/step.py --model $model --batches 1,2 --profile --prompts 0+64"
-        part "$each" 60 $given
-        for more in ${WITH:-before convolved alone chosen most latents joined off}; do
+        [ "${ONLY:-}" ] || part "$each" 60 $given
+        for more in ${WITH:-before chosen latents joined off}; do
             part "$each-$more" 60 -c "$with" "${!more}" $given
         done
         ;;

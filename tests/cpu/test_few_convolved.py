@@ -22,7 +22,7 @@ from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.cuda.skinny_gemm import CONVOLVED, TAPS, Config
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import convolution, rewrite
+from sgla.kernels.gpu import rewrite
 from sgla.kernels.gpu.states import DeviceStates, marks_of
 from sgla.quant.weight import pack
 
@@ -66,7 +66,6 @@ def test_the_kernel_equals_the_ops(cut: Config, tmp_path: Path) -> None:
 def test_the_rule_takes_rows_that_do_not_guess(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
     """Others go through both kernels, one behind the other."""
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
-    monkeypatch.setattr(convolution, "SERVES", True)
     plain, device = batch(0, 3), batch(3, 3)
     device.media = device.canvas = None
     device.ids = torch.arange(3, dtype=torch.int32)

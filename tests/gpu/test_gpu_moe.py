@@ -24,7 +24,7 @@ from test_gpu_runner import (
 from sgla.kernels import ops
 from sgla.kernels.cuda import experts as native
 from sgla.kernels.cuda import grouped_gemm, router, token_experts
-from sgla.kernels.gpu import convolution, mixture, seen
+from sgla.kernels.gpu import mixture, seen
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import elementwise, latent, moe
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
@@ -193,14 +193,19 @@ def test_experts_of_few_tokens_in_a_chain_of_layers(
     for tokens in (1, 2):
         begin = torch.randn(tokens, d, dtype=BF16, device="cuda")
         expected = ops.moe(ops.rms_norm(begin, norm, 1e-6).float(), *layers[0], routing, "silu")
-        for early, cuda, chooses in ((0, False, False), (2, False, False), (2, True, False), (2, True, True)):
+        for early, refused, chooses in (
+            (0, "no", False),
+            (2, "no", False),
+            (2, None, False),
+            (2, None, True),
+        ):
             monkeypatch.setattr(moe, "EARLY", early)
-            monkeypatch.setattr(token_experts, "SERVES", cuda)
+            monkeypatch.setattr(token_experts, "refuses", lambda *_, refused=refused: refused)
             monkeypatch.setattr(token_experts, "CHOOSES", chooses)
             found = mixture.run(begin, (norm, 1e-6), *layers[0], routing, "silu").sum()
             assert relative(found, expected) < (0.015 if kind == "bf16" else 0.06)
-        for cuda, chooses in ((False, False), (True, False), (True, True)):
-            monkeypatch.setattr(token_experts, "SERVES", cuda)
+        for refused, chooses in (("no", False), (None, False), (None, True)):
+            monkeypatch.setattr(token_experts, "refuses", lambda *_, refused=refused: refused)
             monkeypatch.setattr(token_experts, "CHOOSES", chooses)
             monkeypatch.setattr(moe, "EARLY", 0)
             eager = chain(begin)
@@ -254,47 +259,74 @@ def test_batching_does_not_change_the_tokens() -> None:
     torch.cuda.empty_cache()
 
 
+def shortened(name: str) -> dict[str, Any]:
+    """A model of ``bench/models`` with four layers."""
+    model: dict[str, Any] = json.loads(
+        (Path(__file__).parents[2] / f"bench/models/{name}/config.json").read_text()
+    )
+    decoder = model.get("text_config", model)
+    decoder["num_hidden_layers"] = 4
+    for kinds in {"layer_types", "mlp_layer_types"} & decoder.keys():
+        decoder[kinds] = decoder[kinds][:4]
+    return model
+
+
 @pytest.mark.parametrize(
     ("name", "which"),
     [
         ("qwen3.6-35b-a3b", "experts"),
-        ("qwen3.6-35b-a3b", "convolution"),
-        ("qwen3.6-35b-a3b", "alone"),
-        ("glm-4.7-flash", "chosen"),
-        ("deepseek-v2-lite", "chosen"),
         ("glm-4.7-flash", "none"),
         ("glm-4.7-flash", "experts"),
         ("glm-4.7-flash", "latents"),
         ("deepseek-v2-lite", "latents"),
-        ("deepseek-v2-lite", "joined"),
     ],
 )
 def test_kernels_that_start_early_change_no_token(
     monkeypatch: pytest.MonkeyPatch, name: str, which: str
 ) -> None:
-    model = json.loads((Path(__file__).parents[2] / f"bench/models/{name}/config.json").read_text())
-    decoder = model.get("text_config", model)
-    decoder["num_hidden_layers"] = 4
-    for kinds in ("layer_types", "mlp_layer_types"):
-        if kinds in decoder:
-            decoder[kinds] = decoder[kinds][:4]
-    texts = []
+    model, texts = shortened(name), []
     for early in (False, True):
         monkeypatch.setattr(moe, "EARLY", 2 if early and which == "experts" else 0)
         monkeypatch.setattr(latent, "EARLY", early and which == "latents")
-        monkeypatch.setattr(seen, "SERVES", early and which == "joined")
-        monkeypatch.setattr(convolution, "SERVES", early and which == "convolution")
-        monkeypatch.setattr(token_experts, "SERVES", early and which in ("alone", "chosen"))
-        monkeypatch.setattr(token_experts, "CHOOSES", early and which == "chosen")
         runner = make(model, kv_cache_bytes=8 << 30)
         prompts = {0: prompt(0, 300), 1: prompt(1, 150)}
         texts.append([generate(runner, some, 80, True) for some in ({0: prompts[0]}, prompts)])
         del runner
         torch.cuda.empty_cache()
-    if which in ("convolution", "alone", "chosen", "joined"):  # sums round otherwise
-        assert min(map(agreement, *texts)) > 0.8
-    else:
-        assert texts[0] == texts[1]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["glm-4.7-flash", "deepseek-v2-lite"])
+def test_rows_by_kernels_that_sum_otherwise(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of one and of two rows behind prompts, by Triton's kernels and by those of CUDA: final hidden states
+    are the same but for rounding, which turns few routers' choices. A whole text is no measure of it: its
+    first near tie ends all likeness."""
+    runner = make(shortened(name), kv_cache_bytes=8 << 30)
+    lengths = [40 + 31 * slot for slot in range(12)]
+    prompts = [prompt(slot, n + 1) for slot, n in enumerate(lengths)]
+    for slot, tokens in enumerate(prompts):
+        runner.execute(plan(0, [(slot, 0, len(tokens), SAMPLE)], [new_row(slot, tokens)]))
+
+    @torch.inference_mode()
+    def hidden(*slots: int) -> torch.Tensor:
+        columns = (list(slots), [lengths[slot] for slot in slots], [1] * len(slots))
+        batch = runner.steps.extend_batch(*(np.array(column, np.int32) for column in columns))
+        assert batch.decode_rows == len(slots)
+        return runner.steps.forward.hidden(batch).float().clone()
+
+    rows = [(slot,) for slot in range(12)] + [(slot, slot + 1) for slot in range(0, 12, 2)]
+    refuses = token_experts.refuses
+    monkeypatch.setattr(token_experts, "refuses", lambda *_: "no")
+    expected = [hidden(*slots) for slots in rows]
+    monkeypatch.setattr(token_experts, "refuses", refuses)
+    for chooses, joins in ((False, False), (True, False), (False, True)):
+        monkeypatch.setattr(token_experts, "CHOOSES", chooses)
+        monkeypatch.setattr(seen, "SERVES", joins)
+        runner.steps.forward._programs.clear()
+        errors = [relative(hidden(*slots), wanted) for slots, wanted in zip(rows, expected)]
+        print("errors", name, chooses, joins, [round(error, 4) for error in errors])
+        assert np.mean(np.array(errors) < 0.02) >= 0.7, errors
+    torch.cuda.empty_cache()
 
 
 MIXTRAL: dict[str, Any] = {

@@ -13,8 +13,7 @@ from sgla.kernels.cuda.build import SHARED, Kernel, processors
 from sgla.kernels.ops import Biases
 from sgla.kernels.routing import Routing
 
-SERVES = False  # off until a step has been timed with it (bench/gpu/few.sh)
-CHOOSES = False  # whether it chooses the experts of one token, too; likewise
+CHOOSES = False  # whether it chooses the experts of one token, too; off until a step has been timed with it
 WARPS = 8
 MOST = 32  # pairs of token and expert
 MANY = 512  # experts to choose from

@@ -124,7 +124,8 @@ def run(
     apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
     one_kernel = not apart and _one_kernel(x, down, tokens * each, count.here)
     places = experts.places(count.here) if one_kernel else 0
-    asked = routed is not None or fixed is not None or counts is not None or residual is not None
+    asked = routed is not None or fixed is not None or residual is not None
+    asked |= counts is not None and counts.asks
     if (
         token_experts.CHOOSES
         and not (asked or apart)
@@ -351,7 +352,7 @@ def _each(
 
 def _alone(x: Tensor, top_k: int, down: Weight) -> bool:
     """Whether kernels of CUDA read each token's experts."""
-    if not token_experts.SERVES or down.kind != "bf16" or x.dtype != torch.bfloat16:
+    if down.kind != "bf16" or x.dtype != torch.bfloat16:
         return False
     return this_device().wgmma and token_experts.refuses(len(x), top_k, x.shape[1], down.k) is None
 
