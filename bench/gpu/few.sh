@@ -4,7 +4,7 @@
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "chosen latents ...", of so many LAYERS; ONLY=1: not as they are.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests early layers states guesses together last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but together and last)
+#   parts: tests early sums layers states guesses together last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but sums, together and last)
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
@@ -29,6 +29,8 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
         tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "moe or states or latents" ;;
     early) part early 80 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py \
         tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "start_early or convolution_in_the or chain_of_layers or sum_otherwise" ;;
+    sums) part sums 35 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py -rA \
+        -k "sum_otherwise or (chain_of_layers and bf16)" ;;
     states) part states 40 bench/gpu_states.py --rows 1,4 --tokens 64 ;;
     layers)
         part layers-qwen 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b
