@@ -1,5 +1,5 @@
 """A layer of Qwen3-8B for few rows, its four products and attention to 640 tokens in turn, by ways to fetch
-weights: microseconds, each way twice.
+weights: microseconds, each way twice, and how far results are from the first way's.
 
     python bench/gpu_layer.py [--rows 1,16,8] [--kinds int4g128,fp8,bf16]
 
@@ -42,7 +42,13 @@ INTEGERS: dict[str, Way] = {
     "engine 2, early 8, ahead 12": {"engine": 2, "early": 8, "ahead": 12},
 }
 SOME: dict[str, Way] = {name: INTEGERS[name] for name in list(INTEGERS)[:3]}
-FLOATS: dict[str, Way] = {"as it is": {}, "ahead 6": {"ahead": 6}, "ahead 16": {"ahead": 16}}
+FLOATS: dict[str, Way] = {
+    "as it is": {"engine": 0},
+    "engine": {"engine": 1},
+    "ahead 6": {"engine": 0, "ahead": 6},
+    "ahead 16": {"engine": 0, "ahead": 16},
+    "engine, ahead 16": {"engine": 1, "ahead": 16},
+}
 
 
 def floats(layer: gi.Layer, kind: str) -> list[tuple[Tensor, Tensor | None]]:
@@ -59,7 +65,7 @@ def product(rows: int, kind: str, way: Way) -> Callable[..., Tensor]:
     """Of x, a layer, a weight, where it is added, and the next layer and weight."""
     megabytes = way.get("ahead", 0)
     changes = {name: value for name, value in way.items() if name not in ("o", "ahead")}
-    norm = torch.rand(4096, device="cuda") + 0.5
+    norm = torch.linspace(0.5, 1.5, 4096, device="cuda")
 
     def integers(x: Tensor, layer: gi.Layer, w: Any, out: Any, then: tuple[gi.Layer, Any]) -> Tensor:
         module: Any = sg if rows >= sg.FEWEST else ig
@@ -73,11 +79,15 @@ def product(rows: int, kind: str, way: Way) -> Callable[..., Tensor]:
 
     def few(x: Tensor, layer: gi.Layer, w: Any, out: Any, then: tuple[gi.Layer, Any]) -> Tensor:
         ahead, (weight, scale) = None, w
+        gated = layer.epilogue == sk.SILU
+        config = sk.default_config(rows, layer.n // (1 + gated), layer.k, gated, scale is not None)
+        config = config._replace(**changes)
         if megabytes and layer.name == "o":
-            config = sk.default_config(rows, then[0].n // 2, then[0].k, True, scale is not None)
-            ahead = sk.first_of(rows, then[1][0], config, True)
+            behind = sk.default_config(rows, then[0].n // 2, then[0].k, True, scale is not None)
+            ahead = sk.first_of(rows, then[1][0], behind, True)
         given: dict[str, Any] = {"norm": norm if layer.norm else None, "eps": EPS, "out": out}
-        return sk.linear(x, weight, scale=scale, epilogue=layer.epilogue, ahead=ahead, **given)
+        given |= {"epilogue": layer.epilogue, "config": config, "ahead": ahead}
+        return sk.linear(x, weight, scale=scale, **given)
 
     def run(*args: Any) -> Tensor:
         sk.AHEAD = megabytes << 20
@@ -111,7 +121,15 @@ def measure(rows: int, kind: str, weights: dict[str, list[Any]], ways: dict[str,
     with rehearsing():
         for way in ways.values():
             body(product(rows, kind, way))
+    before, first = hidden.clone(), hidden
+    errors = {}
+    for name, way in ways.items():
+        hidden.copy_(before)
+        body(product(rows, kind, way))
+        first = hidden.clone() if first is hidden else first
+        errors[name] = round(float((hidden - first).float().norm() / first.float().norm()), 4)
     fields: dict[str, Any] = {"bench": "layer", "rows": rows, "kind": kind, "layers": count}
+    fields["differs"] = errors
     for turn in ("us", "again"):
         fields[turn] = {name: us(way) for name, way in ways.items()}
     lines.emit(fields)

@@ -171,6 +171,18 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, 
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
 }
+// Of a tensor's rows those of a box from `row` on, and as many where a third dimension has them.
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 bar, int row, int byte) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+               "{%3, %4, %5}], [%2];"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(byte), "r"(row), "r"(0) : "memory");
+}
+// A lane's row of 8, lane / 4 but in an order in which lanes that read 16 bytes of their rows together do so
+// from different banks, where rows of 128 bytes are swizzled.
+__device__ __forceinline__ int swizzled_row() {
+  const int row = threadIdx.x % 32 / 4;
+  return row % 2 * 4 + row / 2 % 2 * 2 + row / 4;
+}
 __device__ __forceinline__ u64 policy_once() {  // weights are read once
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -135,15 +135,6 @@ __device__ __forceinline__ void mma_first(float (&d)[4], u32 a0, u32 a1, u32 a2,
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-#if ENGINE
-// Of 16 rows from `row` on.
-__device__ __forceinline__ void copy_constants(u32 to, const TensorMap& map, u32 bar, int row, int byte) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
-               "{%3, %4, %5}], [%2];"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(byte), "r"(row), "r"(0) : "memory");
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
     integer_gemm(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -218,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
           const int row = in_row + i * (GATED ? 8 : 16), unit = begin + in_unit;
           copy_words(to + i * (WORD_BYTES / MT), p.words, bar, row, unit * (UNIT * ROW_BYTES / 128));
           if (ENGINE > 1)
-            copy_constants(own_to + i * (CONSTANT_BYTES / MT), p.of_rows, bar, row, unit * OF_ROW);
+            copy_rows(own_to + i * (CONSTANT_BYTES / MT), p.of_rows, bar, row, unit * OF_ROW);
         }
       }
 #else

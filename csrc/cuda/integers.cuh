@@ -24,11 +24,8 @@ __device__ __forceinline__ void copy_words(u32 to, const TensorMap& map, u32 bar
                ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(row), "r"(panel) : "memory");
 }
 #endif
-// A lane's weight rows of 8. Those that are read together lie in different banks, swizzled or not.
-__device__ __forceinline__ int row_of_lane() {
-  const int row = threadIdx.x % 32 / 4;
-  return ENGINE ? row % 2 * 4 + row / 2 % 2 * 2 + row / 4 : row;
-}
+// A lane's weight row of 8.
+__device__ __forceinline__ int row_of_lane() { return ENGINE ? swizzled_row() : threadIdx.x % 32 / 4; }
 // Where its words of a stage are, in bytes: of 16 rows, the upper 8 of them, and a block of channels, of so
 // many, and its half.
 __device__ __forceinline__ int word_of(int i, int upper, int block, int half, int blocks) {

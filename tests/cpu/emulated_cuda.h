@@ -464,7 +464,7 @@ template <class Map> void copy_q(unsigned to, const Map& map, unsigned bar, int 
 template <class Map> void copy_words(unsigned to, const Map& map, unsigned bar, int row, int panel) {
   copy_box(to, map, bar, 0ll, (long long)row, 0ll, (long long)panel);
 }
-template <class Map> void copy_constants(unsigned to, const Map& map, unsigned bar, int row, int byte) {
+template <class Map> void copy_rows(unsigned to, const Map& map, unsigned bar, int row, int byte) {
   copy_box(to, map, bar, (long long)byte, (long long)row, 0ll);
 }
 inline void fence_shared() {}

@@ -4,13 +4,14 @@ linear layers for few rows, fused with what stands before and after them."""
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
+from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 MAX_ROWS = 16
 STORE, ADD, SILU, FLOAT32, GELU, CONVOLVED = range(6)  # EPILOGUE
@@ -49,6 +50,16 @@ class _Convolved(ctypes.Structure):
     )
 
 
+class _Mapped(ctypes.Structure):
+    """Where the copy engine fetches weights."""
+
+    _fields_ = (
+        ("map", TensorMap),
+        *_Params._fields_,
+        ("pad", ctypes.c_int * 2),  # tensor maps are aligned to 64 bytes
+    )
+
+
 class Convolution(NamedTuple):
     """Of the first channels that rows of one token make: ``taps`` float32 ``[C, TAPS]``; ``state`` bf16
     ``[units, C, TAPS - 1]``, of which each row has the unit of ``reads`` (0: none) before, and behind it that
@@ -62,12 +73,14 @@ class Convolution(NamedTuple):
 
 
 class Config(NamedTuple):
-    """``tiles`` of 16 weight rows (``half``: 8) share a load of x; ``per_sm`` blocks on a multiprocessor."""
+    """``tiles`` of 16 weight rows (``half``: 8) share a load of x; ``per_sm`` blocks on a multiprocessor;
+    ``engine``: the copy engine fetches weights."""
 
     tiles: int
     half: bool
     stages: int
     per_sm: int
+    engine: int = 0
 
     def columns(self, gated: bool) -> int:
         """Of the result, of a tile."""
@@ -75,7 +88,7 @@ class Config(NamedTuple):
 
     def ring(self, grouped: bool) -> int:
         """Bytes of weights in shared memory, with their scales if they are ``grouped``."""
-        return 8 * (2048 + 64 * grouped) * self.tiles * self.stages
+        return 8 * (2048 + 64 * grouped) * self.tiles * self.stages + 1024 * self.engine
 
 
 class Staged(NamedTuple):
@@ -148,6 +161,7 @@ def _kernel(
     defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
     defines |= {"FETCHES": 1} if ahead else {}
+    defines |= {"ENGINE": 1} if config.engine else {}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(grouped) + staged.bytes)
 
 
@@ -214,6 +228,8 @@ def linear(
     grouped = scale is not None and scale.dim() == 2
     if grouped:  # a chunk is a group
         config = config._replace(half=False)
+    if config.engine and (config.half or convolution is not None):
+        config = config._replace(engine=0)
     staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None, grouped)
     normed, by = norm is not None, None
     if gate is not None:
@@ -238,10 +254,25 @@ def linear(
             state.stride(1), state.stride(2), state.stride(0),
         )  # fmt: skip
     else:
-        made = _Params(*params, *([] if ahead is None else [ahead]))
+        made = params_of(weight.data_ptr(), n, k * weight.element_size(), gated, params, config, ahead)
     tiles = -(-n // config.columns(gated))
     kernel.launch(min(tiles, processors() * config.per_sm), 256 if ahead is None else 288, made)
     return out
+
+
+def params_of(
+    data: int, n: int, row: int, gated: bool, params: tuple[Any, ...], config: Config, ahead: Ahead | None
+) -> ctypes.Structure:
+    """What the kernel is given; ``row``: bytes of a row of the weight."""
+    values = *params, ahead or Ahead()
+    return _Mapped(_map_of(data, n, row, gated), *values) if config.engine else _Params(*values)
+
+
+@lru_cache(1 << 14)
+def _map_of(data: int, n: int, row: int, gated: bool) -> ctypes.Array[ctypes.c_uint64]:
+    """Of 128 bytes of 16 weight rows: 8 rows, and the next 8 or the 8 of ``up``."""
+    half, rows = (n, n) if gated else (8, n - 8)
+    return tensor_map(data, (row, rows, 2), (row, half * row), (128, 8, 2), True)
 
 
 def first_of(m: int, weight: Tensor, config: Config, gated: bool) -> Ahead | None:
