@@ -6,7 +6,8 @@
 ``sleep``: seconds of each level, and of the wakes behind them, with the GiB that the GPU has free meanwhile;
 the tokens of a request are the same before and after. ``prefix``: seconds to the first token of a prompt of
 so many tokens and 16 more that is computed, that the KV cache has, and that lies in the host's memory because
-others have pushed it out, and of the latter two with 2,048 more (``*_more_s``), whose step may begin beside
+others have pushed it out (or in files: ``plain read`` has what threads alone read of them), and of the
+latter two with 2,048 more (``*_more_s``), whose step may begin beside
 the copy; and the bytes a second of a plain copy from pinned memory. ``update``: seconds that
 all weights take as tensors of this GPU, while eight requests are paused, and whether these come to their end.
 Weights are random. ``regions``: where the seconds of a wake go, without a server: so many bytes of weights
@@ -19,11 +20,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lines
@@ -140,6 +143,12 @@ def prefix(args: argparse.Namespace) -> None:
             lines.emit({"part": "prefix", "model": args.model, "tokens": args.tokens, "rep": repeat} | fields)
         stats = [(tier.name, tier.loaded, tier.saved) for tier in engine.stats().tiers]
         plain = plain_copy(args.tokens * token)
+        for piece in () if args.disk is None else (16 * token, 16 << 20):
+            told = {
+                threads: plain_read(args.disk, piece, threads, args.tokens * token)
+                for threads in (1, 4, 8, 16)
+            }
+            lines.emit({"part": "plain read", "piece": piece, "gb_s": told})
         lines.emit({"part": "copy", "tiers": stats, "bytes": args.tokens * token, "plain_gb_s": plain})
 
 
@@ -279,6 +288,25 @@ def wait(engine: Any) -> None:
     while quiet < 10:
         time.sleep(0.05)
         quiet = quiet + 1 if engine._system._core.idle else 0
+
+
+def plain_read(folder: str, piece: int, threads: int, most: int) -> float:
+    """GB a second of threads that read the largest file of a folder into pinned memory."""
+    import torch
+
+    path = max(Path(folder).rglob("*.data"), key=lambda path: path.stat().st_size)
+    end = min(most, path.stat().st_blocks * 512)
+    file = os.open(path, os.O_RDONLY)
+    rooms = [torch.empty(piece, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(threads)]
+
+    def read(number: int) -> int:
+        starts = range(number * piece, end - piece, threads * piece)
+        return sum(os.preadv(file, [rooms[number].data], at) for at in starts)
+
+    with ThreadPoolExecutor(threads) as pool:
+        seconds, counts = timed(lambda: list(pool.map(read, range(threads))))
+    os.close(file)
+    return round(sum(counts) / seconds / 1e9, 1)
 
 
 def plain_copy(nbytes: int) -> float:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sgla.peers import Beside, Unit
 from sgla.worker.parts import Fit
-from sgla.worker.tiers import checksum
+from sgla.worker.tiers import Units, checksum
 
 Name = tuple[int, int, bytes]
 """Of a unit: which of the ranks that are read it comes from (``Fit.sources``), its cache group, its key."""
@@ -119,13 +119,13 @@ class Arrivals:
             self._take(name)
 
 
-class Taken:
+class Taken(Units):
     """The arrivals of one cache group as ``tiers.Units``: each is read once."""
 
     def __init__(self, arrivals: Arrivals, group: int) -> None:
         self._arrivals, self._group = arrivals, group
 
-    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> Beside:
+    def read(self, unit: int, key: bytes) -> Beside:
         with self._arrivals.lock:
             taken = self._arrivals.take(self._group, key)
         if taken is None:

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -23,7 +22,7 @@ from sgla.messages import KEY, CacheGroup, Tier
 from sgla.validation import folder_and_size
 from sgla.version import __version__
 from sgla.worker.memory import tier_units
-from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
+from sgla.worker.tiers import SUM, FileTier, Rows, UnitMemory, Units, checksums, runs_of
 
 FORMAT = 4  # of the files
 ENTRY = KEY + SUM
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 OWN = re.compile(r"kv-(\d+)of(\d+)")  # a folder for one of so many ranks
 
 
-class UnitFile:
+class UnitFile(Units):
     """Units of one cache group, whose numbers begin with 1, in two files: an index with the key of each and a
     checksum of both, and what they hold. The index is written last, so half a unit has a wrong checksum, as
     has a file that was put in the place of another: checksums are those of ``place`` alone."""
@@ -42,7 +41,6 @@ class UnitFile:
     ) -> None:
         """``lock``: a file that is closed with it. Raises OSError."""
         self._nbytes, self._units, self._place, self._lock = nbytes, units, place, lock
-        self._own = threading.local()
         self._index = self._open(folder / f"{group}.index", units * ENTRY)
         os.posix_fallocate(
             self._index, 0, units * ENTRY
@@ -60,30 +58,38 @@ class UnitFile:
         return np.frombuffer(index, np.uint8).reshape(-1, ENTRY)[:, :KEY].tobytes()
 
     def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:
+        self.write_all([unit], [key], np.frombuffer(data, np.uint8)[None])
+
+    def write_all(self, units: Sequence[int], keys: Sequence[bytes], rows: Rows) -> None:
         """Raises OSError."""
-        self._write(self._data, data, (unit - 1) * self._nbytes)
-        self._write(self._index, key + checksum(key, data, self._place), (unit - 1) * ENTRY)
+        entries = self._entries(keys, rows)
+        for begun, count, unit in runs_of(units):
+            self._write(self._data, rows[begun : begun + count].reshape(-1).data, (unit - 1) * self._nbytes)
+            self._write(self._index, b"".join(entries[begun : begun + count]), (unit - 1) * ENTRY)
+
+    def _entries(self, keys: Sequence[bytes], rows: Rows) -> list[bytes]:
+        return [key + made for key, made in zip(keys, checksums(keys, rows, self._place))]
 
     def _write(self, fd: int, data: bytes | memoryview, at: int) -> None:
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:] if done else data, at + done)
 
-    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> memoryview:
-        """Raises OSError if that is not what the unit holds."""
-        entry = os.pread(self._index, ENTRY, (unit - 1) * ENTRY)
-        data = self._own_room() if room is None else room
-        found = os.preadv(self._data, [data], (unit - 1) * self._nbytes)
-        if found != self._nbytes or entry != key + checksum(key, data, self._place):
-            raise OSError("a file has been changed, or was cut off")
+    def read(self, unit: int, key: bytes) -> memoryview:
+        rows = np.empty((1, self._nbytes), np.uint8)
+        self.read_all([unit], [key], rows)
+        data: memoryview = rows[0].data
         return data
 
-    def _own_room(self) -> memoryview:
-        """This thread's: to find new memory takes longer than to read."""
-        if not hasattr(self._own, "room"):
-            self._own.room = memoryview(bytearray(self._nbytes))
-        room: memoryview = self._own.room
-        return room
+    def read_all(self, units: Sequence[int], keys: Sequence[bytes], rows: Rows) -> None:
+        """Raises OSError if that is not what the units hold."""
+        found, entries = 0, b""
+        for begun, count, unit in runs_of(units):
+            entries += os.pread(self._index, count * ENTRY, (unit - 1) * ENTRY)
+            part = rows[begun : begun + count].reshape(-1)
+            found += os.preadv(self._data, [part.data], (unit - 1) * self._nbytes)
+        if found != rows.nbytes or entries != b"".join(self._entries(keys, rows)):
+            raise OSError("a file has been changed, or was cut off")
 
     def erase(self, unit: int) -> None:
         """Raises OSError."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import mul
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.config import Config
@@ -21,11 +21,13 @@ from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
 from sgla.worker.pinned import Pinned
 from sgla.worker.state import Int32s, column
+from sgla.worker.tiers import Rows, runs_of
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
-ABREAST = 8  # units of a copy that threads read or write at a time
+ABREAST = 8  # threads that read or write units of a copy
+BATCH = 16 << 20  # bytes of units that each takes at a time
 
 
 def staging() -> Tensor:
@@ -158,7 +160,7 @@ class HostTier:
         if (rows := self._staged(chunk, half)) is None:
             return
         beside, places = self._sections[chunk.section].beside, chunk.places.tolist()
-        for first, count, place in _runs(places):
+        for first, count, place in runs_of(places):
             rows[first : first + count].copy_(beside[place : place + count], non_blocking=True)
 
     def _scatter(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
@@ -179,7 +181,7 @@ class HostTier:
             self._direct(chunk, False)
             return
         beside = self._sections[chunk.section].beside
-        for first, count, place in _runs(chunk.places.tolist()):
+        for first, count, place in runs_of(chunk.places.tolist()):
             beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
@@ -284,15 +286,6 @@ def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
     return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
 
 
-def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Places that follow each other cross together: the first of them, their count, and where they begin."""
-    begun = 0
-    for i in range(1, len(places) + 1):
-        if i == len(places) or places[i] != places[i - 1] + 1:
-            yield begun, i - begun, places[begun]
-            begun = i
-
-
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Eight bytes at a time, which GPUs copy faster than single ones, where all widths allow it."""
     wide = all(tensor.shape[1] % 8 == 0 for tensor in tensors)
@@ -333,11 +326,14 @@ def _follows(tensor: Tensor, run: list[Tensor]) -> bool:
 
 
 class UnitRoom(NamedTuple):
-    """A thread's room for a unit, in pinned memory, its parts on the device, and what they cross by."""
+    """A thread's: room for units in pinned memory, ``rows``, and on the GPU, ``staged`` uint8[batch, bytes of
+    a unit]; which they are, int64[batch]; and what they cross by."""
 
-    row: NDArray[np.uint8]
-    view: memoryview
-    parts: list[Tensor]
+    rows: Rows
+    pinned: Tensor
+    staged: Tensor
+    units: Tensor
+    numbers: Tensor
     stream: torch.cuda.Stream
 
 
@@ -348,6 +344,7 @@ class GpuMemory:
         """``tensors``: see ``HostTier``; ``begin_thread``: of one that uses the GPU."""
         self._tensors, self._begin = _joined(_wide(tensors)), begin_thread
         self.nbytes = sum(tensor.shape[1] for tensor in tensors)
+        self.batch = max(1, BATCH // max(1, self.nbytes))
         self._own = threading.local()
 
     def mark(self) -> torch.cuda.Event:
@@ -358,33 +355,45 @@ class GpuMemory:
     def wait(self, mark: Any) -> None:
         mark.synchronize()
 
-    @torch.inference_mode()
-    def read(self, unit: int) -> memoryview:
-        room = self._room()
-        with torch.cuda.stream(room.stream):
-            for tensor, part in zip(self._tensors, room.parts):
-                part.copy_(tensor[unit], non_blocking=True)
-        room.stream.synchronize()
-        return room.view
-
-    def room(self) -> memoryview:
-        return self._room().view
+    def room(self, count: int) -> Rows:
+        return self._room().rows[:count]
 
     @torch.inference_mode()
-    def write(self, unit: int, data: bytes | memoryview) -> None:
-        room = self._room()
-        if data is not room.view:
-            room.row[:] = np.frombuffer(data, np.uint8)
+    def read(self, units: Sequence[int]) -> Rows:
+        room, count = self._room(), len(units)
+        with self._indexed(room, units) as index:
+            for tensor, part in zip(self._tensors, parts_of(room.staged[:count], self._tensors)):
+                torch.index_select(tensor, 0, index, out=part)
+            room.pinned[:count].copy_(room.staged[:count], non_blocking=True)
+        return room.rows[:count]
+
+    @torch.inference_mode()
+    def write(self, units: Sequence[int], rows: Rows) -> None:
+        """``rows``: this thread's room, or others."""
+        room, count = self._room(), len(units)
+        if rows.ctypes.data != room.rows.ctypes.data:
+            room.rows[:count] = rows
+        with self._indexed(room, units) as index:
+            room.staged[:count].copy_(room.pinned[:count], non_blocking=True)
+            for tensor, part in zip(self._tensors, parts_of(room.staged[:count], self._tensors)):
+                tensor.index_copy_(0, index, part)
+
+    @contextmanager
+    def _indexed(self, room: UnitRoom, units: Sequence[int]) -> Iterator[Tensor]:
+        """The units' numbers on the GPU; what is launched meanwhile is done then."""
+        index = room.numbers[: len(units)]
+        room.units[: len(units)] = torch.tensor(units)
         with torch.cuda.stream(room.stream):
-            for tensor, part in zip(self._tensors, room.parts):
-                tensor[unit].copy_(part, non_blocking=True)
+            index.copy_(room.units[: len(units)], non_blocking=True)
+            yield index
         room.stream.synchronize()
 
     def _room(self) -> UnitRoom:
         if not hasattr(self._own, "room"):
             self._begin()
-            row = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-            parts = [part[0] for part in parts_of(row[None], self._tensors)]
-            self._own.room = UnitRoom(row.numpy(), row.numpy().data, parts, torch.cuda.Stream())
+            pinned = torch.empty(self.batch, self.nbytes, dtype=torch.uint8, pin_memory=True)
+            units = torch.empty(self.batch, dtype=torch.int64, pin_memory=True)
+            staged, index = torch.empty_like(pinned, device="cuda"), torch.empty_like(units, device="cuda")
+            self._own.room = UnitRoom(pinned.numpy(), pinned, staged, units, index, torch.cuda.Stream())
         room: UnitRoom = self._own.room
         return room

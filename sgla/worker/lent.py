@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.peers import Lent
-from sgla.worker.tiers import Source
+from sgla.worker.tiers import Source, Units
 
 TOKEN = 32  # bytes that tell a segment from all others
 HEAD = 64  # bytes: the token, and room that keeps marks where they can be read at once
@@ -57,13 +57,13 @@ class Segment:
             self.fd = None
 
 
-class SegmentUnits:
+class SegmentUnits(Units):
     """A segment as ``tiers.Units``. Whoever moves units looks after their marks."""
 
     def __init__(self, segment: Segment) -> None:
         self._units = segment.units
 
-    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> memoryview:
+    def read(self, unit: int, key: bytes) -> memoryview:
         return self._units[unit].data
 
     def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:

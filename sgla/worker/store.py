@@ -14,7 +14,7 @@ from sgla.worker import nixl
 from sgla.worker.disk import places_of
 from sgla.worker.lmcache import SCHEMES, open_lmcache
 from sgla.worker.mooncake import SCHEME, open_mooncake
-from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
+from sgla.worker.tiers import SUM, FileTier, UnitMemory, Units, checksum
 
 COPYING, ASKING = 8, 16  # threads
 ASKED = 256  # tokens that a prompt must have beyond what is known before it is worth asking for them
@@ -35,7 +35,7 @@ class Store(Protocol):
     def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
 
 
-class Objects:
+class Objects(Units):
     """Units of one cache group as objects below ``path``, by their keys, which are never deleted. ``whole``:
     of whole histories, of which a text has all up to somewhere. ``nbytes``: of a unit; no more is read of an
     object, whatever others have put there. ``place``: of checksums, so that objects which were moved are
@@ -47,7 +47,7 @@ class Objects:
         self._fs, self._path, self._whole, self._threads = fs, path, whole, threads
         self._size, self._place = SUM + nbytes, place
 
-    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> memoryview:
+    def read(self, unit: int, key: bytes) -> memoryview:
         found = memoryview(_tried(self._fs.cat_file, self._of(key), 0, self._size + 1))
         if len(found) != self._size or found[:SUM] != checksum(key, found[SUM:], self._place):
             raise OSError("an object is not what was written")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -29,20 +30,40 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what a disk without room answe
 PATIENCE = 30.0  # seconds in which nothing of a copy may come
 log = logging.getLogger(__name__)
 
+Rows = NDArray[np.uint8]
+"""Of units, and of their bytes."""
+Ints = list[int]
+
 
 def checksum(key: bytes, data: bytes | memoryview, place: bytes = b"") -> bytes:
-    """Of a unit and what it is. ``place``: at most 64 bytes that say where alone it may be found. Of the
-    unit's words of 8 bytes it has the sums of columns, in two widths, a fifteenth of the work of a
-    cryptographic hash: it is for what memory, disks and networks do to them. Who may write there could make
-    any sum."""
-    made = blake2b(key, digest_size=SUM, key=place)
-    words: NDArray[np.uint64] = np.frombuffer(data, np.uint64, len(data) // 8)
+    """``checksums`` of one."""
+    return checksums([key], np.frombuffer(data, np.uint8)[None], place)[0]
+
+
+def checksums(keys: Sequence[bytes], rows: Rows, place: bytes = b"") -> list[bytes]:
+    """Of units, and of what each is. ``place``: at most 64 bytes that say where alone it may be found. Of a
+    unit's words of 8 bytes they have the sums of columns, in two widths, a fifteenth of the work of a
+    cryptographic hash: they are for what memory, disks and networks do to them. Who may write there could
+    make any sum."""
+    units, nbytes = rows.shape
+    words = rows[:, : nbytes // 8 * 8].view(np.uint64)
+    parts = []
     for columns in COLUMNS:
-        end = len(words) // columns * columns
-        made.update(np.add.reduce(words[:end].reshape(-1, columns)).data)
-        made.update(words[end:].data)
-    made.update(bytes(data[8 * len(words) :]) + len(data).to_bytes(8, "little"))
-    return made.digest()
+        end = words.shape[1] // columns * columns
+        parts += [np.add.reduce(words[:, :end].reshape(units, -1, columns), axis=1), words[:, end:]]
+    sums, size = np.concatenate(parts, axis=1), nbytes.to_bytes(8, "little")
+    tails = rows[:, nbytes // 8 * 8 :]
+    found = (key + each.tobytes() + tail.tobytes() + size for key, each, tail in zip(keys, sums, tails))
+    return [blake2b(each, digest_size=SUM, key=place).digest() for each in found]
+
+
+def runs_of(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Places that follow each other: where they begin, their count, and the first of them."""
+    begun = 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + 1:
+            yield begun, i - begun, places[begun]
+            begun = i
 
 
 class Source(Protocol):
@@ -66,9 +87,11 @@ class Source(Protocol):
 
 
 class UnitMemory(Protocol):
-    """Units of one cache group on the device, which threads read and write: ``nbytes`` each."""
+    """Units of one cache group on the device, ``nbytes`` each, which threads read and write, ``batch`` at a
+    time."""
 
     nbytes: int
+    batch: int
 
     def mark(self) -> object:
         """Of the steps that have been launched, for ``wait``."""
@@ -78,49 +101,74 @@ class UnitMemory(Protocol):
         """Until those are done."""
         ...
 
-    def read(self, unit: int) -> bytes | memoryview:
-        """What is there, until this thread reads or writes again."""
+    def room(self, count: int) -> Rows:
+        """This thread's, for what it is about to write."""
         ...
 
-    def room(self) -> memoryview | None:
-        """Where this thread may have what it is about to write, so that it is not copied; None: nowhere."""
+    def read(self, units: Sequence[int]) -> Rows:
+        """What is there, in this thread's room."""
         ...
 
-    def write(self, unit: int, data: bytes | memoryview) -> None: ...
+    def write(self, units: Sequence[int], rows: Rows) -> None: ...
 
 
 class HostMemory:
     """Of a CPU, whose steps are done when they have been launched."""
 
+    batch = 1
+
     def __init__(self, tensors: Sequence[NDArray[np.uint8]]) -> None:
         """[units, bytes] of each tensor"""
         self._tensors = tensors
         self.nbytes = sum(tensor.shape[1] for tensor in tensors)
+        self._own = threading.local()
 
     def mark(self) -> None: ...
 
     def wait(self, mark: object) -> None: ...
 
-    def read(self, unit: int) -> bytes:
-        return b"".join(tensor[unit].data for tensor in self._tensors)
+    def room(self, count: int) -> Rows:
+        """To find new memory takes longer than to read."""
+        if not hasattr(self._own, "rows"):
+            self._own.rows = np.empty((self.batch, self.nbytes), np.uint8)
+        rows: Rows = self._own.rows[:count]
+        return rows
 
-    def room(self) -> None: ...
+    def read(self, units: Sequence[int]) -> Rows:
+        rows = self.room(len(units))
+        for tensor, part in self._pairs(rows):
+            part[:] = tensor[units]
+        return rows
 
-    def write(self, unit: int, data: bytes | memoryview) -> None:
-        values, at = np.frombuffer(data, np.uint8), 0
+    def write(self, units: Sequence[int], rows: Rows) -> None:
+        for tensor, part in self._pairs(rows):
+            tensor[units] = part
+
+    def _pairs(self, rows: Rows) -> Iterator[tuple[NDArray[np.uint8], Rows]]:
+        at = 0
         for tensor in self._tensors:
-            tensor[unit] = values[at : at + tensor.shape[1]]
+            yield tensor, rows[:, at : at + tensor.shape[1]]
             at += tensor.shape[1]
 
 
 class Units(Protocol):
     """Where units of one cache group are kept. All raise OSError."""
 
-    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> bytes | memoryview:
-        """What was written, until this thread reads again, or OSError. It may lie in ``room``."""
+    def read(self, unit: int, key: bytes) -> bytes | memoryview:
+        """What was written, until this thread reads again, or OSError."""
         ...
 
     def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None: ...
+
+    def read_all(self, units: Sequence[int], keys: Sequence[bytes], rows: Rows) -> None:
+        """As ``read``, into ``rows``."""
+        for unit, key, row in zip(units, keys, rows):
+            row[:] = np.frombuffer(self.read(unit, key), np.uint8)
+
+    def write_all(self, units: Sequence[int], keys: Sequence[bytes], rows: Rows) -> None:
+        """As ``write``. Where it fails, some may have been written."""
+        for unit, key, row in zip(units, keys, rows):
+            self.write(unit, key, row.data)
 
     def erase(self, unit: int) -> None: ...
 
@@ -241,11 +289,12 @@ class FileTier:
         return now - moved > PATIENCE
 
     def _load(self, job: Job) -> list[bytes]:
-        def load(kept: Units, memory: UnitMemory, place: int, unit: int, key: bytes) -> None:
-            data = kept.read(place, key, memory.room())
+        def load(kept: Units, memory: UnitMemory, places: Ints, units: Ints, keys: list[bytes]) -> None:
+            rows = memory.room(len(units))
+            kept.read_all(places, keys, rows)
             with job.using() as wanted:
                 if wanted:
-                    memory.write(unit, data)
+                    memory.write(units, rows)
 
         try:
             self._each(load, job)
@@ -255,16 +304,11 @@ class FileTier:
         return []
 
     def _save(self, job: Job) -> list[bytes]:
-        def save(kept: Units, memory: UnitMemory, unit: int, place: int, key: bytes) -> None:
+        def save(kept: Units, memory: UnitMemory, units: Ints, places: Ints, keys: list[bytes]) -> None:
             with job.using() as wanted:
-                data = memory.read(unit) if wanted else None
-            try:
-                if data is not None:
-                    kept.write(place, key, data)
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                job.full.append((kept, place))
+                rows = memory.read(units) if wanted else None
+            if rows is not None:
+                self._keep(job, kept, places, keys, rows)
 
         try:
             if job.copy.source:
@@ -277,6 +321,19 @@ class FileTier:
             self.warn("be written; what it lacks is computed again", error)
             raise
         return []
+
+    def _keep(self, job: Job, kept: Units, places: Ints, keys: list[bytes], rows: Rows) -> None:
+        """What finds no room is told of, one by one."""
+        try:
+            kept.write_all(places, keys, rows)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if len(places) == 1:
+                job.full.append((kept, places[0]))
+                return
+            for i in range(len(places)):
+                self._keep(job, kept, places[i : i + 1], keys[i : i + 1], rows[i : i + 1])
 
     def _erase(self, job: Job) -> None:
         job.moved = clock.now()
@@ -301,8 +358,8 @@ class FileTier:
             raise
 
     def _each(self, work: Callable[..., None], job: Job) -> None:
-        """Of each unit, behind the steps before; the last of them is done when this is, whatever is
-        raised."""
+        """Of so many units as memory takes at a time, behind the steps before; the last of them is done when
+        this is, whatever is raised."""
 
         def one(*unit: Any) -> None:
             if job.wanted:
@@ -315,7 +372,11 @@ class FileTier:
         sources, targets = ([column(c).tolist() for c in columns] for columns in (copy.sources, copy.targets))
         keys = [keys_in(names) for names in copy.keys]
         groups = zip(self._kept, self._memory, sources, targets, keys, strict=True)
-        units = [(kept, memory, *ends) for kept, memory, *columns in groups for ends in zip(*columns)]
+        units = [
+            (kept, memory, *(column[at : at + memory.batch] for column in columns))
+            for kept, memory, *columns in groups
+            for at in range(0, len(columns[0]), memory.batch)
+        ]
         if self._abreast is None:
             for unit in units:
                 one(*unit)

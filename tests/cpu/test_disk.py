@@ -238,13 +238,12 @@ def test_a_slow_disk_is_waited_for_while_it_brings_something(monkeypatch: pytest
     monkeypatch.setattr("sgla.worker.tiers.clock", SimpleNamespace(now=lambda: now))
     read = list[float]()
 
-    def slow(unit: int, key: bytes, room: object) -> bytes:
+    def slow(*units: Any) -> None:
         nonlocal now
         now += 29
         read.append(now)
-        return b"unit"
 
-    kept: Any = SimpleNamespace(read=slow, close=lambda: None)
+    kept: Any = SimpleNamespace(read_all=slow, close=lambda: None)
     tier = FileTier("--kv-disk", [kept], [HostMemory([np.zeros((9, 4), np.uint8)])])
     ends = int32([1, 2, 3])
     first, second = (
@@ -266,7 +265,7 @@ def test_what_is_flushed_while_a_disk_hangs_is_forgotten_when_it_is_back() -> No
     done = list[tuple[str, int]]()
     kept: Any = SimpleNamespace(
         erase=lambda unit: done.append(("erase", unit)),
-        write=lambda unit, key, data: done.append(("write", unit)),
+        write_all=lambda units, keys, rows: done.extend(("write", unit) for unit in units),
         close=lambda: None,
     )
     tier = FileTier("--kv-disk", [kept], [HostMemory([np.zeros((9, 4), np.uint8)])])
@@ -285,14 +284,13 @@ def test_a_copy_that_nobody_wants_is_given_up() -> None:
     """What it has written to the device is nobody's."""
     begun, goes_on, written = Event(), Event(), list[int]()
 
-    def read(unit: int, key: bytes, room: object) -> bytes:
+    def read(*units: Any) -> None:
         begun.set()
         goes_on.wait(20)
-        return b"unit"
 
-    kept: Any = SimpleNamespace(read=read, close=lambda: None)
-    memory: Any = SimpleNamespace(mark=str, wait=print, room=bool)
-    memory.write = lambda unit, data: written.append(unit)
+    kept: Any = SimpleNamespace(read_all=read, close=lambda: None)
+    memory: Any = SimpleNamespace(mark=str, wait=print, room=bool, batch=1)
+    memory.write = lambda units, rows: written.append(units)
     tier = FileTier("--kv-disk", [kept], [memory])
     ends = int32([1, 2, 3])
     tier.begin(Copy(7, "disk", "device", [ends], [ends], [b"k" * 3 * KEY]))
@@ -333,7 +331,7 @@ def test_files_that_change_under_a_running_server(folder: Path, cold: Any) -> No
     assert play(runner, core)[0] == cold
 
 
-@pytest.mark.parametrize("broken", ["_write", "read"])
+@pytest.mark.parametrize("broken", ["_write", "read_all"])
 def test_a_disk_that_fails(
     folder: Path,
     cold: Any,

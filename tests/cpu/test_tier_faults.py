@@ -13,7 +13,7 @@ import pytest
 
 from sgla.messages import KEY, Copy, int32
 from sgla.worker import tiers
-from sgla.worker.tiers import FileTier, HostMemory
+from sgla.worker.tiers import FileTier, HostMemory, Units
 
 UNITS, PLACES, WIDTH = 12, 9, 8
 
@@ -22,7 +22,7 @@ def key_of(text: int) -> bytes:
     return text.to_bytes(KEY, "big")
 
 
-class Faulty:
+class Faulty(Units):
     """Units in files that are none. ``gate``: what hangs waits for it."""
 
     def __init__(self, seed: int, gate: threading.Event) -> None:
@@ -40,20 +40,20 @@ class Faulty:
         elif chance < 0.2:
             time.sleep(0.002)
 
-    def read(self, unit: int, key: bytes, room: memoryview | None = None) -> bytes:
+    def read(self, unit: int, key: bytes) -> bytes:
         self._may_fail()
         found, data = self.files.get(unit, (b"", b""))
         if found != key:
             raise OSError("it is not what was written")
         return data
 
-    def write(self, unit: int, key: bytes, data: bytes) -> None:
+    def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:
         self._may_fail()
         with self._lock:
             full = not self.calm and self._draw.random() < 0.03
         if full:
             raise OSError(errno.ENOSPC, "full")
-        self.files[unit] = key, data
+        self.files[unit] = key, bytes(data)
 
     def erase(self, unit: int) -> None:
         self._may_fail()
@@ -75,7 +75,9 @@ class World:
         self.draw, self.gate = Random(seed), threading.Event()
         self.memory = [np.zeros((UNITS, WIDTH), np.uint8) for _ in range(2)]
         self.kept = [Faulty(seed + g, self.gate) for g in range(2)]
-        self.tier = FileTier("--kv-disk", self.kept, [HostMemory([m]) for m in self.memory], 2, abreast)
+        memory = [HostMemory([m]) for m in self.memory]
+        memory[0].batch = abreast
+        self.tier = FileTier("--kv-disk", self.kept, memory, 2, abreast)
         self.texts = [[0] * UNITS for _ in range(2)]
         self.beside = [[0] * (PLACES + 1) for _ in range(2)]
         self.under_way: dict[int, tuple[bool, list[list[int]], list[list[int]]]] = {}
