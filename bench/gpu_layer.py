@@ -1,7 +1,7 @@
 """A layer of Qwen3-8B for few rows, its four products and attention to 640 tokens in turn, by ways to fetch
 weights: microseconds, each way twice, and how far results are from the first way's.
 
-    python bench/gpu_layer.py [--rows 1,16,8] [--kinds int4g128,fp8,bf16]
+    python bench/gpu_layer.py [--cases int4g128:1,int4g128:16,fp8:1]
 
 ``engine``: the copy engine fetches weights (1) and constants (2), ``early`` stages before the wait for the
 kernel before; ``ahead``: MiB of gate and up that o brings to the L2 cache while attention runs.
@@ -42,6 +42,7 @@ INTEGERS: dict[str, Way] = {
     "engine 2, early 8, ahead 12": {"engine": 2, "early": 8, "ahead": 12},
 }
 SOME: dict[str, Way] = {name: INTEGERS[name] for name in list(INTEGERS)[:3]}
+TILES: dict[str, Way] = {"engine 1, one tile": {"engine": 1, "tiles": 1}}
 FLOATS: dict[str, Way] = {
     "as it is": {"engine": 0},
     "engine": {"engine": 1},
@@ -135,23 +136,25 @@ def measure(rows: int, kind: str, weights: dict[str, list[Any]], ways: dict[str,
     lines.emit(fields)
 
 
+def ways_of(rows: int, kind: str) -> dict[str, Way]:
+    if kind in ("fp8", "bf16"):
+        return FLOATS
+    return INTEGERS if rows == 1 else SOME | (TILES if rows >= sg.FEWEST else {})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="1,16,8")
-    parser.add_argument("--kinds", default="int4g128,fp8,bf16")
-    args = parser.parse_args()
-    for kind in args.kinds.split(","):
-        integers = kind not in ("fp8", "bf16")
-        make = gi.weights_of if integers else floats
-        weights: dict[str, list[Any]] = {layer.name: make(layer, kind) for layer in gi.LAYERS}
-        for rows in map(int, args.rows.split(",")):
-            if integers:
-                measure(rows, kind, weights, SOME if rows >= sg.FEWEST else INTEGERS)
-            elif rows <= 4:
-                measure(rows, kind, weights, FLOATS)
-        del weights
+    default = "int4g128:1,int4g128:16,fp8:1,int4g128:8,bf16:1,fp8:4,int4g128:4"
+    parser.add_argument("--cases", default=default)
+    weights: dict[str, dict[str, list[Any]]] = {}
+    for case in parser.parse_args().cases.split(","):
+        kind, rows = case.split(":")
+        if kind not in weights:
+            make = floats if kind in ("fp8", "bf16") else gi.weights_of
+            weights[kind] = {layer.name: make(layer, kind) for layer in gi.LAYERS}
+        measure(int(rows), kind, weights[kind], ways_of(int(rows), kind))
     compilers().shutdown(wait=False, cancel_futures=True)
 
 
