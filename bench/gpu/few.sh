@@ -29,8 +29,8 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
         tests/gpu/test_gpu_moe.py tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "moe or states or latents" ;;
     early) part early 80 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py \
         tests/gpu/test_gpu_states.py tests/gpu/test_gpu_kernels.py -k "start_early or convolution_in_the or chain_of_layers or sum_otherwise" ;;
-    sums) part sums 35 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py -rA \
-        -k "sum_otherwise or (chain_of_layers and bf16)" ;;
+    sums) part sums 45 -m pytest -q -p no:cacheprovider -o addopts= -n 6 -m gpu --tb=short tests/gpu/test_gpu_moe.py -rA \
+        -k "sum_otherwise or (chain_of_layers and bf16) or shared_expert or mixture_equals" ;;
     states) part states 40 bench/gpu_states.py --rows 1,4 --tokens 64 ;;
     layers)
         part layers-qwen 60 bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b
