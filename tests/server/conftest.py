@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +53,19 @@ IMAGES = {
     "size": {"shortest_edge": 16},
     "crop_size": {"height": 16, "width": 16},
 }
+EARS = {
+    "model_type": "qwen2_audio_encoder",
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "num_mel_bins": 16,
+    "max_source_positions": 100,
+}
+SOUNDS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "chunk_length": 2}
 SHOWING = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if p.type != 'text' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 
 
@@ -132,25 +143,49 @@ def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
+def with_token(tiny_model: Path, folder: Path, content: str) -> dict[str, Any]:
+    """Write the tokenizer with one more token, and a chat template that writes it for a picture or a sound;
+    the configuration of the model of texts."""
+    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+    text = json.loads((tiny_model / "config.json").read_text())
+    number = text["vocab_size"]
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": number, "content": content})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((tiny_model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = SHOWING.replace("<image>", content)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return {**text, "vocab_size": number + 1, "max_position_embeddings": 512}
+
+
 @pytest.fixture(scope="session")
 def tiny_llava(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that takes pictures, without weights."""
     folder = tmp_path_factory.mktemp("tiny-llava")
-    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
-    text = json.loads((tiny_model / "config.json").read_text())
-    number = text["vocab_size"]
-    made = {**tokenizer["added_tokens"][0], "id": number, "content": "<image>"}
-    tokenizer["added_tokens"].append(made)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = json.loads((tiny_model / "tokenizer_config.json").read_text()) | {"chat_template": SHOWING}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = with_token(tiny_model, folder, "<image>")
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
-        "image_token_index": number,
+        "image_token_index": text["vocab_size"] - 1,
         "vision_config": CLIP,
-        "text_config": {**text, "vocab_size": number + 1, "max_position_embeddings": 512},
+        "text_config": text,
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_listener(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes sounds of two seconds, without weights."""
+    folder = tmp_path_factory.mktemp("tiny-listener")
+    text = with_token(tiny_model, folder, "<|AUDIO|>")
+    config = {
+        "architectures": ["Qwen2AudioForConditionalGeneration"],
+        "model_type": "qwen2_audio",
+        "audio_token_index": text["vocab_size"] - 1,
+        "audio_config": EARS,
+        "text_config": {**text, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(SOUNDS))
     return folder

@@ -23,6 +23,8 @@ from sgla.hub import packaged
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+SHOWING = {"openai_pictures.py", "anthropic_pictures.py"}
+HEARING = {"openai_sounds.py"}
 OFFLINE = {"offline_llm.py", "engine_async.py", "embeddings.py"}
 
 
@@ -43,7 +45,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in OFFLINE])
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in OFFLINE | SHOWING | HEARING])
 def test_scripts_for_a_server_run(
     server: ServerProcess,
     script: str,
@@ -54,6 +56,27 @@ def test_scripts_for_a_server_run(
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     assert capsys.readouterr().out.strip()
     assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(("scripts", "model"), [(SHOWING, "tiny_llava"), (HEARING, "tiny_listener")])
+def test_scripts_with_pictures_and_sounds_run(
+    scripts: set[str],
+    model: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With models without weights, which say anything."""
+    folder = request.getfixturevalue(model)
+    flags = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--threads", "1"]
+    with serving("--model", str(folder), *flags) as server:
+        monkeypatch.setenv("SGLA_URL", server.url)
+        for script in sorted(scripts):
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+            told = re.findall(r"(\d+) tokens with", capsys.readouterr().out)
+            assert told
+            assert all(int(count) > 16 for count in told)
+        assert "Traceback" not in server.output
 
 
 @pytest.mark.real
