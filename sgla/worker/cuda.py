@@ -110,6 +110,7 @@ class CudaRunner(GpuExperts):
             flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
             flight.extras = extras
         if self.outputs is not None:
+            self.outputs.learn(plan)  # behind the launch, which comes late for the GPU if steps are brief
             self.outputs.remember(flight)
         if self.chains is not None and (graph or verify is not None):
             self.chains.remember(flight, rows if graph else 0)
@@ -134,8 +135,6 @@ class CudaRunner(GpuExperts):
         """What its rows guess, and the plan with a row for each of that."""
         if plan.new:
             drafts.admit(plan.new)
-        if self.outputs is not None:
-            self.outputs.learn(plan)
         if self.chains is not None:
             plan = self.chains.limit_drafts(plan)
         guided = self.constraints is not None and self.constraints.any(column(plan.slots))

@@ -28,7 +28,8 @@ class DeviceOutputs(Outputs):
         self._flights.append((flight.plan.new, flight))
 
     def learn(self, plan: StepPlan) -> None:
-        """What was answered in the steps that are over for sure when ``plan`` is launched."""
+        """What was answered in the steps that are over for sure when ``plan`` is launched, for those behind
+        it."""
         while self._flights and over(self._flights[0][1], plan.step):
             new, flight = self._flights.popleft()
             for row in new:
