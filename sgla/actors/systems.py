@@ -21,7 +21,7 @@ from sgla.actors.resting import PARTS
 from sgla.actors.setup import look_up
 from sgla.actors.system import System
 from sgla.config import Config
-from sgla.errors import NotReady, Overloaded, SglaError, UnsupportedField
+from sgla.errors import ConfigError, NotReady, Overloaded, SglaError, UnsupportedField
 from sgla.ledger import Need, check_fits, lacking, need_of, room_of, size_text
 from sgla.messages import Facts, Progress
 from sgla.observe.machine import detect
@@ -84,9 +84,18 @@ class Systems:
         if self._memory is not None and not self._on_demand:
             await self._memory.check_all(self._report)
         for system in () if self._on_demand else self.all:
-            ready(system, await system.start())
+            ready(system, await self._started(system))
         if self._sleep_idle:
             self._watching = asyncio.ensure_future(self._watch())
+
+    async def _started(self, system: System) -> Facts:
+        """Raises what starting does; of several models it names the one."""
+        try:
+            return await system.start()
+        except ConfigError as error:
+            if len(self.all) > 1:
+                error.message = f"{system.ingress.model_names[0]}: {error.message}"
+            raise
 
     async def _loaded(self, system: System) -> None:
         """Load a model that waited for somebody, once for all who come meanwhile; it goes on if they go."""

@@ -103,7 +103,9 @@ def load_model(
     build = decoder_build(source, spec, dtype, quantization, shard or Shard(), rename)
     if context_len is not None and context_len > spec.context_len:
         raise ConfigError(
-            f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
+            f"a context of {context_len} tokens is beyond the model's {spec.context_len}; lower "
+            "--context-length",
+            param="context_length",
         )
     if offload is not None:
         build.elsewhere = offload.weight

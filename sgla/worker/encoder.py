@@ -168,6 +168,7 @@ def choose_context(spec: EncoderSpec, pooling: Pooling, wanted: int | None) -> i
     """The longest input: what is asked for, else what the model's files recommend. Raises ConfigError."""
     if wanted is not None and wanted > spec.context_len:
         raise ConfigError(
-            f"context length {wanted} is beyond the model's {spec.context_len}", param="context_length"
+            f"a context of {wanted} tokens is beyond the model's {spec.context_len}; lower --context-length",
+            param="context_length",
         )
     return wanted or min(pooling.max_length or spec.context_len, spec.context_len)

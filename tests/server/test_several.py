@@ -16,7 +16,7 @@ from aiohttp import web
 
 from sgla.actors.systems import Systems
 from sgla.config import Config
-from sgla.errors import OutOfMemory
+from sgla.errors import ConfigError, OutOfMemory
 from sgla.http.app import make_app
 from sgla.http.connections import Runner
 from sgla.ledger import Need
@@ -253,6 +253,14 @@ async def test_models_that_do_not_fit_together_are_refused(
             pass
     assert "one" in caught.value.message
     assert Need("cpu", 1, 2).bytes == 3
+
+
+async def test_a_model_that_cannot_be_loaded_is_named(tiny_model: Path) -> None:
+    long = named("two", tiny_model, context_length=1 << 20)
+    with pytest.raises(ConfigError) as caught:
+        async with serving(named("one", tiny_model), long):
+            pass
+    assert caught.value.message.startswith("two: a context of 1048576 tokens needs ")
 
 
 async def test_a_model_that_dies_leaves_the_others(tiny_model: Path) -> None:
