@@ -117,7 +117,7 @@ class Weight(ABC):
 
     def take(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` as float32 ``[len(ids), k]``."""
-        held, rows = self._plain(), ids.long()
+        held, rows = self._rows_of(ids.long())
         return held.decode(self.k, *(t[rows] for t in held.tensors)).float()
 
     def pick(self, rows: Tensor) -> Weight:
@@ -217,10 +217,19 @@ class Weight(ABC):
 
     def _plain(self) -> Weight:
         """Itself, or out of the panels; kernels of some levels have other formats than they were given."""
+        return self if self.panels is None else _of_panels(self.panels)
+
+    def _rows_of(self, ids: Tensor) -> tuple[Weight, Tensor]:
+        """What has the rows ``ids``, and where in it they are."""
         if self.panels is None:
-            return self
-        kind = OF_PANELS.get(self.panels.kind, self.panels.kind)
-        return storage(kind).of_native(self.n, self.k, *(t for t in self.panels.plain() if t is not None))
+            return self, ids
+        panels, rows = self.panels.some(ids)
+        return _of_panels(panels), rows
+
+
+def _of_panels(panels: Panels) -> Weight:
+    kind = OF_PANELS.get(panels.kind, panels.kind)
+    return storage(kind).of_native(panels.n, panels.k, *(t for t in panels.plain() if t is not None))
 
 
 def storage(kind: str) -> type[Weight]:

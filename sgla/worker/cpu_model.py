@@ -14,6 +14,7 @@ from sgla.config import Config
 from sgla.errors import UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.products import op_by_op
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
 from sgla.loading.load import load_model
@@ -130,7 +131,7 @@ class CpuModel(Runner):
         if self._pooler is not None:
             plain, note = compiled(self._hidden, limits, threads, native)
             if self._pictures is not None:
-                return PicturedForward(plain, self._hidden, threads), note
+                return PicturedForward(plain, op_by_op(self._hidden, plain), threads), note
             return plain, note
         make = partial(self._make_plain, limits, threads, native, hook)
         plain, note = make()
@@ -138,7 +139,7 @@ class CpuModel(Runner):
             eager = eager_forward(self.model, self._own, self._kept, hook)
             return AlignedForward(plain, eager, self._aligner, self._watch, threads), note
         if self._pictures is not None:
-            eager = eager_forward(self.model, self._own, self._kept, hook)
+            eager = op_by_op(eager_forward(self.model, self._own, self._kept, hook), plain)
             return PicturedForward(plain, eager, threads), note
         if self.adapters is None:
             return plain, note

@@ -1,114 +1,45 @@
-"""Which ways to share a model out go together, with each other and with what else there is: the rest is
-refused by name before anything loads."""
+"""Steps that run op by op, with products by native kernels."""
 
 from __future__ import annotations
 
-import re
-from itertools import combinations
-from pathlib import Path
-from typing import Any
-
-import msgspec
 import pytest
-from test_stages import MIXTURE
-from tiny import tiny_source
+import torch
+from torch import Tensor
 
-from sgla.config import Config
-from sgla.errors import ConfigError
-from sgla.observe.machine import Machine
-from sgla.resolve import check, resolve
-from sgla.route.replicas import of_replica
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.products import op_by_op
+from sgla.kernels.cpu.program import Program, ProgramLimits
+from sgla.quant.weight import pack
 
-WAYS: dict[str, dict[str, Any]] = {
-    "--tp": {"tp": 2},
-    "--pp": {"pp": 2},
-    "--ep": {"tp": 2, "ep": 2},
-    "--cp": {"cp": 2},
-    "--dp-attention": {"tp": 2, "dp_attention": True},
-    "--dp": {"dp": 2},
-    "--nnodes": {"nnodes": 2, "dist_init_addr": "10.0.0.1", "dist_secret": "s"},
-}
-APART = {  # pairs that do not go together
-    ("--tp", "--nnodes"),  # but for --pp, --ep or --dp
-    ("--pp", "--cp"),
-    ("--pp", "--dp-attention"),
-    ("--cp", "--dp-attention"),
-    ("--cp", "--nnodes"),
-    ("--dp-attention", "--nnodes"),
-}
-SECRET = {"kv_transfer_secret": "s"}
-BESIDE: dict[str, dict[str, Any]] = {
-    "`--quantization`": {"quantization": "int8"},
-    "`--kv-cache-dtype`": {"kv_cache_dtype": "int8"},
-    "`--kv-disk`, `--kv-store`": {"kv_disk": "/tmp:1G"},
-    "`--deterministic`": {"deterministic": True},
-    "`--speculative-algorithm`": {"speculative_algorithm": "ngram"},
-    "`--enable-lora`": {"enable_lora": True},
-    "`--role`": {"role": "prefill"} | SECRET,
-    "`--logits-processors`": {"logits_processors": ["a:B"]},
-    "`--executor inline`": {"executor": "inline"},
-}
-COLUMNS = ("--tp", "--pp", "--ep", "--cp", "--dp-attention")
-PAGE = (Path(__file__).parents[2] / "docs/parallelism.md").read_text()
+pytestmark = pytest.mark.native
 
 
-def refused(settings: dict[str, Any]) -> bool:
-    """Whether it is, by name, before anything loads."""
-    found = fault(settings)
-    if found is None:
-        return False
-    assert found.param in Config.__struct_fields__
-    assert re.search(r"--[a-z]", found.message)
-    return True
-
-
-def fault(settings: dict[str, Any]) -> ConfigError | None:
-    config = Config(device="cpu", **settings)
-    machine = Machine(cores=8, physical_cores=8, memory_available=1 << 34, compiler="g++")
-    try:
-        check(config)
-        one = of_replica(config) if config.dp > 1 else config
-        resolve(one, machine, tiny_source(**MIXTURE).config)
-    except ConfigError as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize("pair", list(combinations(WAYS, 2)))
-def test_ways_go_together_or_are_refused(pair: tuple[str, str]) -> None:
-    settings = WAYS[pair[0]] | WAYS[pair[1]]
-    assert refused(settings) == (pair in APART)
-
-
-def cells() -> dict[tuple[str, str], str]:
-    """What the page says of each of ``BESIDE`` with each way."""
-    found = {}
-    head, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in PAGE.splitlines()
-        if line.startswith("|") and line.count("|") == len(COLUMNS) + 2
-    ]
-    assert head == ["beside", *(f"`{way}`" for way in COLUMNS)]
-    for name, *cells in rows:
-        found |= {(name, way): cell for way, cell in zip(COLUMNS, cells)}
-    return found
-
-
-@pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("way", COLUMNS)
-def test_the_page_says_what_is_refused(name: str, way: str) -> None:
-    told = cells()[name, way]
-    assert told in ("yes", "on CPUs", "refused")
-    assert refused(WAYS[way] | BESIDE[name]) == (told == "refused")
-
-
-def test_the_page_says_which_ways_go_together() -> None:
-    behind = PAGE.partition("Pairs that are refused are these:")[2].strip().partition("\n\n")[0]
-    assert {tuple(re.findall(r"`(--[\w-]+)`", line)) for line in behind.splitlines()} == APART
-
-
-def test_settings_are_those_that_there_are() -> None:
-    assert {name for each in [*WAYS.values(), *BESIDE.values()] for name in each} <= set(
-        Config.__struct_fields__
+@pytest.mark.parametrize(
+    ("kind", "close"), [("f32", 1e-5), ("bf16", 1e-2), ("int8", 1e-2), ("int4", 1e-2), ("nf4", 1e-2)]
+)
+def test_products_are_those_of_dense_weights_and_none_are_unpacked(
+    kind: str, close: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    table, w = pack(torch.randn(1000, 64), kind), pack(torch.randn(70, 64) / 8, kind)
+    rows, dense, bias = table.dequant(), w.dequant(), torch.randn(70, dtype=torch.bfloat16)
+    program = Program.record(
+        lambda batch: ops.linear(ops.embedding(batch.ids, table), w, bias), ProgramLimits(16, 16)
     )
-    assert msgspec.structs.asdict(Config())["cp"] == 1
+    ids = torch.tensor([999, 0, 31, 32, 999, 500], dtype=torch.int32)
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        x = ops.embedding(ids, table)
+        assert torch.equal(x, rows[ids.long()])
+        none = ops.linear(x[:0], w, bias)
+        assert none.shape == (0, 70)
+        return ops.linear(x, w, bias) + ops.linear(x.repeat(1, 2)[:, 64:], w)
+
+    batch: ForwardBatch = None  # type: ignore[assignment]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(w), "dequant", None)
+        found = op_by_op(forward, program.run)(batch)
+    expected = 2 * rows[ids.long()] @ dense.T + bias.float()
+    assert (found - expected).norm() / expected.norm() < close
+    assert op_by_op(forward, forward) is forward

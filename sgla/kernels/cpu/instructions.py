@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.cpu.fuse import ACTIVATIONS, Node
+from sgla.kernels.cpu.fuse import ACTIVATIONS, Buffer, Node
 from sgla.kernels.cpu.native import Opcode
 from sgla.kernels.cpu.panels import FORMATS, Kind, Panels
 from sgla.kernels.cpu.record import Recorder
@@ -109,11 +109,16 @@ def linear(
     source = recorder.buffer(x)
     assert source.width == w.k
     out, y = recorder.make(w.n, source.sampled)
+    added = None if addend is None else recorder.buffer(addend)
+    recorder.nodes.append(linear_node(panels, bias, [source, added], y))
+    return out
+
+
+def linear_node(panels: Panels, bias: Tensor | None, given: list[Buffer | None], made: Buffer) -> Node:
+    """``given``: x, and what is added or None."""
     tensors = [panels.data, None if bias is None else _floats(bias)]
     a = [FORMATS.index(panels.kind), ACTIVATIONS["none"], 0, 0]
-    added = None if addend is None else recorder.buffer(addend)
-    recorder.nodes.append(Node(Opcode.LINEAR, source.sampled, [source, added], [y], tensors, w.n, w.k, a))
-    return out
+    return Node(Opcode.LINEAR, made.sampled, given, [made], tensors, panels.n, panels.k, a)
 
 
 @LOWERINGS.of(lora)

@@ -175,6 +175,12 @@ class Panels:
         _in_threads(count, pack_some)
         return cls("fixed", n, k, out, isa)
 
+    def some(self, rows: Tensor) -> tuple[Panels, Tensor]:
+        """The panels with ``rows`` int64[n] of these, and where they are in them."""
+        numbers, where = torch.unique(rows // WIDTH, return_inverse=True)
+        data = self.data.view(-(-self.n // WIDTH), -1)[numbers].flatten()
+        return replace(self, n=len(numbers) * WIDTH, data=data), where * WIDTH + rows % WIDTH
+
     def plain(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The tensors ``of`` was given: data (of ``fixed`` as rounded), scale, minimum."""
         count = -(-self.n // WIDTH)

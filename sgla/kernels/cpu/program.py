@@ -63,7 +63,7 @@ class Routine:
         self._program, self._body = program, body
         body.nodes = fuse(body.nodes, [body.made], program.isa)
         self.nbytes = place(body.nodes, [body.made], rows)
-        self._code = (Instr * len(body.nodes))(*map(_encode, body.nodes))
+        self._code = (Instr * len(body.nodes))(*map(encode, body.nodes))
         self._step = Step()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Program:
 
         for node in self.nodes:
             if node.fn is None:
-                pending.append(_encode(node))
+                pending.append(encode(node))
                 continue
             flush()
             buffers = dict.fromkeys(b for b in (*node.inputs, *node.outputs) if b is not None)
@@ -186,7 +186,7 @@ class Program:
             routines = [Routine(self, body, rows) for body in node.bodies]
             segments.append(_Call(node.fn, views, (routines,) if routines else ()))
         if output.sampled and output.dtype == torch.float32:
-            pending.append(_encode(Node(Opcode.DRAW, True, [output, None], [], k=output.stride)))
+            pending.append(encode(Node(Opcode.DRAW, True, [output, None], [], k=output.stride)))
         flush()
         last = segments[-1]
         if isinstance(last, _Native) and last.code[-1].op == Opcode.DRAW:
@@ -199,7 +199,7 @@ def _view(arena: Tensor, b: Buffer, rows: dict[bool, int]) -> Tensor:
     return arena[b.offset : b.offset + nbytes].view(b.dtype).view(rows[b.sampled], b.stride)
 
 
-def _encode(node: Node) -> Instr:
+def encode(node: Node) -> Instr:
     instr = Instr(op=node.op, sampled=node.sampled, n=node.n, k=node.k)
     for slot in range(2):
         given, made = node.inputs[slot], node.outputs[slot] if slot < len(node.outputs) else None
