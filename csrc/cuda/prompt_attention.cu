@@ -43,7 +43,7 @@
 #ifndef WHOLE
 #define WHOLE 0
 #endif
-#ifndef AHEAD  // blocks of keys after which those come that are brought to the L2 cache meanwhile; 0: none are
+#ifndef AHEAD  // blocks of keys by which what is to come is brought to the L2 cache; 0: nothing is
 #define AHEAD 0
 #endif
 
