@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--model", default="bench/models/qwen3-8b", help="folder with config.json")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--context", type=int, default=640)
-    parser.add_argument("--parts", default="33,44,66,88", help="multiprocessors of the decode rows")
+    parser.add_argument("--parts", default="44,66", help="multiprocessors of the decode rows")
     args = parser.parse_args()
     config = Config(
         model=args.model, device="cuda", load_format="dummy", context_length=8192, max_running_requests=256
