@@ -54,8 +54,8 @@ for part in ${parts[@]}; do case $part in
 tiered) sessions tiered "${TIERS:---kv-host-bytes 84G}"; compare ;;
 plain) sessions plain ""; compare ;;
 half)
-  export POOL_BYTES=8G POOL=58250 CONCURRENCY=4
-  sessions tiered "--kv-host-bytes 42G"; sessions plain ""; compare ;;
+  POOL_BYTES=${POOL_BYTES:-8G} POOL=${POOL:-58250} CONCURRENCY=${CONCURRENCY:-4}
+  sessions tiered "${TIERS:---kv-host-bytes 42G}"; sessions plain ""; compare ;;
 agents)
   tok llama-3.1-8b
   serve llama-3.1-8b --context-length 65536 --kv-cache-bytes 17G --kv-host-bytes ${HOST:-84G} ${MORE:-} || exit 1
