@@ -216,7 +216,7 @@ class Job:
 class FileTier:
     """``kept``: each cache group's units; ``memory``: those on the device. ``flag`` names it in warnings.
     There are threads for each direction, so that what is read does not wait for what is written. ``abreast``:
-    units of a copy that are on their way at a time, where there are cores to spare."""
+    threads that share out the units of a copy, where there are cores to spare."""
 
     def __init__(
         self,
