@@ -27,7 +27,7 @@ STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
-BATCH = 16 << 20  # bytes of units that each takes at a time
+BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
 
 
 def staging() -> Tensor:
