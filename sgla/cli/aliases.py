@@ -88,6 +88,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "limit-mm-data-per-request": Alias("limit_mm_per_prompt"),
     "mm-process-config": Alias("mm_processor_kwargs"),
     "media-url-max-file-size-mb": Alias("max_media_bytes", unit=1 << 20),
+    "mm-processor-cache-gb": Alias("media_cache_bytes", unit=1 << 30),
     "max-model-len": Alias("context_length", OPEN),
     "ctx-size": Alias("context_length", OPEN),
     "session-len": Alias("context_length"),
