@@ -96,6 +96,7 @@ class Simulation:
             if tier.lasting or tier.shared:
                 self.model.tiers.there[tier.name] = before.model.tiers.there[tier.name]
         self.check = check
+        self.paused = False  # steps move copies alone
         self.now = 1.0
         self.flights: deque[StepPlan] = deque()
         self.submits: dict[str, Submit] = {}
@@ -171,7 +172,8 @@ class Simulation:
         self.core._memory.cache.flush()
 
     def submit_plans(self) -> None:
-        while (plan := self.core.plan(self.now)) is not None:
+        while (plan := self.core.plan(self.now, self.paused)) is not None:
+            assert not (self.paused and plan.slots)
             self.flights.append(plan)
             self.plans.append(plan)
             if self.check:

@@ -71,7 +71,7 @@ class RecordingCore:
         self.seen.append(f"-{rid}")
         return Delta(rid=rid, finish="abort")
 
-    def plan(self, now: float) -> None:
+    def plan(self, now: float, paused: bool) -> None:
         self.plans += 1
 
     def drain_finished(self) -> list[Any]:

@@ -892,7 +892,7 @@ def test_no_step_ends_in_a_picture_whose_tokens_see_each_other(monkeypatch: pyte
     shown = [Placed(first, first + 17, Prepared(b"p", "", []), True) for first in (5, 30)]
     plan, ends = simulation.core.plan, list[int]()
 
-    def planned(now: float) -> StepPlan | None:
+    def planned(now: float, paused: bool = False) -> StepPlan | None:
         made = plan(now)
         if made is not None:
             ends.extend(sum(row) for row in zip(ints(made.starts), ints(made.q_lens)))

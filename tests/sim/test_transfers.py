@@ -433,6 +433,7 @@ def serve(simulation: Simulation, random: Random, stems: list[list[int]]) -> Non
             simulation.core.flush_cache()
         if random.random() < 0.02 and simulation.submits:
             simulation.cancel(random.choice(list(simulation.submits)))
+        simulation.paused = random.random() < 0.1
         simulation.step(broken=random.random() if random.random() < 0.01 else None)
 
 
