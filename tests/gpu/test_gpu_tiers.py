@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sgla.messages import Copy, int32
-from sgla.worker.gpu_tiers import HostTier, staging
+from sgla.worker.gpu_tiers import GpuMemory, HostTier, staging
 from sgla.worker.pinned import Pinned
 
 UNITS, LAYERS, WIDTHS = 300, 6, (4096, 24)
@@ -48,3 +48,24 @@ def test_units_are_what_they_were(run: int, bands: int) -> None:
                 torch.cuda.synchronize()
         for tensors, kept in zip(memory, before):
             assert all(torch.equal(tensor[units], was) for tensor, was in zip(tensors, kept))
+
+
+@torch.inference_mode()
+def test_threads_read_and_write_what_units_hold() -> None:
+    """As many at a time as they take."""
+    draw = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randint(256, (UNITS, width), dtype=torch.uint8, generator=draw).cuda()
+        for width in WIDTHS
+        for _ in range(LAYERS)
+    ]
+    memory = GpuMemory(tensors, lambda: None)
+    for count in (1, 7, min(UNITS, memory.batch)):
+        units = torch.randperm(UNITS, generator=draw)[:count].tolist()
+        held = torch.cat([tensor[units] for tensor in tensors], 1).cpu().numpy()
+        assert (memory.read(units) == held).all()
+        others = torch.randperm(UNITS, generator=draw)[:count].tolist()
+        rows = memory.room(count)
+        rows[:] = held[::-1]
+        memory.write(others, rows)
+        assert (memory.read(others) == held[::-1]).all()
