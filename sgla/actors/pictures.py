@@ -133,13 +133,20 @@ class PictureRoom:
     def known(self, source: bytes, sizes: Mapping[str, Any], several: bool) -> Prepared | None:
         """What is kept of the thing in a file, by the file's digest, as ``prepare`` would give it to a prompt
         that has ``several``. It takes no room, so whoever has it may wait for some."""
+        self._shelf.asked += 1
         if (shown := self._shelf.shows(source)) is None:
             return None
         try:
             asked = self._asked(sizes, self._vision.alone and several)
         except BadRequest:
             return None  # ``prepare`` tells why
-        return self._shelf.lend(asked.digest_of(shown))
+        found = self._shelf.lend(asked.digest_of(shown))
+        self._shelf.found += found is not None
+        return found
+
+    def kept(self) -> tuple[int, int, int]:
+        """Files that were looked for, those found, and bytes of what lies there."""
+        return self._shelf.asked, self._shelf.found, self._shelf.bytes
 
     def came(self, source: bytes, medium: Medium) -> None:
         """This is in a file with the digest ``source``."""

@@ -49,6 +49,7 @@ class Shelf:
     def __init__(self, most: int) -> None:
         self._most = most
         self.bytes = 0
+        self.asked = self.found = 0  # files that came, and of which something lay here
         self._kept: OrderedDict[bytes, tuple[Made, int]] = (
             OrderedDict()
         )  # by digest, the latest used one last

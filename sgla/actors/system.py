@@ -170,6 +170,7 @@ class System:
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.pictures, ingress.speller = self._pictures, speller
+        self.metrics.media = None if self._pictures is None else self._pictures.kept
         ingress.model = outline(source.config, source.quantization)
         ingress.files = files_of(source)
         ingress.adapters.connect(self._control, schedule.post)

@@ -16,6 +16,8 @@ VLLM: dict[str, tuple[str, ...] | str] = {
     "token_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     "cache_config_info": "cache_config_info",
     "query_tokens": "prefix_cache_queries",
+    "media_cache_queries": "mm_cache_queries",
+    "media_cache_hits": "mm_cache_hits",
     "cached_tokens": ("prefix_cache_hits", "prompt_tokens_cached"),
     "num_retracted_requests": "num_preemptions",
     "rejected_requests": "admission_rejections",

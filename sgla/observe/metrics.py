@@ -113,6 +113,7 @@ class Metrics(Collector):
         self.tracing: Tracing | None = None  # if asked for
         self.dump: RequestDump | None = None  # if asked for
         self.unstored: Callable[[], int] | None = None  # how many writes of what clients store have failed
+        self.media: Callable[[], tuple[int, int, int]] | None = None  # see ``PictureRoom.kept``
         self.stored: Callable[[], Mapping[str, tuple[int, int]]] | None = None  # objects and bytes by kind
         self.inference_time = Histogram(LATENCY)
         self.loop_lag = Histogram(LAG)
@@ -291,10 +292,9 @@ class Metrics(Collector):
             counts, sizes = ({kind: sums[i] for kind, sums in held.items()} for i in (0, 1))
             yield self._gauge("stored_objects", "What clients have stored", counts, ["kind"])
             yield self._gauge("stored_bytes", "Bytes that it counts for", sizes, ["kind"])
+        yield from _of_media(self)
         if self.unstored is not None:
-            yield self._counter(
-                "unstored_writes", "Writes of what clients store that failed", self.unstored()
-            )
+            yield self._counter("unstored_writes", "Writes of clients' objects that failed", self.unstored())
         if self.dump is not None:
             yield self._counter(
                 "undumped_requests", "Requests that --dump-requests could not write", self.dump.dropped
@@ -448,3 +448,13 @@ def _experts(metrics: Metrics, balancer: Balancing | None) -> Iterator[Metric]:
         what = "What ranks had to do with experts on average, against the one that had most"
         yield metrics._gauge("expert_balance", what, balancer.balance)
     yield metrics._counter("expert_moves", "Times that experts have gone to other ranks", balancer.moves)
+
+
+def _of_media(metrics: Metrics) -> Iterator[Metric]:
+    if metrics.media is None:
+        return
+    asked, found, size = metrics.media()
+    counter, gauge = metrics._counter, metrics._gauge
+    yield counter("media_cache_queries", "Media of requests that may have come before", asked)
+    yield counter("media_cache_hits", "Those that were neither decoded nor prepared", found)
+    yield gauge("media_cache_bytes", "What is kept of media for later requests", size)

@@ -121,6 +121,7 @@ async def test_what_is_known_of_a_file_depends_on_what_is_asked_for(monkeypatch:
     both = await room.prepare([other, known, PIXELS], "b")
     assert [one.digest for one in both] == [other.digest, first.digest, first.digest]
     assert pool.asked == 3
+    assert room.kept() == (8, 4, 3)
     assert room._bytes == {"a": 2, "b": 1}
     del first, small, both, known
     gc.collect()

@@ -297,6 +297,9 @@ def test_what_was_prepared_is_used_again(
         runs.clear()
         (named,) = engine.generate([TEXT], GREEDY, image_data=[[FILES[0], BASE64[1]]])
         assert (named.tokens, runs) == (expected, [])
+        shown = list(system.metrics.collect())
+        [hits] = [family for family in shown if family.name == "sgla:media_cache_hits"]
+        assert hits.samples[0].value > 0
         # Room for one of the two.
         patch.setattr(room, "_shelf", Shelf(room._shelf.bytes // 2))
         assert answer() == expected
