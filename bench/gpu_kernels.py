@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lines
@@ -539,38 +538,6 @@ def bench_behind() -> None:
                 us, found = time_us(body, 2), {"kernel": attend.extend.name, "kv": kind or "bf16"}
                 rate = {"us": round(us, 1), "tflop_s": round(flops / us / 1e6)}
                 emit(bench="behind", **found, tokens=tokens, history=history, **rate)
-
-
-def bench_ahead() -> None:
-    """Prompts behind histories by turns with pages that are brought to the L2 cache 0, 4, 8 or 16 blocks of
-    keys ahead; with pages that lie behind each other, too."""
-    import numpy as np
-
-    from sgla.attention import ExtendRows
-    from sgla.kernels.cuda import prompt_attention
-
-    for tokens, history, shuffled in ((8192, 24_576, True), (8192, 24_576, False), (300, 50_000, True)):
-        _, layers, batch = decode_batch(1, history + tokens, 32, 8, 128)
-        if not shuffled:
-            batch.page_table.copy_(1 + torch.arange(batch.page_table.numel(), device="cuda")[None])
-        q = torch.randn(tokens, 32 * 128, dtype=BF16, device="cuda")
-        lens, zero = np.full(1, tokens, np.int32), np.zeros(1, np.int32)
-        batch.extend = ExtendRows(zero, lens, lens + history, batch.page_table.cpu().numpy())
-        batch.q_start = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-        batch.decode_rows, batch.tokens = 0, tokens
-        attend = attention.choose_backend("auto", [shape_of(32, 8, 1)])[0]
-        attend.plan(batch)
-        call = partial(attend, q, layers[0], batch, SCORING)
-        found: dict[int, list[float]] = {0: [], 4: [], 8: [], 16: []}
-        for _ in range(3):
-            for ahead, times in found.items():
-                prompt_attention.AHEAD = ahead
-                prompt_attention._kernel.cache_clear()
-                times.append(time_us(call, 1, 10))
-        for ahead, times in found.items():
-            us, more = sorted(times)[1], {"tokens": tokens, "history": history, "shuffled": shuffled}
-            rate = round(4 * 32 * 128 * tokens * (history + tokens / 2) / us / 1e6)
-            emit(bench="ahead", ahead=ahead, **more, us=round(us, 1), tflop_s=rate)
 
 
 def bench_sampling() -> None:

@@ -43,9 +43,6 @@
 #ifndef WHOLE
 #define WHOLE 0
 #endif
-#ifndef AHEAD  // blocks of keys by which what is to come is brought to the L2 cache; 0: nothing is
-#define AHEAD 0
-#endif
 
 constexpr int GROUPS = DECODE ? 1 : 2;  // of warps that multiply
 // Of a tile; its tokens; keys of a stage.
@@ -86,12 +83,6 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, in
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
                "{%3, %4, %5}], [%2];"
                ::"r"(to), "l"(&map), "r"(bar), "r"(column), "r"(head), "r"(token) : "memory");
-}
-
-// Have a box brought to the L2 cache.
-__device__ __forceinline__ void prefetch(const TensorMap& map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y)
-               : "memory");
 }
 
 // s += q k^T, s = q k^T of 64 rows of q, in registers, and 128 keys.
@@ -269,18 +260,14 @@ struct Loader {
     const auto page_of = [&](int token) {
       return token >= 0 && token < end ? pages[token / p.page_size] : 0;
     };
-    const auto row = [&](int page, int token) {
-      return (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
-    };
-    int page = page_of(work.last * BN + piece), far = AHEAD ? page_of((work.last - AHEAD) * BN + piece) : 0;
+    int page = page_of(work.last * BN + piece);
     for (int block = work.last; block >= work.first; --block, slot.next()) {
-      const int token = block * BN + piece, next = page_of(token - BN), before = token - AHEAD * BN;
-      const int beyond = AHEAD ? page_of(before - BN) : 0;
+      const int token = block * BN + piece, next = page_of(token - BN);
       const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
+      const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
       const u32 to = stage() + piece * 128, bar = expect(bytes);
-      if (token < end) copy_2d(to, map, bar, half * 64, row(page, token));
-      if (AHEAD && before < end && block - AHEAD >= work.first) prefetch(map, half * 64, row(far, before));
-      page = next, far = beyond;
+      if (token < end) copy_2d(to, map, bar, half * 64, row);
+      page = next;
     }
   }
 

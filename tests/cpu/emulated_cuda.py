@@ -34,7 +34,7 @@ OWN = {
     "{ copy_box(to, map, bar, 0ll, (long long)token, 0ll, 0ll, (long long)at); }\n",
     "copy_16": "void copy_16(u32, const void*) { }\n",
     "arrive_when_copied": "void arrive_when_copied(u32) { }\n",
-    "prefetch": "template <class Map> void prefetch(const Map&, int = 0, int = 0) { }\n",
+    "prefetch": "template <class Map> void prefetch(const Map&) { }\n",
     "first_halves": "u32 first_halves(u32) { return 0; }\n",
     "last_halves": "u32 last_halves(u32) { return 0; }\n",
     "with_bits": "template <u32 MASK, u32 BITS> u32 with_bits(u32) { return 0; }\n",

@@ -21,7 +21,6 @@ ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
 FP8_STAGES, RAW = 2, 2  # the same with pages of 8 bits, and stages of these as they are
 THREADS = 384
-AHEAD = 0  # blocks of keys by which pages are brought to the L2 cache before they are loaded
 MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
 PART = 2  # blocks of keys that take as long as what a part costs besides
 MOST = 16  # parts of a tile
@@ -178,8 +177,7 @@ def _merging(head_dim: int, group: int, kind: str = "") -> Kernel:
 
 def _defines(head_dim: int, group: int, kind: str) -> dict[str, int]:
     stages = FP8_STAGES if kind == "FP8" else STAGES
-    defines = {"HD": head_dim, "GROUP": group, "STAGES": stages, "AHEAD": AHEAD}
-    return defines | ({kind: 1} if kind else {})
+    return {"HD": head_dim, "GROUP": group, "STAGES": stages} | ({kind: 1} if kind else {})
 
 
 def kept_by_blocks(head_dim: int) -> int:
