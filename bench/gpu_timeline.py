@@ -51,7 +51,7 @@ AT: dict[str, list[tuple[str, str]]] = {
         ("  pdl_wait();\n", "note(1);\n@note(2);\n"),
         ("  // Where ``ldmatrix`` takes a lane's", "note(3);\n@"),
         (
-            "      const u32 from = ring",
+            "      const u32 from = ring + stage * STAGE_BYTES;\n",
             "if (tile == first && unit == wk) note(4);\n@",
         ),
         (
@@ -63,7 +63,7 @@ AT: dict[str, list[tuple[str, str]]] = {
         ("  const int warp = threadIdx.x / 32,", "note(0);\n@"),
         ("  pdl_wait();\n", "note(1);\n@note(2);\n"),
         ("  // What becomes of a sum: of output", "note(3);\n@"),
-        ("    const u32 from = ring", "if (tile == first) note(4);\n@"),
+        ("    const u32 from = ring + stage * STAGE_BYTES;\n", "if (tile == first) note(4);\n@"),
         ("    if (BEHIND) {\n      __syncwarp();\n", "if (tile == first) note(5);\nnote(6);\n@"),
     ],
 }
@@ -145,8 +145,7 @@ class Layer:
             shape.blocks,
             *([plan.x_row] if few else []),
         )
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        params = self.module.params_of(shape, cut, pointers, sizes, 1e-6)
+        params = self.module._Params(*(None if t is None else t.data_ptr() for t in tensors), *sizes, 1e-6)
         grid = plan.grid if few else plan.parts * cut.slices
         self.kernels[layer.name].launch(grid, 32 * ig.WARPS if few else plan.threads, params)
         return out
@@ -174,11 +173,11 @@ def main() -> None:
             hidden = torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda")
             sets: dict[str, tuple[str, Any, dict[str, Any]]] = {"shared": (few, ig, {})}
             if rows <= 4:
-                sets["shared, engine"] = few, ig, {"engine": True}
-                sets["shared, engine, early 5"] = few, ig, {"engine": True, "early": 5}
+                sets["shared, after"] = few, ig, {"after": True}
+                sets["shared, after, early 1"] = few, ig, {"after": True, "early": 1}
             else:
                 sets["stationary"] = stationary, sg, {}
-                sets["stationary, engine"] = stationary, sg, {"engine": True}
+                sets["stationary, k cut"] = stationary, sg, {"slices": 2, "beside": 2}
             for name, (file, module, chosen) in sets.items():
                 layer = Layer(file, module, chosen, args.kind)
                 graph = capture(functools.partial(layer.run, hidden, made))

@@ -58,27 +58,6 @@ __device__ __forceinline__ void prefetch_to_l2(const void* p) {
 __device__ __forceinline__ void fetch_bytes(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// What a kernel that is to come reads first of a matrix: of each of its `parts` so many `bytes`, from tile
-// tiles * part / parts on, and as many `half` further on.
-struct Upcoming {
-  const char* from;
-  long long half;
-  int tiles, parts, tile_bytes, bytes;
-};
-// One lane of a warp that does nothing else has that brought to the L2 cache, no faster than memory gives it
-// beside others, until `over`.
-__device__ __forceinline__ void fetch_ahead(const Upcoming& ahead, const volatile int& over) {
-  constexpr int STEP = 2048;
-  for (int piece = blockIdx.x; piece < 2 * ahead.parts; piece += gridDim.x) {
-    const long long tile = (long long)ahead.tiles * (piece / 2) / ahead.parts;
-    const char* from = ahead.from + tile * ahead.tile_bytes + piece % 2 * ahead.half;
-    for (int at = 0; at < ahead.bytes; at += STEP) {
-      fetch_bytes(from + at, min(STEP, ahead.bytes - at));
-      __nanosleep(60);
-      if (over) return;
-    }
-  }
-}
 // 16 bytes from global to shared memory; `bytes` = 0 writes zeros instead.
 __device__ __forceinline__ void cp_async16(u32 dst, const void* src, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
@@ -170,18 +149,6 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, 
                "%2, [%3], %4;"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
-}
-// Of a tensor's rows those of a box from `row` on, and as many where a third dimension has them.
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, u32 bar, int row, int byte) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
-               "{%3, %4, %5}], [%2];"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(byte), "r"(row), "r"(0) : "memory");
-}
-// A lane's row of 8, lane / 4 but in an order in which lanes that read 16 bytes of their rows together do so
-// from different banks, where rows of 128 bytes are swizzled.
-__device__ __forceinline__ int swizzled_row() {
-  const int row = threadIdx.x % 32 / 4;
-  return row % 2 * 4 + row / 2 % 2 * 2 + row / 4;
 }
 __device__ __forceinline__ u64 policy_once() {  // weights are read once
   u64 policy;

@@ -3,9 +3,8 @@
 //
 // A cluster of SLICES blocks takes a share of the output tiles and cuts their k; each block keeps its slice
 // of x in shared memory. A warp has 16 MT weight rows of a tile, and WK warps cut the k of a slice. Each warp
-// streams its weights through a ring of its own, which runs on across tiles and begins before the wait for
-// the previous kernel. With cp.async a lane loads the very words that it multiplies; with the copy engine
-// (ENGINE) one lane asks for all, and x does not queue behind the others' loads. So warps wait for each other
+// streams its weights through a cp.async ring of its own, which runs on across tiles and begins before the
+// wait for the previous kernel. A lane loads the very words that it multiplies, so warps wait for each other
 // at the end of a tile alone, where sums are added up in order, and where a warp has a tile to itself not
 // even there. A cluster adds up a tile while it multiplies the next.
 //
@@ -47,9 +46,6 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef ENGINE  // 1: the copy engine fetches weights; 2: and constants
-#define ENGINE 0
-#endif
 #ifndef AFTER  // 1: a stage is asked for again when it has been multiplied; 0: when the next one has come
 #define AFTER 0
 #endif
@@ -68,9 +64,6 @@
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
 #endif
-#ifndef FETCHES  // 1: while it waits, a warp more fetches what the next product reads first
-#define FETCHES 0
-#endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
 #define EPILOGUE 0
 #endif
@@ -84,7 +77,8 @@ constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
 constexpr int WANTED = 4 / (MT * NT), CHAINS = WANTED < STEPS ? WANTED : STEPS;  // of sums
 constexpr int AHEAD = STAGES - !AFTER;  // stages on their way
-constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4, CONSTANT_BYTES = OWN * OF_ROW;
+constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4;
+constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
 constexpr int SHARE = (COLS + SLICES - 1) / SLICES;                     // columns that a block finishes
 constexpr int PER_THREAD = (NT * 8 * SHARE + THREADS - 1) / THREADS;
@@ -92,10 +86,6 @@ constexpr int RED_ROW = W_ROWS + 4;  // floats that a warp leaves of a tile, for
 constexpr int CHUNK = 256;                                   // channels of x that a warp loads at a time
 
 struct Params {
-#if ENGINE
-  TensorMap words;    // dims: 128 bytes, row, + 8 rows or to the up row, 128 bytes further
-  TensorMap of_rows;  // of constants; dims: bytes, row, as above
-#endif
   const bf16* x;         // [m, x_stride]
   const u32* w;          // [n, blocks * ROW_BYTES / 4]; gated: gate rows, then up rows
   const u32* constants;  // [n, blocks * PER]
@@ -105,7 +95,6 @@ struct Params {
   int m, n, k, x_stride, out_stride;  // n: output columns
   int blocks, x_row;                  // of k; bytes of a row of x in shared memory
   float eps;
-  Upcoming ahead;
 };
 
 #include "integers.cuh"
@@ -135,22 +124,10 @@ __device__ __forceinline__ void mma_first(float (&d)[4], u32 a0, u32 a1, u32 a2,
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
-    integer_gemm(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float row_square[NT * 8];
-#if ENGINE
-  __shared__ u64 arrived[WARPS][STAGES];
-#endif
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = row_of_lane(), t = lane % 4;
-#if FETCHES
-  __shared__ int over[1];
-  if (warp == WARPS) {
-    if (lane == 0) fetch_ahead(p.ahead, over[0]);
-    return;
-  }
-  if (threadIdx.x == 0) over[0] = 0;
-#endif
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wk = warp / (WARPS / WK), wn = warp % (WARPS / WK);
   const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % SLICES, parts = gridDim.x / SLICES,
             part = blockIdx.x / SLICES;
@@ -158,10 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
   const int units = (p.blocks + UNIT - 1) / UNIT;
   const int begin = units * slice / SLICES, count = units * (slice + 1) / SLICES - begin;
   const int chunks = count * (UNIT * BLOCK / CHUNK);
-  const u32 base = ENGINE ? (smem_addr(smem) + 1023) & ~1023u : smem_addr(smem),
-            ring = base + warp * (STAGES * WORD_BYTES),
-            constants_of = base + WARPS * STAGES * WORD_BYTES + warp * (STAGES * CONSTANT_BYTES),
-            kept_x = base + WARPS * STAGES * (WORD_BYTES + CONSTANT_BYTES), red = kept_x + p.m * p.x_row,
+  const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
+            kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES, red = kept_x + p.m * p.x_row,
             sums_of = red + (DIRECT ? 0 : 2 * WK * p.m * (RED_ROW * 4)),  // of groups of x, [groups][NT * 8]
       squares = sums_of + count * (UNIT * PER * NT * 32);                 // of the chunks of x, [m][chunks]
 
@@ -172,20 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
   const int row_bytes = p.blocks * ROW_BYTES;
   const long long to_half = (long long)row_bytes * (GATED ? p.n : 8), to_next = row_bytes * (GATED ? 8 : 16);
   int in_tile = wk < count ? first : last, in_unit = wk;
-#if ENGINE
-  const u32 full = smem_addr(arrived[warp]);
-  if (lane == 0) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1);
-    barriers_visible();
-  }
-#endif
-  const char* in;         // this lane's first piece of the weights
+  const char* in;          // this lane's first piece of the weights
   const u32* own[LOADS];  // its rows' constants
-  int in_row;             // the warp's first
   auto settle = [&]() {
     const int column = first_column(in_tile), block = (begin + in_unit) * UNIT;
-    in_row = column + row_of(wn * OWN);
     in = reinterpret_cast<const char*>(p.w) + (long long)(column + row_of(wn * OWN + g)) * row_bytes +
          block * ROW_BYTES + t * 16;
 #pragma unroll
@@ -196,23 +161,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
     }
   };
   settle();
+  float4 factors[KEEPS_NORM ? KEEPS_NORM : 1][2];
+#pragma unroll
+  for (int i = 0; i < KEEPS_NORM; ++i) {
+    const int k = begin * (UNIT * BLOCK) + (warp + i * WARPS) % chunks * CHUNK + lane * 8;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      factors[i][h] = k < p.k ? *reinterpret_cast<const float4*>(p.norm + k + h * 4) : float4{};
+  }
   auto load = [&](int stage) {
     if (in_tile < last) {
-      const u32 to = ring + stage * WORD_BYTES, own_to = constants_of + stage * CONSTANT_BYTES;
+      const u32 to = ring + stage * STAGE_BYTES;
       const int left = p.blocks - (begin + in_unit) * UNIT;  // blocks behind it there are none of
-#if ENGINE
-      if (lane == 0) {
-        const u32 bar = full + stage * 8;
-        barrier_expect(bar, WORD_BYTES + (ENGINE > 1 ? CONSTANT_BYTES : 0));
-#pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          const int row = in_row + i * (GATED ? 8 : 16), unit = begin + in_unit;
-          copy_words(to + i * (WORD_BYTES / MT), p.words, bar, row, unit * (UNIT * ROW_BYTES / 128));
-          if (ENGINE > 1)
-            copy_rows(own_to + i * (CONSTANT_BYTES / MT), p.of_rows, bar, row, unit * OF_ROW);
-        }
-      }
-#else
 #pragma unroll
       for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -221,14 +181,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
           for (int b = 0; b < UNIT; ++b)
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
-              cp_async16(to + word_of(i, h, b, c, UNIT),
+              cp_async16(to + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16,
                          in + i * to_next + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
-#endif
 #pragma unroll
-      for (int j = 0; j < (ENGINE > 1 ? 0 : LOADS); ++j) {
+      for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
         if (e < OWN * BITES)
-          cp_async_constants(own_to + e * WIDTH, own[j],
+          cp_async_constants(to + WORD_BYTES + e * WIDTH, own[j],
                              e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
       }
       in_unit += WK;
@@ -240,22 +199,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
         if (++in_tile < last) settle();
       }
     }
-    if (ENGINE < 2) cp_async_commit();
+    cp_async_commit();
   };
-  float4 factors[KEEPS_NORM ? KEEPS_NORM : 1][2];
-#pragma unroll
-  for (int i = 0; i < KEEPS_NORM; ++i) {
-    const int k = begin * (UNIT * BLOCK) + (warp + i * WARPS) % chunks * CHUNK + lane * 8;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factors[i][h] = k < p.k ? *reinterpret_cast<const float4*>(p.norm + k + h * 4) : float4{};
-  }
 #pragma unroll
   for (int s = 0; s < EARLY; ++s) load(s);
   pdl_wait();
-#if FETCHES
-  if (threadIdx.x == 0) over[0] = 1;
-#endif
   pdl_launch();
 
   // x, times the norm's weight, and the sums of its groups; zeros behind its end.
@@ -316,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
     }
   }
   ask();
-  meet_at<THREADS>(0);
+  __syncthreads();
   if (NORM) {
     for (int m = warp; m < p.m; m += WARPS) {
       float sum = 0.f;
@@ -325,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
       for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
       if (lane == 0) row_square[m] = sum;
     }
-    if (DIRECT) meet_at<THREADS>(0);
+    if (DIRECT) __syncthreads();
   }
 
   // Where ``ldmatrix`` takes a lane's 8 channels of 32: rows that are not there read the last one.
@@ -389,21 +337,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
 
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
   int stage = 0;
-  u32 parity = 0;
   for (int tile = first; tile < last; ++tile) {
     if (SLICES == 1 && !DIRECT) keep(tile);
     float acc[MT][NT][4] = {};
     for (int unit = wk; unit < count; unit += WK) {
-      if (ENGINE < 2) cp_async_wait<AHEAD - 1>();
-#if ENGINE
-      barrier_wait(full + stage * 8, parity);
-#endif
-      if (ENGINE < 2 || !AFTER) __syncwarp();
+      cp_async_wait<AHEAD - 1>();
+      __syncwarp();
       if (!AFTER) load(stage == 0 ? STAGES - 1 : stage - 1);
-      const u32 from = ring + stage * WORD_BYTES, own_from = constants_of + stage * CONSTANT_BYTES;
+      const u32 from = ring + stage * STAGE_BYTES;
       const int used = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      if (stage == 0) parity ^= 1;
 #pragma unroll
       for (int b = 0; b < UNIT; ++b) {
         const int block = unit * UNIT + b;
@@ -414,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
           for (int h = 0; h < 2; ++h)
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
-              w[i][h][c] = lds128(from + word_of(i, h, b, c, UNIT));
+              w[i][h][c] = lds128(from + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16);
         u32 x[4][NT][4];  // of 32 channels each
 #pragma unroll
         for (int q = 0; q < 4; ++q)
@@ -429,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
               constants[group][i][h] =
-                  lds32(own_from + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+                  lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
 #pragma unroll
           for (int j = 0; j < NT; ++j)
             sums[group][j] = lds64(sums_of + ((block * PER + group) * (NT * 8) + j * 8 + t * 2) * 4);
@@ -512,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, RESIDENT)
       cluster_arrive();
       keep(tile);
     } else {
-      meet_at<THREADS>(0);  // of two buffers the other one's readers passed the one before
+      __syncthreads();  // of two buffers the other one's readers passed the one before
       add_up(tile);
     }
   }

@@ -15,25 +15,6 @@ __device__ __forceinline__ void cp_async_constants(u32 dst, const void* src, int
 __device__ __forceinline__ void sts32(u32 addr, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
 }
-#if ENGINE
-// 16 weight rows from `row` on, 128 bytes and their neighbours from `panel` on, by the copy engine; ``map``:
-// see integer_gemm.py. The 16 bytes of a row lie in the order of its last three bits.
-__device__ __forceinline__ void copy_words(u32 to, const TensorMap& map, u32 bar, int row, int panel) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
-               "{%3, %4, %3, %5}], [%2];"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(row), "r"(panel) : "memory");
-}
-#endif
-// A lane's weight row of 8.
-__device__ __forceinline__ int row_of_lane() { return ENGINE ? swizzled_row() : threadIdx.x % 32 / 4; }
-// Where its words of a stage are, in bytes: of 16 rows, the upper 8 of them, and a block of channels, of so
-// many, and its half.
-__device__ __forceinline__ int word_of(int i, int upper, int block, int half, int blocks) {
-  const int lane = threadIdx.x % 32, row = row_of_lane(), piece = block * (BITS / 4) + half;
-  if (!ENGINE) return (((i * blocks + block) * 2 + upper) * (BITS / 4) + half) * 512 + lane * 16;
-  return i * (blocks * BITS * 256) + piece / 2 * 2048 + upper * 1024 + row * 128 +
-         ((piece % 2 * 4 + lane % 4) ^ row) * 16;
-}
 // a - b, two of bfloat16.
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) {
   u32 r;

@@ -47,12 +47,6 @@
 #ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF)
 #define GROUPED 0
 #endif
-#ifndef FETCHES  // 1: while it waits, a warp more fetches what the next product reads first
-#define FETCHES 0
-#endif
-#ifndef ENGINE  // 1: the copy engine fetches weights (not HALF)
-#define ENGINE 0
-#endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up;
                   // 5: bf16, and the first columns go through a convolution over TAPS tokens of their
                   // row, and silu
@@ -68,7 +62,7 @@ constexpr int SIZE = E4M3 ? 1 : 2;  // bytes of a weight
 constexpr int ROW_BYTES = HALF ? 256 : 128, CHUNK_K = ROW_BYTES / SIZE;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;  // pieces of a row
 constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a piece of the weights
-constexpr int WEIGHT_BYTES = 2048 * MT, SCALE_BYTES = GROUPED ? 64 * MT : 0;
+constexpr int WEIGHT_BYTES = 2048 * MT, CHUNK_BYTES = WEIGHT_BYTES + (GROUPED ? 64 * MT : 0);
 constexpr bool HALVES = E4M3 && STAGED;
 constexpr int CHAINS = HALVES ? 2 : 1;  // of sums
 constexpr int KEPT = HALVES ? STAGED : NT * 8;  // rows of x whose sums are worth keeping
@@ -82,9 +76,6 @@ typedef bf16 weight;
 #endif
 
 struct Params {
-#if ENGINE
-  TensorMap map;      // of w; dims: bytes, row, + 8 rows or to the up row
-#endif
   const bf16* x;      // [m, x_stride]
   const weight* w;    // [n, k]; gated: gate rows, then up rows
   const float* scale; // of the rows of w, if they are e4m3; GROUPED: [rows, chunks]
@@ -101,7 +92,6 @@ struct Params {
   int channels, s_channel, s_place;
   long long s_unit;
 #endif
-  Upcoming ahead;
 };
 
 #if EPILOGUE == 5
@@ -286,41 +276,18 @@ __device__ __forceinline__ Seen stage_row(const Params& p, int row, u32 to, cons
   return seen;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
-    skinny_gemm(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float red[2][WARPS][KEPT][MT * 16 + 1];
   __shared__ float red_square[WARPS][NT * 8];
   __shared__ u32 red_most[HALVES ? WARPS : 1][HALVES ? STAGED : 1];
   __shared__ float back[HALVES ? STAGED : 1];  // what x was divided by
-#if ENGINE
-  __shared__ u64 arrived[WARPS][STAGES];
-#endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int r = ENGINE ? swizzled_row() : g;  // of 8 weight rows
-#if FETCHES
-  __shared__ int over[1];
-  if (warp == WARPS) {
-    if (lane == 0) fetch_ahead(p.ahead, over[0]);
-    return;
-  }
-  if (threadIdx.x == 0) over[0] = 0;
-#endif
   const int tiles = (p.n + COLS - 1) / COLS, chunks = p.k / CHUNK_K;
   const int first = int((long long)tiles * blockIdx.x / gridDim.x),
             last = int((long long)tiles * (blockIdx.x + 1) / gridDim.x);
-  const u32 base = ENGINE ? (smem_addr(smem) + 1023) & ~1023u : smem_addr(smem),
-            ring = base + warp * (STAGES * WEIGHT_BYTES),
-            scales_of = base + WARPS * STAGES * WEIGHT_BYTES + warp * (STAGES * SCALE_BYTES),
-            staged = base + WARPS * STAGES * (WEIGHT_BYTES + SCALE_BYTES);
-#if ENGINE
-  const u32 full = smem_addr(arrived[warp]);
-  if (lane == 0) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1);
-    barriers_visible();
-  }
-#endif
+  const u32 ring = smem_addr(smem) + warp * (STAGES * CHUNK_BYTES),
+            staged = smem_addr(smem) + WARPS * STAGES * CHUNK_BYTES;
 
   // Row `lane / ROW_CHUNKS` of a tile, and how far the rows of this lane's other loads are. The last tile is
   // moved back so that all its rows exist.
@@ -334,16 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
   const weight* in = source();
   auto load = [&](int stage) {
     if (in_tile < last) {
-      const u32 to = ring + stage * WEIGHT_BYTES;
-#if ENGINE
-      if (lane == 0) {
-        barrier_expect(full + stage * 8, WEIGHT_BYTES);
-#pragma unroll
-        for (int i = 0; i < MT; ++i)
-          copy_rows(to + i * 2048, p.map, full + stage * 8, first_column(in_tile) + i * TILE_ROWS,
-                    in_chunk * ROW_BYTES);
-      }
-#else
+      const u32 to = ring + stage * CHUNK_BYTES;
 #pragma unroll
       for (int j = 0; j < 4 * MT; ++j) {
         constexpr int STEP = 32 / ROW_CHUNKS;  // rows between two loads
@@ -354,10 +312,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
         cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off,
                    16);
       }
-#endif
       if (GROUPED && lane < MT * 16) {
         const int row = lane / 16 * TILE_ROWS + lane % 8 + (lane % 16 >= 8 ? (GATED ? p.n : 8) : 0);
-        cp_async4(scales_of + stage * SCALE_BYTES + lane * 4,
+        cp_async4(to + WEIGHT_BYTES + lane * 4,
                   p.scale + (long long)(first_column(in_tile) + row) * chunks + in_chunk);
       }
       in_chunk += WARPS;
@@ -368,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
         in = source();
       }
     }
-    if (!ENGINE || GROUPED) cp_async_commit();
+    cp_async_commit();
   };
   Factors factors;
   if (HALVES && NORM && !GATE) factors.load(p);
@@ -383,13 +340,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
   }
 #endif
   pdl_wait();
-#if FETCHES
-  if (threadIdx.x == 0) over[0] = 1;
-#endif
   pdl_launch();
 
   int stage = 0;
-  u32 parity = 0;
   float square[NT] = {};
   if (STAGED) {
     for (int row = 0; row < p.m; ++row) {
@@ -419,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
       for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
       if (NORM && lane == 0) red_square[warp][row] = sum;
     }
-    meet_at<THREADS>(0);
+    __syncthreads();
     if (HALVES) {
       for (int row = 0; row < p.m; ++row) {
         u32 most = 0;
@@ -434,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
           sts128(at, {halved(v.x, by), halved(v.y, by), halved(v.z, by), halved(v.w, by)});
         }
       }
-      meet_at<THREADS>(0);
+      __syncthreads();
     }
   }
   for (int tile = first; tile < last; ++tile) {
@@ -483,21 +436,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
               b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
         }
-      if (!ENGINE || GROUPED) cp_async_wait<STAGES - 2>();
-#if ENGINE
-      barrier_wait(full + stage * 8, parity);
-#endif
+      cp_async_wait<STAGES - 2>();
       __syncwarp();
       load(stage == 0 ? STAGES - 1 : stage - 1);
-      const u32 from = ring + stage * WEIGHT_BYTES, scales_from = scales_of + stage * SCALE_BYTES;
+      const u32 from = ring + stage * CHUNK_BYTES;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      if (stage == 0) parity ^= 1;
       float by_chunk[MT][2];
 #pragma unroll
       for (int i = 0; i < (GROUPED ? MT : 0); ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          by_chunk[i][h] = lds_float(scales_from + (i * 16 + h * 8 + r) * 4);
+          by_chunk[i][h] = lds_float(from + WEIGHT_BYTES + (i * 16 + h * 8 + g) * 4);
 #pragma unroll
       for (int h = 0; h < PARTS; ++h) {
         if (NORM && !STAGED) {
@@ -515,10 +464,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
             }
           }
         }
-        const u32 at_piece = ((h * 4 + t) ^ (ENGINE ? r : (g & 1) << 2)) * 16;
+        const u32 at_piece = ((h * 4 + t) ^ ((g & 1) << 2)) * 16;
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-          const u32 at = from + (i * (HALF ? 8 : 16) + r) * ROW_BYTES + at_piece;
+          const u32 at = from + (i * (HALF ? 8 : 16) + g) * ROW_BYTES + at_piece;
           const uint4 lo = lds128(at);
           uint4 hi = {};
           if (!HALF) hi = lds128(at + 8 * ROW_BYTES);
@@ -569,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
           const int row = j * 8 + t * 2 + (e & 1);
           float y = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
           if (GROUPED) y = total[i][j][e];
-          if (KEPT == NT * 8 || row < KEPT) red[buffer][warp][row][i * 16 + r + (e >= 2 ? 8 : 0)] = y;
+          if (KEPT == NT * 8 || row < KEPT) red[buffer][warp][row][i * 16 + g + (e >= 2 ? 8 : 0)] = y;
         }
       if (NORM && !STAGED && tile == first) {
         square[j] += __shfl_xor_sync(~0u, square[j], 1);
@@ -577,7 +526,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHES, 2)
         if (t == 0) red_square[warp][j * 8 + g] = square[j];
       }
     }
-    meet_at<THREADS>(0);  // one a tile: the other buffer's readers passed the one before
+    __syncthreads();  // one a tile: the other buffer's readers passed the one before
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
       const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = first_column(tile) + col;

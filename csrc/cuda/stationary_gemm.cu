@@ -4,9 +4,8 @@
 //
 // The WK warps of a block that share a tile of weight rows, and the SLICES blocks of a cluster, have all of k
 // between them, so a warp never needs other channels; WN warps with the same ones load x for each other. A
-// warp reads its part of each of the block's tiles by a ring of its own, which begins before the wait for
-// the previous kernel: with cp.async a lane loads the very words that it multiplies, with the copy engine
-// (ENGINE) one lane asks for all, and x does not queue behind them. Nothing of x is read from
+// warp reads its part of each of the block's tiles by a cp.async ring of its own, which begins before the
+// wait for the previous kernel; a lane loads the very words that it multiplies. Nothing of x is read from
 // shared memory again; what goes through it are weights and, of each tile, the sums of the warps, in two
 // buffers: one is added up while warps fill the other. The blocks of a cluster then send each other the sums
 // of their slices (st.async), and each finishes some columns a tile later.
@@ -49,9 +48,6 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef ENGINE  // 1: the copy engine fetches weights
-#define ENGINE 0
-#endif
 #ifndef BEHIND  // 1: sums of a tile are added up when the next one has been multiplied; 0: at once
 #define BEHIND 0
 #endif
@@ -79,7 +75,8 @@ constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie t
 constexpr int PIECES = BITS / 4;                     // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
 constexpr int CHAINS = NT == 1 ? 2 : 1;  // of sums
-constexpr int WORD_BYTES = OWN * KB * ROW_BYTES, OF_ROW = KB * PER * 4, CONSTANT_BYTES = OWN * OF_ROW;
+constexpr int WORD_BYTES = OWN * KB * ROW_BYTES, OF_ROW = KB * PER * 4;
+constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
 constexpr int SHARE = (COLS + SLICES - 1) / SLICES;  // columns that a block finishes
 constexpr int OWNED = GATED ? 2 * SHARE : SHARE;     // and their weight rows
@@ -98,9 +95,6 @@ constexpr int SQUARES = NT * PIECES_OF_X;  // rows of x of which a lane loads a 
 constexpr int X_BYTES = 8 * X_ROW;         // of 8 rows and 128 channels on their way
 
 struct Params {
-#if ENGINE
-  TensorMap words;       // see integer_gemm.cu
-#endif
   const bf16* x;         // [m, x_stride]
   const u32* w;          // [n, blocks * ROW_BYTES / 4]; gated: gate rows, then up rows
   const u32* constants;  // [n, blocks * PER]
@@ -136,26 +130,20 @@ __device__ __forceinline__ void fold(float (&v)[COUNT], int lane, int& at) {
   if constexpr (DISTANCE < 8) fold<HALF / 2, DISTANCE * 2>(v, lane, at);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    stationary_gemm(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float row_square[SLICES][NT * 8];  // of each slice
   __shared__ float of_warps[WK][NT * 8];         // its parts
   __shared__ __align__(8) u64 summed[2];         // of the two buffers of sums
   __shared__ __align__(8) u64 delivered[KEPT];   // tiles' sums
-#if ENGINE
-  __shared__ u64 arrived[WARPS][STAGES];
-#endif
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = row_of_lane(), t = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wk = warp / WN, wn = warp % WN;
   const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % SLICES, parts = gridDim.x / SLICES,
             part = blockIdx.x / SLICES;
   const int first = int((long long)tiles * part / parts), last = int((long long)tiles * (part + 1) / parts);
   const int own_block = (slice * WK + wk) * KB, left = p.blocks - own_block;  // behind `left` there are none
-  const u32 base = ENGINE ? (smem_addr(smem) + 1023) & ~1023u : smem_addr(smem),
-            ring = base + warp * (STAGES * WORD_BYTES),
-            constants_of = base + WARPS * STAGES * WORD_BYTES + warp * (STAGES * CONSTANT_BYTES),
-            red = base + WARPS * STAGES * (WORD_BYTES + CONSTANT_BYTES),
+  const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
+            red = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES,
             // x on its way, before there are sums: one block of channels of a warp, or all of WN warps
             passing = red + (WN == 1 ? warp : wk * NT * KB) * X_BYTES,
       got = red + RED_BYTES, squares = smem_addr(row_square), all = smem_addr(delivered);
@@ -177,14 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
   // Rows of a tile in the weight, from its first column on.
   auto row_of = [&](int row) { return GATED ? row / 16 * 8 + row % 8 + (row % 16 >= 8 ? p.n : 0) : row; };
-#if ENGINE
-  const u32 full = smem_addr(arrived[warp]);
-  if (lane == 0) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1);
-    barriers_visible();
-  }
-#endif
   const u32 row_bytes = p.blocks * ROW_BYTES, constants_bytes = p.blocks * (PER * 4);
   const u64 to_half = u64(row_bytes) * (GATED ? p.n : 8);
   const char* words = reinterpret_cast<const char*>(p.w) + u64(row_bytes) * row_of(wn * OWN + g) +
@@ -197,17 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                    (j * 32 + lane) % BITES * WIDTH;
   auto load = [&](int tile, int stage) {
     if (tile < last) {
-      const u32 to = ring + stage * WORD_BYTES, own_to = constants_of + stage * CONSTANT_BYTES;
+      const u32 to = ring + stage * STAGE_BYTES;
       const u32 column = first_column(tile);
-#if ENGINE
-      if (lane == 0) {
-        barrier_expect(full + stage * 8, WORD_BYTES);
-#pragma unroll
-        for (int i = 0; i < MT; ++i)
-          copy_words(to + i * (WORD_BYTES / MT), p.words, full + stage * 8,
-                     column + row_of(wn * OWN) + i * (GATED ? 8 : 16), own_block * ROW_BYTES / 128);
-      }
-#else
       const char* in = words + u64(row_bytes) * column;
 #pragma unroll
       for (int i = 0; i < MT; ++i)
@@ -217,15 +188,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
           for (int b = 0; b < KB; ++b)
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
-              cp_async16(to + word_of(i, h, b, c, KB),
+              cp_async16(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16,
                          in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64,
                          b < left ? 16 : 0);
-#endif
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
         if (e < OWN * BITES)
-          cp_async_constants(own_to + e * WIDTH, constants[j] + u64(constants_bytes) * column,
+          cp_async_constants(to + WORD_BYTES + e * WIDTH, constants[j] + u64(constants_bytes) * column,
                              e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
       }
     }
@@ -420,19 +390,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
   constexpr int LAG = BEHIND + (SLICES > 1 ? 1 : 0);  // tiles until one is finished
   int stage = 0;
-  u32 parity = 0;
   for (int tile = first; tile < last; ++tile) {
     if (tile - LAG >= first) keep(tile - LAG);
     cp_async_wait<STAGES - 2>();
-#if ENGINE
-    barrier_wait(full + stage * 8, parity);
-#endif
     __syncwarp();
     load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     if (LATE && tile + STAGES >= last) pdl_launch();
-    const u32 from = ring + stage * WORD_BYTES, own_from = constants_of + stage * CONSTANT_BYTES;
+    const u32 from = ring + stage * STAGE_BYTES;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
-    if (stage == 0) parity ^= 1;
     const u32 to = red + (tile - first) % 2 * RED_TILE + wk * RED_WARP + (t * 2 * RED_ROW + wn * OWN + g) * 4;
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
@@ -444,13 +409,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int c = 0; c < PIECES; ++c)
-            w[h][c] = lds128(from + word_of(i, h, b, c, KB));
+            w[h][c] = lds128(from + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16);
         u32 own[PER][2];
 #pragma unroll
         for (int group = 0; group < PER; ++group)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            own[group][h] = lds32(own_from + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+            own[group][h] = lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
 #pragma unroll
         for (int group = 0; group < PER; ++group) {
           float sum[NT][CHAINS][4] = {};

@@ -461,12 +461,6 @@ template <class Map> void copy_2d(unsigned to, const Map& map, unsigned bar, int
 template <class Map> void copy_q(unsigned to, const Map& map, unsigned bar, int x, int y, int z) {
   copy_box(to, map, bar, (long long)x, (long long)y, (long long)z);
 }
-template <class Map> void copy_words(unsigned to, const Map& map, unsigned bar, int row, int panel) {
-  copy_box(to, map, bar, 0ll, (long long)row, 0ll, (long long)panel);
-}
-template <class Map> void copy_rows(unsigned to, const Map& map, unsigned bar, int row, int byte) {
-  copy_box(to, map, bar, (long long)byte, (long long)row, 0ll);
-}
 inline void fence_shared() {}
 
 // Products of groups of warps, done where they are issued. A warp has 16 rows of a in registers; b lies in

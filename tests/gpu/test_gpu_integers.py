@@ -12,7 +12,7 @@ from test_gpu_fp8 import relative
 from test_gpu_runner import TINY, agreement, assert_rows_alone_equal_all, generate, make, prompt
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import integer_gemm, skinny_gemm, stationary_gemm
+from sgla.kernels.cuda import integer_gemm, stationary_gemm
 from sgla.kernels.gpu import integers as rules
 from sgla.kernels.integers import KINDS
 from sgla.kernels.rehearsal import rehearsing
@@ -68,50 +68,6 @@ def test_stationary_rows_equal_the_oracle(kind: str) -> None:
     for w, m in cases:
         for at, (found, allowed) in enumerate(few_rows(w, m, stationary_gemm.linear)):
             assert found < allowed, (w.n, w.k, m, at)
-
-
-@pytest.mark.parametrize(
-    ("kind", "engine"), [("int4g128", 1), ("int4g128", 2), ("int4m64", 1), ("int8g32", 1), ("int8m128", 2)]
-)
-def test_rows_of_weights_that_the_copy_engine_fetches_equal_the_oracle(
-    kind: str, engine: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(integer_gemm, "ENGINE", engine)
-    integer_gemm.default_config.cache_clear()
-    stationary_gemm.default_config.cache_clear()
-    try:
-        weights = [weight(n, k, kind) for n, k in ((6144, 4096), (4096, 12288), (200, 1024))]
-        ways = (integer_gemm.linear, (1, 3, 8, 16)), (stationary_gemm.linear, (1, 8, 13, 16))
-        cases = [(w, m, linear) for w in weights for linear, rows in ways for m in rows]
-        with rehearsing():
-            for case in cases:
-                list(few_rows(*case))
-        for w, m, linear in cases:
-            for at, (found, allowed) in enumerate(few_rows(w, m, linear)):
-                assert found < allowed, (w.n, w.k, m, linear.__module__, at)
-    finally:
-        integer_gemm.default_config.cache_clear()
-        stationary_gemm.default_config.cache_clear()
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_what_is_fetched_ahead_changes_nothing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_gemm, "AHEAD", 4 << 20)
-    x, out = (torch.randn(rows, 4096, dtype=BF16, device="cuda") for _ in range(2))
-    for dense in (False, True):
-        o, inner = weight(4096, 4096, "int4g128"), weight(24576, 4096, "int4g128")
-        if dense:
-            first, second = (w.dequant().to(BF16) for w in (o, inner))
-            config = skinny_gemm.default_config(rows, 12288, 4096, True)
-            ahead = skinny_gemm.first_of(rows, second, config, True)
-            ways = [skinny_gemm.linear(x, first, epilogue=skinny_gemm.ADD, out=out.clone(), ahead=ahead)]
-            ways.append(skinny_gemm.linear(x, first, epilogue=skinny_gemm.ADD, out=out.clone()))
-        else:
-            ahead = integer_gemm.first_of(rows, inner, True, integer_gemm.SILU)
-            ways = [integer_gemm.linear(x, o, epilogue=integer_gemm.ADD, out=out.clone(), ahead=ahead)]
-            ways.append(integer_gemm.linear(x, o, epilogue=integer_gemm.ADD, out=out.clone()))
-        assert ahead is not None
-        assert torch.equal(*ways)
 
 
 CUTS = (

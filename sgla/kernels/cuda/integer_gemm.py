@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
-from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE, Ahead, ahead_of
-from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
+from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
 from sgla.kernels.integers import BLOCK, Integers
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
@@ -20,7 +19,6 @@ MAX_ROWS = 16  # of x
 WARPS = 8  # of a block
 ALIGNED = 8  # channels that x is read by
 STAGES = 5  # at most
-ENGINE = 0  # 1: the copy engine fetches weights where it can (right in emulation, not timed)
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
 P = ctypes.c_void_p
 
@@ -30,18 +28,6 @@ class _Params(ctypes.Structure):
         *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride", "blocks", "x_row")),
         ("eps", ctypes.c_float),
-        ("ahead", Ahead),
-    )
-
-
-class _Mapped(ctypes.Structure):
-    """Where the copy engine fetches weights and constants."""
-
-    _fields_ = (
-        ("words", TensorMap),
-        ("of_rows", TensorMap),
-        *_Params._fields_,
-        ("pad", ctypes.c_int * 4),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -50,8 +36,7 @@ class Config(NamedTuple):
     share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 2 or 4. ``per_sm``
     blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
     fetch weights there, ``early`` loads at most before this one has ended. ``after``: a stage is asked for
-    again when it has been multiplied, so that all are on their way. ``engine``: the copy engine fetches
-    weights (1), and constants (2)."""
+    again when it has been multiplied, so that all are on their way."""
 
     tiles: int
     warps: int
@@ -61,7 +46,6 @@ class Config(NamedTuple):
     resident: int = 2
     early: int = STAGES
     after: bool = False
-    engine: int = 0
 
     @property
     def weight_rows(self) -> int:
@@ -125,23 +109,18 @@ def padded(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
-def plan(shape: Shape, config: Config, ahead: bool = False) -> Plan | None:
-    """None: it does not fit. ``ahead``: it fetches what the next product reads first."""
+def plan(shape: Shape, config: Config) -> Plan | None:
+    """None: it does not fit."""
     groups, per, units = -(-shape.rows // 8), BLOCK // shape.group, -(-shape.blocks // config.unit)
     if config.slices > units or shape.columns(config) > shape.n:
         return None
-    if config.engine and (shape.blocks * shape.bits % 8 or config.unit * shape.bits % 8):
-        return None  # words come in rows of 128 bytes
-    if config.engine == 2 and (shape.blocks * per % 4 or config.unit * per != 4):
-        return None  # and constants in rows of 16
     here = -(-units // config.slices) * config.unit  # blocks of k
     x_row = here * BLOCK * 2 + 16  # bytes; the last ones are there so that rows lie in different banks
     alone = config.warps == config.slices == 1
     sums = 0 if alone else 8 * config.warps * shape.rows * (config.weight_rows + 4)
     x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
     stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
-    aligned = 1024 if config.engine else 0
-    stages = min(STAGES, (SHARED // config.resident - 2048 - aligned - x) // stage)
+    stages = min(STAGES, (SHARED // config.resident - 2048 - x) // stage)
     if stages < 2:
         return None
     once, keeps = _of_x(shape, config, here // 2)
@@ -158,8 +137,6 @@ def plan(shape: Shape, config: Config, ahead: bool = False) -> Plan | None:
         "UNIT": config.unit,
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
-        "ENGINE": int(config.engine),
-        "FETCHES": int(ahead),
         "AFTER": int(config.after),
         "EARLY": min(config.early, stages - (not config.after)),
         "RESIDENT": config.resident,
@@ -169,7 +146,7 @@ def plan(shape: Shape, config: Config, ahead: bool = False) -> Plan | None:
         "EPILOGUE": shape.epilogue,
     }
     parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
-    return Plan(defines, -(-(stages * stage + x) // 1024) * 1024 + aligned, x_row, parts * config.slices)
+    return Plan(defines, -(-(stages * stage + x) // 1024) * 1024, x_row, parts * config.slices)
 
 
 def _of_x(shape: Shape, config: Config, chunks: int) -> tuple[int, int]:
@@ -208,12 +185,7 @@ def default_config(shape: Shape) -> Config | None:
     if shape.rows == 1:
         best = tuple(config._replace(after=True, early=1) for config in best)
     large = tuple(config._replace(per_sm=1, resident=1) for config in best)
-    fitting = (config for config in (*best, *large, *MOST) if plan(shape, config) is not None)
-    found = next(fitting, None)
-    if found is None or not ENGINE:
-        return found
-    fetched = found._replace(engine=ENGINE)
-    return found if plan(shape, fetched) is None else fetched
+    return next((config for config in (*best, *large, *MOST) if plan(shape, config) is not None), None)
 
 
 def linear(
@@ -226,7 +198,6 @@ def linear(
     epilogue: int = STORE,
     out: Tensor | None = None,
     config: Config | None = None,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= ``MAX_ROWS``; see ``refuses``, and
     ``skinny_gemm.linear`` for the rest."""
@@ -241,78 +212,19 @@ def linear(
         for part in (slice(half), slice(half, m)):
             linear(x[part], weight, norm=norm, eps=eps, bias=bias, epilogue=epilogue, out=out[part])
         return out
-    kernel, made = _kernel(shape, config, ahead is not None)
+    kernel, made = _kernel(shape, config)
     tensors = x, *weight.tensors, norm, bias, out
-    params = params_of(
-        shape, config, [None if t is None else t.data_ptr() for t in tensors],
-        (m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row), eps,
-        ahead,
+    params = _Params(
+        *(None if t is None else t.data_ptr() for t in tensors),
+        m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row, eps,
     )  # fmt: skip
-    kernel.launch(made.grid, 32 * (WARPS + made.defines["FETCHES"]), params)
+    kernel.launch(made.grid, 32 * WARPS, params)
     return out
 
 
-def first_of(m: int, weight: Integers, norm: bool, epilogue: int) -> Ahead | None:
-    """What a product of ``m`` rows by ``weight`` reads first."""
-    gated = epilogue in (SILU, GELU)
-    n = weight.n // 2 if gated else weight.n
-    shape = Shape(padded(m), n, weight.k, weight.bits, weight.group, norm, epilogue, weight.whole)
-    config = default_config(shape)
-    if config is None or config.slices > 1:
-        return None
-    made = plan(shape, config)
-    assert made is not None
-    columns, row = shape.columns(config), shape.blocks * BLOCK // 8 * shape.bits
-    words = weight.tensors[0].data_ptr()
-    return ahead_of(words, n, row, -(-n // columns), made.grid, columns, gated)
-
-
-def params_of(
-    shape: Shape,
-    config: Config,
-    pointers: list[int | None],
-    sizes: tuple[int, ...],
-    eps: float,
-    ahead: Ahead | None = None,
-) -> ctypes.Structure:
-    """What the kernel is given: the numbers of ``_Params``, and for the copy engine maps."""
-    values = *pointers, *sizes, eps, ahead or Ahead()
-    if not config.engine:
-        return _Params(*values)
-    _, words, constants, *_ = pointers
-    assert words is not None
-    assert constants is not None
-    of_rows = _constants_of(shape, config.unit, constants) if config.engine == 2 else TensorMap()
-    return _Mapped(map_of(shape, config.unit, words), of_rows, *values)
-
-
-@lru_cache(1 << 14)
-def map_of(shape: Shape, blocks: int, words: int) -> ctypes.Array[ctypes.c_uint64]:
-    """Of 16 weight rows at a time, and so many blocks of channels: 128 bytes of 8 rows, of the next 8 or the
-    8 of ``up``, then the next 128 bytes."""
-    row = shape.blocks * BLOCK // 8 * shape.bits
-    half, rows = _halves(shape)
-    box = 128, 8, 2, blocks * BLOCK // 8 * shape.bits // 128
-    return tensor_map(words, (128, rows, 2, row // 128), (row, half * row, 128), box, True)
-
-
-@lru_cache(1 << 14)
-def _constants_of(shape: Shape, blocks: int, constants: int) -> ctypes.Array[ctypes.c_uint64]:
-    """The same rows."""
-    row = shape.blocks * (BLOCK // shape.group) * 4
-    half, rows = _halves(shape)
-    box = row // shape.blocks * blocks, 8, 2
-    return tensor_map(constants, (row, rows, 2), (row, half * row), box, True)
-
-
-def _halves(shape: Shape) -> tuple[int, int]:
-    """How far the halves of 16 weight rows are from each other, and where the first one may begin."""
-    return (shape.n, shape.n) if shape.gated else (8, shape.n - 8)
-
-
 @cache
-def _kernel(shape: Shape, config: Config, ahead: bool = False) -> tuple[Kernel, Plan]:
-    made = plan(shape, config, ahead)
+def _kernel(shape: Shape, config: Config) -> tuple[Kernel, Plan]:
+    made = plan(shape, config)
     assert made is not None, f"{config} does not fit {shape}"
     return _compiled(tuple(made.defines.items()), made.shared, config.slices), made
 

@@ -4,14 +4,13 @@ linear layers for few rows, fused with what stands before and after them."""
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
-from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 MAX_ROWS = 16
 STORE, ADD, SILU, FLOAT32, GELU, CONVOLVED = range(6)  # EPILOGUE
@@ -19,22 +18,11 @@ TAPS = 4  # of convolutions
 P = ctypes.c_void_p
 
 
-class Ahead(ctypes.Structure):
-    """What a product that is to come reads first: see common.cuh."""
-
-    _fields_ = (
-        ("source", P),
-        ("half", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("tiles", "parts", "tile_bytes", "bytes")),
-    )
-
-
 class _Params(ctypes.Structure):
     _fields_ = (
         *((name, P) for name in ("x", "w", "scale", "norm", "by", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         ("eps", ctypes.c_float),
-        ("ahead", Ahead),
     )
 
 
@@ -42,21 +30,10 @@ class _Convolved(ctypes.Structure):
     """Of an epilogue with a convolution."""
 
     _fields_ = (
-        *_Params._fields_[:-1],
+        *_Params._fields_,
         *((name, P) for name in ("taps", "state", "reads", "writes", "marks")),
         *((name, ctypes.c_int) for name in ("channels", "s_channel", "s_place")),
         ("s_unit", ctypes.c_longlong),
-        ("ahead", Ahead),
-    )
-
-
-class _Mapped(ctypes.Structure):
-    """Where the copy engine fetches weights."""
-
-    _fields_ = (
-        ("map", TensorMap),
-        *_Params._fields_,
-        ("pad", ctypes.c_int * 2),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -73,22 +50,16 @@ class Convolution(NamedTuple):
 
 
 class Config(NamedTuple):
-    """``tiles`` of 16 weight rows (``half``: 8) share a load of x; ``per_sm`` blocks on a multiprocessor;
-    ``engine``: the copy engine fetches weights."""
+    """``tiles`` of 16 weight rows (``half``: 8) share a load of x; ``per_sm`` blocks on a multiprocessor."""
 
     tiles: int
     half: bool
     stages: int
     per_sm: int
-    engine: int = 0
-
-    def columns(self, gated: bool) -> int:
-        """Of the result, of a tile."""
-        return self.tiles * (8 if self.half or gated else 16)
 
     def ring(self, grouped: bool) -> int:
         """Bytes of weights in shared memory, with their scales if they are ``grouped``."""
-        return 8 * (2048 + 64 * grouped) * self.tiles * self.stages + 1024 * self.engine
+        return 8 * (2048 + 64 * grouped) * self.tiles * self.stages
 
 
 class Staged(NamedTuple):
@@ -98,7 +69,6 @@ class Staged(NamedTuple):
     bytes: int
 
 
-AHEAD = 0  # bytes of a product that is to come which another brings to the L2 cache: not timed
 STAGED_ROWS = 2  # at most, or reading x once costs more than it saves
 STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit on a multiprocessor
 E4M3_STAGED = 2, 4  # rows of x that are kept in shared memory where the weights are e4m3
@@ -153,15 +123,12 @@ def _kernel(
     e4m3: bool,
     gate: tuple[int, int] | None = None,
     grouped: bool = False,
-    ahead: bool = False,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GROUPED": 1} if grouped else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
-    defines |= {"FETCHES": 1} if ahead else {}
-    defines |= {"ENGINE": 1} if config.engine else {}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(grouped) + staged.bytes)
 
 
@@ -207,7 +174,6 @@ def linear(
     out: Tensor | None = None,
     config: Config | None = None,
     convolution: Convolution | None = None,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
@@ -217,7 +183,6 @@ def linear(
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
     ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the ``convolution``, and silu.
-    ``ahead``: what is brought to the L2 cache meanwhile.
     """
     m, k = x.shape
     gated = epilogue in (SILU, GELU)
@@ -228,8 +193,6 @@ def linear(
     grouped = scale is not None and scale.dim() == 2
     if grouped:  # a chunk is a group
         config = config._replace(half=False)
-    if config.engine and (config.half or convolution is not None):
-        config = config._replace(engine=0)
     staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None, grouped)
     normed, by = norm is not None, None
     if gate is not None:
@@ -238,8 +201,7 @@ def linear(
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
-    more = scale is not None, gating, grouped, ahead is not None
-    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, *more)
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped)
     params = (
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
@@ -254,39 +216,7 @@ def linear(
             state.stride(1), state.stride(2), state.stride(0),
         )  # fmt: skip
     else:
-        made = params_of(weight.data_ptr(), n, k * weight.element_size(), gated, params, config, ahead)
-    tiles = -(-n // config.columns(gated))
-    kernel.launch(min(tiles, processors() * config.per_sm), 256 if ahead is None else 288, made)
+        made = _Params(*params)
+    columns = config.tiles * (8 if config.half or gated else 16)
+    kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, made)
     return out
-
-
-def params_of(
-    data: int, n: int, row: int, gated: bool, params: tuple[Any, ...], config: Config, ahead: Ahead | None
-) -> ctypes.Structure:
-    """What the kernel is given; ``row``: bytes of a row of the weight."""
-    values = *params, ahead or Ahead()
-    return _Mapped(_map_of(data, n, row, gated), *values) if config.engine else _Params(*values)
-
-
-@lru_cache(1 << 14)
-def _map_of(data: int, n: int, row: int, gated: bool) -> ctypes.Array[ctypes.c_uint64]:
-    """Of 128 bytes of 16 weight rows: 8 rows, and the next 8 or the 8 of ``up``."""
-    half, rows = (n, n) if gated else (8, n - 8)
-    return tensor_map(data, (row, rows, 2), (row, half * row), (128, 8, 2), True)
-
-
-def first_of(m: int, weight: Tensor, config: Config, gated: bool) -> Ahead | None:
-    """What a product of ``m`` rows by ``weight`` reads first, so much that ``AHEAD`` bytes are enough."""
-    rows, k = weight.shape
-    n, size = rows // (2 if gated else 1), weight.element_size()
-    tiles, columns = -(-n // config.columns(gated)), config.columns(gated)
-    parts = min(tiles, processors() * config.per_sm)
-    return ahead_of(weight.data_ptr(), n, k * size, tiles, parts, columns, gated)
-
-
-def ahead_of(data: int, n: int, row: int, tiles: int, parts: int, columns: int, gated: bool) -> Ahead | None:
-    """Of a matrix with rows of so many bytes, of which ``columns`` are a tile; all of it if it is small."""
-    half = n * row if gated else columns * row // 2
-    tile = columns * row if gated else half
-    bytes_ = min(tile, AHEAD // (2 * parts)) // 2048 * 2048
-    return Ahead(data, half, tiles, parts, columns * row, bytes_) if bytes_ else None

@@ -11,11 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda import integer_gemm
 from sgla.kernels.cuda.build import Kernel, processors
-from sgla.kernels.cuda.integer_gemm import Shape, map_of, padded
+from sgla.kernels.cuda.integer_gemm import Shape, padded
 from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
-from sgla.kernels.cuda.tensor_map import TensorMap
 from sgla.kernels.integers import BLOCK, Integers
 from sgla.kernels.rehearsal import under_way
 
@@ -40,23 +38,13 @@ class _Params(ctypes.Structure):
     )
 
 
-class _Mapped(ctypes.Structure):
-    """Where the copy engine fetches weights."""
-
-    _fields_ = (
-        ("words", TensorMap),
-        *_Params._fields_,
-        ("pad", ctypes.c_int * 13),  # tensor maps are aligned to 64 bytes
-    )
-
-
 class Config(NamedTuple):
     """How the work is cut. A warp keeps ``blocks`` of 128 channels of x, and multiplies ``tiles`` of 16
     weight rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of
     a block (1, 2 or 4) the same channels. ``per_sm`` blocks are on a multiprocessor that has room for
     ``resident``: those of the next kernel fetch weights there, if ``late`` when this one has asked for its
     last; ``early`` loads at most before this one has ended. ``behind``: a tile is added up when the next one
-    is multiplied. ``engine``: the copy engine fetches."""
+    is multiplied."""
 
     tiles: int = 1
     blocks: int = 2
@@ -67,7 +55,6 @@ class Config(NamedTuple):
     late: bool = False
     early: int = STAGES
     behind: bool = False
-    engine: int = 0
 
     @property
     def weight_rows(self) -> int:
@@ -91,8 +78,6 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     warps = deep * config.beside
     if config.beside not in (1, 2, 4):
         return None
-    if config.engine and (shape.blocks * shape.bits % 8 or config.blocks * shape.bits % 8):
-        return None  # it comes in rows of 128 bytes
     if warps > MOST_WARPS or shape.columns(config) > shape.n:
         return None
     if config.slices > 1 and (config.slices - 1) * deep * config.blocks >= shape.blocks:
@@ -105,10 +90,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
     stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
-    aligned = 1024 if config.engine else 0
-    arrived = 8 * warps * STAGES if config.engine else 0
-    # Bytes of the kernel's arrays, and so that KiB fit.
-    fixed = 2304 + aligned + arrived + (deep + config.slices) * groups * 32
+    fixed = 2304 + (deep + config.slices) * groups * 32  # bytes: of the kernel's arrays, and so that KiB fit
     stages = min(STAGES, (SHARED // config.resident - fixed - shared) // stage)
     if stages < 2:
         return None
@@ -126,7 +108,6 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
         "STAGES": stages,
         "RED_BYTES": passing,
-        "ENGINE": int(config.engine),
         "BEHIND": int(config.behind),
         "EARLY": min(config.early, stages - 1),
         "RESIDENT": config.resident,
@@ -136,7 +117,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     }
     tiles = -(-shape.n // shape.columns(config))
     parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
-    return Plan(defines, -(-(stages * stage + shared) // 1024) * 1024 + aligned, warps * 32, parts)
+    return Plan(defines, -(-(stages * stage + shared) // 1024) * 1024, warps * 32, parts)
 
 
 @lru_cache(1 << 14)
@@ -158,11 +139,7 @@ def default_config(shape: Shape) -> Config | None:
     plans = ((config, plan(shape, config)) for config in (best, *others))
     fitting = [(config, made) for config, made in plans if made is not None]
     enough = (config for config, made in fitting if made.threads >= 32 * FEWEST_WARPS)
-    found = next(enough, fitting[0][0] if fitting else None)
-    if found is None or not integer_gemm.ENGINE:
-        return found
-    fetched = found._replace(engine=1)
-    return found if plan(shape, fetched) is None else fetched
+    return next(enough, fitting[0][0] if fitting else None)
 
 
 @lru_cache(1 << 14)
@@ -201,24 +178,15 @@ def linear(
     assert config is not None, f"no cut fits {shape}"
     kernel, made = _kernel(shape, config)
     tensors = x, *weight.tensors, norm, bias, out
-    pointers = [None if t is None else t.data_ptr() for t in tensors]
-    params = params_of(shape, config, pointers, (m, n, k, x.stride(0), out.stride(0), shape.blocks), eps)
+    params = _Params(
+        *(None if t is None else t.data_ptr() for t in tensors),
+        m, n, k, x.stride(0), out.stride(0), shape.blocks, eps,
+    )  # fmt: skip
     parts = made.parts
     if config.slices > 1 and not under_way():
         parts = min(parts, _clusters(kernel, made.threads))
     kernel.launch(parts * config.slices, made.threads, params)
     return out
-
-
-def params_of(
-    shape: Shape, config: Config, pointers: list[int | None], sizes: tuple[int, ...], eps: float
-) -> ctypes.Structure:
-    """What the kernel is given: the numbers of ``_Params``, and for the copy engine a map."""
-    if not config.engine:
-        return _Params(*pointers, *sizes, eps)
-    words = pointers[1]
-    assert words is not None
-    return _Mapped(map_of(shape, config.blocks, words), *pointers, *sizes, eps)
 
 
 @cache

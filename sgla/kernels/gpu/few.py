@@ -57,47 +57,12 @@ def make(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _run, made, linear.results, linear.rows)]
 
 
-def _run(
-    x: Tensor,
-    weight: Tensor,
-    epilogue: int,
-    scale: Tensor | None,
-    following: Node | None = None,
-    **given: Any,
-) -> Tensor:
-    config = _config(x.shape[0], weight, epilogue, scale)
-    if following is not None:
-        given["ahead"] = _first_of(x.shape[0], **following.given)
-    return skinny_gemm.linear(x, weight, epilogue=epilogue, scale=scale, config=config, **given)
-
-
-def _config(m: int, weight: Tensor, epilogue: int, scale: Tensor | None) -> skinny_gemm.Config | None:
+def _run(x: Tensor, weight: Tensor, epilogue: int, scale: Tensor | None, **given: Any) -> Tensor:
     storage = "bf16" if scale is None else "fp8"
     n, k = weight.shape
-    chosen = algorithm_for(m, Product(n, k, epilogue in GATES.values(), storage)).config
-    return chosen if isinstance(chosen, skinny_gemm.Config) else None
-
-
-def _first_of(
-    m: int, weight: Tensor, epilogue: int, scale: Tensor | None, **_: Any
-) -> skinny_gemm.Ahead | None:
-    """What a product of ``m`` rows reads first."""
-    gated, (n, k) = epilogue in GATES.values(), weight.shape
-    config = _config(m, weight, epilogue, scale)
-    config = config or skinny_gemm.default_config(m, n // (1 + gated), k, gated, scale is not None)
-    grouped = scale is not None and scale.dim() == 2
-    return skinny_gemm.first_of(m, weight, config._replace(half=False) if grouped else config, gated)
-
-
-def read_ahead(work: Work) -> None:
-    """Have the product behind attention, during which memory idles, bring to the L2 cache what the next one
-    reads first."""
-    if not skinny_gemm.AHEAD:
-        return
-    nodes = list(work.nodes.values())
-    for attention, product, following in zip(nodes, nodes[1:], nodes[2:]):
-        if attention.op == "decode" and product.op == "few rows, added" and following.fn is product.fn:
-            product.given["following"] = following
+    chosen = algorithm_for(x.shape[0], Product(n, k, epilogue in GATES.values(), storage)).config
+    config = chosen if isinstance(chosen, skinny_gemm.Config) else None
+    return skinny_gemm.linear(x, weight, epilogue=epilogue, scale=scale, config=config, **given)
 
 
 def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels.cuda import integer_gemm, skinny_gemm, stationary_gemm
+from sgla.kernels.cuda import integer_gemm, stationary_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import OTHER, Work
@@ -45,24 +45,10 @@ def few(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _few, made, linear.results, linear.rows)]
 
 
-def _few(x: Tensor, weight: Integers, following: Node | None = None, **given: Any) -> Tensor:
-    x = x if x.stride(1) == 1 else x.contiguous()
-    if _stationary(x.shape[0], weight):
-        return stationary_gemm.linear(x, weight, **given)
-    if following is not None:
-        given["ahead"] = _first_of(x.shape[0], **following.given)
-    return integer_gemm.linear(x, weight, **given)
-
-
-def _stationary(m: int, weight: Integers) -> bool:
-    return stationary_gemm.refuses(m, weight.n, weight.k, weight.bits, weight.group) is None
-
-
-def _first_of(
-    m: int, weight: Integers, norm: Tensor | None, epilogue: int, **_: Any
-) -> skinny_gemm.Ahead | None:
-    """What a product of ``m`` rows reads first."""
-    return None if _stationary(m, weight) else integer_gemm.first_of(m, weight, norm is not None, epilogue)
+def _few(x: Tensor, weight: Integers, **given: Any) -> Tensor:
+    stationary = stationary_gemm.refuses(x.shape[0], weight.n, weight.k, weight.bits, weight.group) is None
+    kernel = stationary_gemm if stationary else integer_gemm
+    return kernel.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
 
 
 def many_refuses(work: Work, linear: Node) -> str | None:

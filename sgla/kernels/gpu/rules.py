@@ -179,5 +179,4 @@ def apply(record: Record, asked: Asked) -> Work:
         if not work.uses.get(node.results[0]):
             work.drop(node)
     delta.settle(work)
-    few.read_ahead(work)
     return work
