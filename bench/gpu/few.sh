@@ -4,13 +4,12 @@
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "chosen latents ...", of so many LAYERS; ONLY=1: not as they are.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests early sums layers states guesses together last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but sums, together and last)
+#   parts: tests early sums layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but sums, together and last)
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
 # with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
 with='import runpy, sys
-from sgla.attention import native
 from sgla.kernels.cuda import token_experts
 from sgla.kernels.gpu import seen
 from sgla.kernels.triton import latent, moe
@@ -44,15 +43,6 @@ for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash
             part "guesses, depth $depth" 30 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free \
                 --tokens 512 --repeat 3 --kv 2 --algorithm ngram --accept 0.8 --always --guesses 8,7,5 --extra "{\"depth\": $depth}"
         done
-        ;;
-    together) # 45 s: a slot's pages read once for rows that guess (native.py: TOGETHER)
-        verify="bench/step.py --model bench/models/qwen3-0.6b --batches 1 --guesses 15,11,7 --steps 30 --profile --prompts="
-        guess="bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 --kv 2 \
-            --algorithm ngram --accept 0.8 --always --guesses 15,7"
-        part verify 20 $verify
-        part verify-together 20 -c "$with" "native.TOGETHER = True" $verify
-        part "guesses together" 15 $guess --values "from sgla.attention import native; native.TOGETHER = True"
-        part "guesses alone" 15 $guess
         ;;
     last)  # 45 s
         part depth 18 bench/drafts.py --device cuda --alone --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 \

@@ -18,10 +18,6 @@
 // the kernel before, so the first tiles are loaded while it runs. (The kernels before that one have finished:
 // each lets its successor start only after it has itself waited.)
 //
-// RUN: rows of one slot, whose tokens follow each other, read the same pages. Of each RUN rows those of a
-// slot are taken together, as query heads that see their own tokens: the last of them has all of their tiles
-// in `cum`, the others none.
-//
 // CASCADE: the first `skip` tokens of a row were attended elsewhere, together with the rows that share them;
 // their partial results join the row's own when it is written.
 //
@@ -41,11 +37,8 @@
 #ifndef HD
 #define HD 128
 #endif
-#ifndef GROUP  // query heads of a part, of each of RUN rows: at most 8
+#ifndef GROUP  // query heads of a part, at most 8
 #define GROUP 4
-#endif
-#ifndef RUN
-#define RUN 1
 #endif
 // Parts of a kv head's query heads: a part is what is called a head here, and reads the pages itself.
 #ifndef SHARE
@@ -109,8 +102,7 @@ constexpr int MIN_TILES = 8;  // that a block takes at least
 // to merge.
 constexpr int MOST_PARTS = HD > 128 ? 32 : 1 << 16;
 constexpr int TILE = 16;
-constexpr int HEADS = GROUP / RUN;          // query heads of a part
-constexpr int ALL = HEADS * SHARE - LACK;  // query heads of a kv head
+constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
 constexpr bool BYTES = FP8 || INT8;         // of k and v
 constexpr int ELEMENT = BYTES ? 1 : 2;      // bytes
 constexpr int TOKEN_BYTES = HD * ELEMENT;
@@ -174,10 +166,10 @@ struct __align__(16) Unit { int row, head, tile, count, tiles, len, first, slot;
 
 // The first query head of a part, and how many it has.
 __device__ __forceinline__ int first_query(int head) {
-  return head * HEADS - (LACK ? head / SHARE * LACK : 0);
+  return head * GROUP - (LACK ? head / SHARE * LACK : 0);
 }
 __device__ __forceinline__ int queries_of(int head) {
-  return HEADS - (LACK && head % SHARE == SHARE - 1 ? LACK : 0);
+  return GROUP - (LACK && head % SHARE == SHARE - 1 ? LACK : 0);
 }
 
 // Barriers of a unit: it is announced, its query is ready, its tiles are attended to, its results are merged.
@@ -219,18 +211,6 @@ struct Memory {  // of a block
   }
 };
 
-// The number `i` of the GROUP queries of a unit: a head of a row, if there is one.
-struct Query {
-  int row, head;
-  bool live;
-  __device__ __forceinline__ Query(const Memory& memory, const Unit& x, int i) {
-    row = RUN > 1 ? x.row / RUN * RUN + i / HEADS : x.row;
-    head = first_query(x.head) + (RUN > 1 ? i % HEADS : i);
-    live = RUN > 1 ? i < GROUP && row <= x.row && memory.slot[row] == memory.slot[x.row]
-                   : i < queries_of(x.head);
-  }
-};
-
 // The list of all tiles, cut into equal shares.
 struct Shares {
   const int* cum;
@@ -239,7 +219,7 @@ struct Shares {
   // each pair.
   __device__ __forceinline__ Shares(const Params& p, const int* cum)
       : cum(cum), rows(p.rows), heads(p.kv_heads) {
-    pairs = (rows + RUN - 1) / RUN * heads, most = gridDim.x;
+    pairs = rows * heads, most = gridDim.x;
     const u32 n = (u32(pairs) + most - 1) / most;
     whole = (pairs + n - 1) / n, fit = u32(most) / pairs;
   }
@@ -514,8 +494,6 @@ __device__ __forceinline__ int turned_by(const Params& p, const Unit& x) {
 constexpr int PAIRS = HD / 64;
 static_assert(AT_ONCE <= STAGES && 32 % AT_ONCE == 0, "lanes wait for them, and fetch their scales");
 static_assert(!INT4 || INT8, "keys are in 8 bits");
-static_assert(RUN == 1 || (GROUP % RUN == 0 && SHARE == 1), "rows of a slot are heads of one part");
-static_assert(RUN == 1 || !(FUSED || CASCADE), "rows of a slot read what the others have stored");
 static_assert(!INT8 || (!CASCADE && (!FUSED || ROT == HD)), "of turned keys all dims are rotated");
 __device__ __forceinline__ bool rotated(int pair) { return ROT == HD || pair < ROT / 2; }
 __device__ __forceinline__ int k_dim(int pair, int half) {
@@ -734,9 +712,8 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
     const Unit x = memory.get(u);
     if (x.count == 0) return;
     unsigned char* to = memory.queries + u % QUERIES * Q_BYTES;
-    const Query query(memory, x, g);
-    const bf16* q = p.q + (long long)query.row * p.q_stride + query.head * HD;
-    const bool live = query.live;
+    const bf16* q = p.q + (long long)x.row * p.q_stride + (first_query(x.head) + g) * HD;
+    const bool live = g < queries_of(x.head);
     u32 qf[ACC][2];
     float scale = 1.f;
     if (FUSED) {
@@ -927,11 +904,6 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
     if (next < before + x.count) {
       const int oldest = p.window > 0 ? x.len - p.window : 0;
       const unsigned char* query = memory.queries + u % QUERIES * Q_BYTES;
-      int2 seen = {x.len, x.len};  // of heads 2t and 2t + 1
-      if (RUN > 1) {
-        const Query even(memory, x, 2 * t), odd(memory, x, 2 * t + 1);
-        seen = {even.live ? memory.len[even.row] : 0, odd.live ? memory.len[odd.row] : 0};
-      }
       u32 qf[ACC][2];
       memory.wait(PREPARED, u);
 #pragma unroll
@@ -982,7 +954,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
           if constexpr (INT8) y *= scales[g + j / 2 * 8];
           if (SOFTCAP) y = tanh_fast(y) * p.softcap;
           const int at_token = token + (j >= 2 ? 8 : 0);
-          s[j] = at_token < (j % 2 ? seen.y : seen.x) && at_token >= oldest ? y : NEG;
+          s[j] = at_token < x.len && at_token >= oldest ? y : NEG;
         }
         float n0 = fmaxf(s[0], s[2]), n1 = fmaxf(s[1], s[3]);
 #pragma unroll
@@ -1057,7 +1029,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
     float* result = memory.results + u % RESULTS * RESULT;
     if (g == 0)
       *reinterpret_cast<float4*>(result + WARPS * GROUP * PITCH + (warp * 8 + t * 2) * 2) = {m0, l0, m1, l1};
-    if (RUN > 1 || m0 != NEG) {  // the same in all lanes: some tile was its
+    if (m0 != NEG) {  // the same in all lanes: some tile was its
 #pragma unroll
       for (int i = 0; i < ACC; ++i)
 #pragma unroll
@@ -1066,8 +1038,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
           const int d = INT4    ? i / 2 * 32 + g * 4 + i % 2 * 2 + j / 2
                         : BYTES ? i * 16 + g * 2 + j / 2
                                 : i * 16 + g + j / 2 * 8;
-          if (head < GROUP && (RUN == 1 || (j & 1 ? m1 : m0) != NEG))
-            result[(warp * GROUP + head) * PITCH + d] = o[i][j];
+          if (head < GROUP) result[(warp * GROUP + head) * PITCH + d] = o[i][j];
         }
     }
     __syncwarp();
@@ -1194,16 +1165,16 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
       }
       if (CASCADE) join_prefixes();
     }
+    bf16* out = p.out + (long long)(x.row * (p.kv_heads / SHARE * ALL) + first_query(x.head)) * HD;
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-      const Query query(memory, x, place(j) / HD);
-      if (!query.live) continue;
+      if (place(j) >= queries_of(x.head) * HD) break;
       const Sum& sum = sums[j];
-      const float sink = p.sinks ? exp2_fast(p.sinks[query.head] * LOG2E - sum.m) : 0.f;
+      const float sink =
+          p.sinks ? exp2_fast(p.sinks[first_query(x.head) + place(j) / HD] * LOG2E - sum.m) : 0.f;
       const float f = (FP8 ? p.v_scale : 1.f) / (sum.l + sink);
-      bf16* out =
-          p.out + (long long)(query.row * (p.kv_heads / SHARE * ALL) + query.head) * HD + place(j) % HD;
-      *reinterpret_cast<uint2*>(out) = {pack2(sum.x.x * f, sum.x.y * f), pack2(sum.x.z * f, sum.x.w * f)};
+      *reinterpret_cast<uint2*>(out + place(j)) = {pack2(sum.x.x * f, sum.x.y * f),
+                                                   pack2(sum.x.z * f, sum.x.w * f)};
     }
   }
 }

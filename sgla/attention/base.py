@@ -114,8 +114,7 @@ class DeviceBatch(ForwardBatch):
     ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see
     ``kernels/cuda``), for window 0 without those that ``prefixes`` cover. ``turned``: ``positions``, which
     keys and queries are turned by, may be others than the numbers of the tokens. ``units``: what decode
-    attention that is cut into chunks has made of the lengths, with the first layer of the step. ``run``: of
-    so many decode rows, those of a slot follow each other, and for window 0 the last has the tiles of all.
+    attention that is cut into chunks has made of the lengths, with the first layer of the step.
     """
 
     decode_rows: int = 0
@@ -124,7 +123,6 @@ class DeviceBatch(ForwardBatch):
     prefixes: DevicePrefixes | None = None
     turned: bool = False
     units: Units | None = None
-    run: int = 1
 
 
 class Unusable(Exception):
@@ -145,7 +143,6 @@ class Backend(Protocol):
 
 class Decode(Backend, Protocol):
     cascades: bool  # honours ``DeviceBatch.prefixes``, which are given only then
-    run: int  # the most that ``DeviceBatch.run`` may be
 
     @property
     def fused(self) -> FusedDecode | None:
@@ -302,7 +299,7 @@ class _Backends(_Parts[B]):
 
 
 class DecodeByLayer(_Backends[Decode]):
-    cascades, fused, run = False, None, 1
+    cascades, fused = False, None
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         return self.of(q, kv).forward(q, kv, batch, scoring)

@@ -35,7 +35,7 @@ def refuses(shape: AttentionShape, device: Device) -> str | None:
 
 
 class ChunkedDecode:
-    name, captured, grows, cascades, fused, run = "chunked", True, False, False, None, 1
+    name, captured, grows, cascades, fused = "chunked", True, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._blocks = blocks_of(shape)

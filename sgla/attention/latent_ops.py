@@ -24,7 +24,7 @@ def refuses(shape: AttentionShape) -> str | None:
 
 
 class LatentDecode:
-    name, captured, grows, cascades, fused, run = "triton", True, False, False, None, 1
+    name, captured, grows, cascades, fused = "triton", True, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._device = device
@@ -51,7 +51,7 @@ class LatentDecode:
 
 
 class NativeLatentDecode:
-    name, captured, grows, cascades, fused, run = "native", True, False, False, None, 1
+    name, captured, grows, cascades, fused = "native", True, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._device = device

@@ -21,10 +21,6 @@ from sgla.kernels.triton.cascade import attend_prefixes
 TILE = decode_attention.TILE
 
 
-# Whether rows of a slot that guesses read its pages together. Off until a GPU has run it (bench/gpu/few.sh).
-TOGETHER = False
-
-
 class NativeDecode:
     name, captured, grows = "native", True, False
 
@@ -35,7 +31,6 @@ class NativeDecode:
         self._parts = cascade.workspace(shape)
         self._processors = device.multiprocessors
         self.cascades = shape.kv_dtype not in ("int8", "int4")
-        self.run = decode_attention.longest_run(shape.group) if TOGETHER else 1
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
@@ -77,7 +72,7 @@ class NativeDecode:
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             batch.cum[scoring.window],
             scoring.scale, scoring.window, scoring.softcap, projection, prefix, (kv.k_scale, kv.v_scale),
-            scoring.sinks, kv.scales, positions, 1 if scoring.window else batch.run,
+            scoring.sinks, kv.scales, positions,
         )  # fmt: skip
 
 

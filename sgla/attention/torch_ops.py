@@ -18,7 +18,7 @@ PAIRS = 1 << 22  # of a prompt's token and a place in its history
 
 
 class TorchDecode:
-    name, captured, grows, cascades, fused, run = "torch", False, True, False, None, 1
+    name, captured, grows, cascades, fused = "torch", False, True, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         pass

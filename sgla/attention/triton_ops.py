@@ -28,7 +28,7 @@ def refuses(shape: AttentionShape, device: Device) -> str | None:
 
 
 class TritonDecode:
-    name, captured, grows, cascades, fused, run = "triton", True, False, False, None, 1
+    name, captured, grows, cascades, fused = "triton", True, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._kv_heads, self._device = shape.kv_heads, device

@@ -202,9 +202,8 @@ class DeviceTables:
         cum: dict[int, Tensor],
         skip: Tensor | None = None,
         shift: int = 0,
-        run: int = 1,
     ) -> None:
-        """See ``kernels/triton/step.py``, for all cache groups; ``cum`` and ``run``: see ``DeviceBatch``.
+        """See ``kernels/triton/step.py``, for all cache groups; ``cum``: see ``DeviceBatch``.
         ``shift``: the ids are those of so many tokens further on."""
         left, tile = dict(cum), attention.TILE
         first = next(window for window in cum if window not in self.windows[1:])
@@ -213,7 +212,6 @@ class DeviceTables:
             step.prepare_decode(
                 slots, starts, self.tokens, table, ids, positions, kv_len, out_loc_of(out_loc, group),
                 left.pop(window), tile, window, None if group else skip, self.deltas, shift,
-                1 if window else run,
             )  # fmt: skip
         for window, tiles in left.items():
             step.count_tiles(kv_len, tiles, tile, window)

@@ -233,11 +233,7 @@ class DecodeGraphs:
         prefixes = self._prefixes(size) if cascade else None
         ids, positions, out_loc = self._ids[:size], self._positions[:size], self._out_loc[..., :size]
         skip = prefixes.skip if prefixes is not None else None
-        decode = steps.attention.decode
-        # Rows that guess read what others of the same slot store.
-        alone = alone or steps.drafts is None or size == 1
-        run = 1 if alone or cascade else decode.run
-        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip, run=run)
+        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip)
         batch = tables.batch(
             slots,
             ids,
@@ -250,9 +246,11 @@ class DecodeGraphs:
             cum=cum,
             prefixes=prefixes,
             states=self._device_states(units),
-            run=run,
         )
-        # The prefixes' kernel wants q before the decode kernel would make it.
+        decode = steps.attention.decode
+        # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
+        # others of the same slot store.
+        alone = alone or steps.drafts is None or size == 1
         fused = decode.fused if alone and not cascade else None
         if not steps.shard.samples:
             steps.forward.hidden(batch, None, fused)

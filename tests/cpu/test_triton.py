@@ -404,19 +404,6 @@ def test_prepare_decode_and_pages() -> None:
     assert cum.tolist() == [0, 2, 4, 4]
 
 
-def test_tiles_of_rows_that_are_taken_together() -> None:
-    """Of three rows each, the last one of a slot has those of all; a padding row has none."""
-    slots = torch.tensor([1, 1, 1, 1, 2, 2, 0, 0, 0], dtype=torch.int32)
-    starts = torch.tensor([3, 4, 5, 6, 9, 10, 0, 0, -1], dtype=torch.int32)
-    table, cum = torch.zeros(3, 8, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
-    tokens = TokenTable(table, torch.zeros(3, dtype=torch.int32), 4)
-    tokens.resize(1)
-    step.prepare_decode(
-        slots, starts, tokens, table, *torch.zeros(4, 9, dtype=torch.int32), cum, tile=2, run=3
-    )
-    assert cum.diff().tolist() == [0, 0, 3, 4, 0, 6, 0, 1, 0]
-
-
 def draw(
     logits: torch.Tensor, temperature: float, seeds: list[int], position: int = 3, cut: bool = False, **shape
 ):

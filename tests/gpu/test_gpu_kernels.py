@@ -14,7 +14,6 @@ from sgla.attention import DeviceBatch, ExtendRows
 from sgla.attention.base import cut
 from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.kernels import ops
-from sgla.kernels.cuda import decode_attention
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.rehearsal import rehearsing
@@ -321,25 +320,6 @@ def test_scores_that_rise_with_places(heads: int, kv_heads: int, dim: int) -> No
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_heads_of_256(lengths: str, heads: int) -> None:
     test_decode("auto", lengths, heads, max(1, heads // 8), 256, 0, 0.0)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (9, 3, 64), (4, 2, 256)])
-@pytest.mark.parametrize(
-    "lengths", [[1, 2, 3], [700, 701, 702, 703, 704, 705, 706, 707], [9000, 9001, 9002, 17]]
-)
-def test_rows_of_a_slot_are_taken_together(heads: int, kv_heads: int, dim: int, lengths: list[int]) -> None:
-    """A slot with a row for each length, but for the last one, which is another's."""
-    run, scale = decode_attention.longest_run(heads // kv_heads), dim**-0.5
-    assert run > 1
-    q, kv, batch = paged([1] * len(lengths), lengths, heads, kv_heads, dim)
-    batch.slots[:-1] = batch.slots[-2]
-    expected = oracle(q, kv, batch, scale, 0, 0.0)
-    last = [r == len(lengths) - 1 or (r + 1) % run == 0 or r == len(lengths) - 2 for r in range(len(lengths))]
-    tiles = [-(-n // attention.TILE) * live for n, live in zip(lengths, last)]
-    batch.cum[0] = torch.tensor([0, *tiles]).cumsum(0).int().cuda()
-    batch.run = run
-    attend = backend("auto", batch, kv, heads, (0,), 0.0, scale)
-    assert relative(attend(q, kv, batch, Scoring(scale)), expected) < 1e-2
 
 
 @pytest.mark.parametrize("dim", [80, 96, 100, 112, 192, 512])

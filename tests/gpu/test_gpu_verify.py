@@ -19,7 +19,6 @@ from test_gpu_windows import MODEL as WINDOWS
 from test_gpu_windows import answers, run
 from tiny import make_core, submit
 
-from sgla.attention import native
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.messages import Control, Grammar, Submit, TokenLogprob
@@ -220,15 +219,6 @@ def test_kernels_of_bfloat16(settings: dict[str, Any], guesses: dict[str, Any]) 
             if request.rid in ("greedy", "prompt"):
                 brought = scored(plain, request.tokens + found[request.rid])[-len(found[request.rid]) :]
                 assert max(place.top[0][1] - place.logprob for place in brought) < NEAR
-
-
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}], ids=["bf16", "fp8"])
-def test_rows_of_a_slot_read_its_pages_together(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "TOGETHER", True)
-    assert make(**settings | GUESSING).steps.attention.decode.run > 1
-    test_kernels_of_bfloat16(settings, GUESSING)
 
 
 def scored(runner: Any, text: list[int]) -> list[TokenLogprob]:

@@ -155,7 +155,6 @@ def _kernel(
     kind: torch.dtype,
     rotated: int,
     turned: bool,
-    run: int,
 ) -> Kernel:
     """``kind``: of v; with uint8, two numbers a byte, k is int8."""
     int4 = kind == torch.uint8
@@ -163,14 +162,14 @@ def _kernel(
     scales = int8 * (1 + (head_dim // DIMS if int4 else 1))  # of a token
     token = head_dim * 3 // 2 if int4 else 2 * head_dim * kind.itemsize  # bytes of k and v
     query = head_dim * 16 + token + -(-scales // 4) * 16 + 32 * int8
-    result = cut.warps * (group.heads * run * (head_dim + 4) + 16) * 4
+    result = cut.warps * (group.heads * (head_dim + 4) + 16) * 4
     fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1)
     stage = TILE * (token + 4 * scales) + 16
     stages = (SHARED[cut.per_sm - 1] - 64 - fixed) // stage
     assert stages >= cut.warps
     defines = {
         "HD": head_dim,
-        "GROUP": group.heads * run,
+        "GROUP": group.heads,
         "SHARE": group.parts,
         "LACK": group.lack,
         "WARPS": cut.warps,
@@ -190,13 +189,7 @@ def _kernel(
     defines |= {"INT4": 1} if int4 else {}
     defines |= {"ROT": rotated} if rotated != head_dim else {}
     defines |= {"TURNED": 1} if turned else {}
-    defines |= {"RUN": run} if run > 1 else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
-
-
-def longest_run(group: int) -> int:
-    """Rows of a slot that are taken together as query heads, for so many of these: a power of two."""
-    return 1 << (GROUP // group).bit_length() - 1 if group <= GROUP else 1
 
 
 def default_cut(head_dim: int, pairs: int, dtype: torch.dtype) -> Cut:
@@ -229,9 +222,8 @@ class DecodeAttention:
         self.cut: Cut | None = None
         self._rows = -(-rows // 256) * 256
         blocks, shared = processors() * max(MANY.per_sm, FEW.per_sm), share(group)
-        queries = shared.heads * longest_run(group)
-        self._part = torch.empty(2 * blocks, queries, head_dim, device=device)
-        self._part_ml = torch.empty(2 * blocks, queries, 2, device=device)
+        self._part = torch.empty(2 * blocks, shared.heads, head_dim, device=device)
+        self._part_ml = torch.empty(2 * blocks, shared.heads, 2, device=device)
         self._count = torch.zeros(rows * kv_heads * shared.parts, dtype=torch.int32, device=device)
 
     def __call__(
@@ -252,7 +244,6 @@ class DecodeAttention:
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
-        run: int = 1,
     ) -> Tensor:
         """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq
         + 2 Hkv) * hd]`` as it comes from the linear layer, and the new token's k and v are written to the
@@ -261,9 +252,7 @@ class DecodeAttention:
         ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, e4m3 to be
         multiplied by ``kv_scales``, or integers with ``scales``; they lie as ``Arena`` lays them out: heads
         follow heads through all pages, and v is behind k. ``positions`` int32[R]: by which q and k of a
-        ``projection`` are rotated, where these are not ``kv_len - 1``. ``run``: of so many rows those of a
-        slot, each behind the one before, are taken together, and the last has all of their tiles in ``cum``;
-        without ``projection``, ``prefix`` and ``window``."""
+        ``projection`` are rotated, where these are not ``kv_len - 1``."""
         pages, page_size, kv_heads, dim = k.shape
         assert all(x.transpose(1, 2).is_contiguous() for x in (k, v))
         assert v.data_ptr() > k.data_ptr()
@@ -276,7 +265,6 @@ class DecodeAttention:
             assert rotates(projection.cos_sin.shape[1], dim)
             extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps
         assert prefix is None or not window
-        assert run == 1 or not (window or projection or prefix)
         assert scales is None or all(x.is_contiguous() for x in scales)
         tensors = (
             q,
@@ -310,8 +298,7 @@ class DecodeAttention:
             window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale,
         )  # fmt: skip
-        taken = -(-slots.shape[0] // run)
-        cut = self.cut or default_cut(dim, taken * kv_heads * group.parts, k.dtype)
+        cut = self.cut or default_cut(dim, slots.shape[0] * kv_heads * group.parts, k.dtype)
         kernel = _kernel(
             dim,
             group,
@@ -324,7 +311,6 @@ class DecodeAttention:
             v.dtype,
             dim if projection is None else projection.cos_sin.shape[1],
             positions is not None,
-            run,
         )
         kernel.launch(processors() * cut.per_sm, cut.threads, params)
         return out

@@ -29,7 +29,7 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
 def _prepare_decode(
     slots, starts, tokens, pages, stride, held, page_size, base, page_table, table_stride, ids, positions,
     kv_len, out_loc, cum, skip, deltas, rows, window,
-    SHIFT: tl.constexpr, HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+    SHIFT: tl.constexpr, HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _begin_early(PDL)
@@ -56,11 +56,6 @@ def _prepare_decode(
         tiles -= tl.where(length > window, (length - window) // TILE, 0)
     if HAS_SKIP:
         tiles -= tl.load(skip + r, mask=live, other=0) // TILE
-    if RUN > 1:  # the last of a slot's has them for those before
-        other = live & ((r + 1) % RUN > 0) & (r + 1 < rows)
-        follows = tl.load(starts + r + 1, mask=other, other=-1) >= 0
-        follows &= tl.load(slots + r + 1, mask=other, other=-1) == slot
-        tiles = tl.where(follows, 0, tiles)
     tl.store(cum + 1 + r, tl.cumsum(tiles, 0), mask=live)
 
 
@@ -100,20 +95,18 @@ def prepare_decode(
     skip: Tensor | None = None,
     deltas: Tensor | None = None,
     shift: int = 0,
-    run: int = 1,
 ) -> None:
     """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which
     gets ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row,
     ``cum[0]`` is 0. ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding).
     ``deltas`` int32[slots]: by how much ``positions`` are more than the numbers of tokens. ``page_table``: of
-    the cache group that ``out_loc`` is for. ``shift``: the ids are those of so many tokens further on.
-    ``run``: of so many rows, those of a slot are counted as the last of them."""
+    the cache group that ``out_loc`` is for. ``shift``: the ids are those of so many tokens further on."""
     rows, least = slots.shape[0], 32  # few variants to compile
     _prepare_decode[(1,)](
         slots, starts, *tokens.arguments, page_table, page_table.stride(0),
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum,
         deltas if deltas is not None else cum, rows, window, SHIFT=shift,
-        HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile, RUN=run,
+        HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile,
         BLOCK=max(least, next_power_of_2(rows)), num_warps=4, **_pdl(),
     )  # fmt: skip
 
