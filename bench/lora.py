@@ -184,9 +184,9 @@ def main() -> None:
         nbytes = write_adapter(folder, config, args.rank, modules)
         count = args.loaded if "crowd" in parts else ROWS + 8
         room = {"enable_lora": True, "max_loras": ROWS, "max_lora_rank": args.rank, "max_cpu_loras": 4096}
-        many = {"executor": "inline", "max_running_requests": ROWS, "max_loras": 2 * ROWS}
-        where = many if "crowd" in parts else {}
-        bench = Bench(args, lora_target_modules=list(modules), **room | where)
+        room |= {"max_running_requests": ROWS}
+        many = {"executor": "inline", "max_loras": 2 * ROWS}
+        bench = Bench(args, lora_target_modules=list(modules), **room | (many if "crowd" in parts else {}))
         begun = time.perf_counter()
         for i in range(count):
             bench.engine.load_lora_adapter(f"a{i}", str(folder))

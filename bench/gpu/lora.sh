@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Adapters (LoRA) on one H200, in the repository's root with OUT set: no network, random weights. At most 150 s:
-#   OUT=... bash bench/gpu/lora.sh [attention] [all] [crowd]; apart `... cold` (40 s) and `... tests` (110 s):
+#   OUT=... bash bench/gpu/lora.sh [attention] [all] [crowd]; apart `... cold` (60 s) and `... tests` (110 s):
 #   kernels against torch's body, rows of many adapters as each alone (tests/gpu/test_gpu_lora.py)
 #   1. decode steps of Qwen3-8B, 64 rows: base, one adapter, four, 64 different ones, on q, k, v, o and on all linears;
 #      kernels of a layer in order; other sizes of tiles (goals: 1 <= 5 %, 64 <= 12 %, all linears <= 28 % above base)
@@ -23,7 +23,7 @@ for each in ${*:-attention all crowd}; do
   attention) part attention 78 $PY bench/gpu_lora.py --model "$MODEL" --timeline --sweep "${SWEEP:-44}" ;;
   all) part all 35 $PY bench/gpu_lora.py --model "$MODEL" --modules all --timeline ;;
   crowd) part crowd 60 $PY bench/lora.py --model "$MODEL" --parts crowd --loaded 2000 ;;
-  cold) part cold 40 $PY bench/lora.py --model "$MODEL" --parts cold --modules all --rank 20 ;;
+  cold) part cold 60 $PY bench/lora.py --model "$MODEL" --parts cold --modules all --rank 20 ;;
   tests) part tests 110 $PY -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_lora.py --durations=5 ;;
   esac
 done

@@ -19,7 +19,7 @@ from sgla.kernels.triton import elementwise, lora
 NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
-BESIDE = True  # what adapters do stands behind the layer (bench/gpu/lora.sh: before it costs 3 to 8 % more)
+BESIDE = True  # what adapters do stands behind the layer (before it costs 3 to 8 % more: bench/gpu_lora.py)
 SENT = 64  # rows up to which tiles send what they make to other ranks (bench/allreduce.py --layers)
 
 
