@@ -15,15 +15,11 @@
 #ifndef ROTATED
 #define ROTATED 64
 #endif
-#ifndef EARLY
-#define EARLY 0
-#endif
 
 constexpr int TOKENS = 64, PIECE = 16;  // of a stage, and of a copy
 constexpr int TILES = (CONTENT + ROTATED) / 64, VALUES = CONTENT / 64, STAGES = 2;
 constexpr int TILE = TOKENS * 128, KEYS = TILES * TILE, Q_TILE = HEADS * 128;  // bytes
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 32, COLUMNS = HEADS / 4;  // heads of a lane
-constexpr int ROWS = 64;  // of a slot, at most, in one step
 constexpr float NEVER = -1e30f;
 
 struct Params {
@@ -68,64 +64,30 @@ struct Shared {
 };
 
 struct Share {
-  int row, head, split, begin, end, length;
+  int row, head, split, begin, end;
   __device__ __forceinline__ explicit Share(const Params& p) {
     const int blocks = (p.heads + HEADS - 1) / HEADS;
     split = blockIdx.x % p.splits;
     head = blockIdx.x / p.splits % blocks * HEADS;
     row = blockIdx.x / p.splits / blocks;
-    length = p.kv_len[row];
+    const int length = p.kv_len[row];
     const int share = ((length + p.splits - 1) / p.splits + PIECE - 1) / PIECE * PIECE;
     begin = min(split * share, length);
     end = min(begin + share, length);
   }
 };
 
-// The first token that the kernel before may have to store: those of this row are new, and those of rows in
-// front of it that have the same slot.
-__device__ __forceinline__ int fresh_from(const Params& p, const Share& share) {
-  if (!EARLY) return share.begin;
-  const int slot = p.slots[share.row];
-  int least = share.length;
-  for (int back = threadIdx.x % 32; back < ROWS && back <= share.row; back += 32) {
-    const int length = p.kv_len[share.row - back];
-    if (length > 0 && p.slots[share.row - back] == slot) least = min(least, length);
-  }
-  return __reduce_min_sync(~0u, least) - 1;
-}
-
 __device__ __forceinline__ void load(const Params& p, const Shared& shared, const Share& share) {
   const int lane = threadIdx.x % 32;
   const int* pages = p.page_table + (long long)p.slots[share.row] * p.table_stride;
-  const auto page_of = [&](int from) {  // of this lane's piece
+  const auto page_of = [&](int from) {
     const int token = from + lane * PIECE;
     return lane < TOKENS / PIECE && token < share.end ? pages[token / p.page_size] : 0;
   };
-  const auto pieces_of = [&](int from) {
-    return min(TOKENS / PIECE, (share.end - from + PIECE - 1) / PIECE);
-  };
-  const auto expect = [&](int from, int stage) {
-    if (lane == 0) barrier_expect(shared.full + stage * 8, pieces_of(from) * TILES * (PIECE * 128));
-  };
-  const auto copy = [&](int from, int stage, int page, int first, int last) {
-    for (int piece = first; piece < last; ++piece) {
-      const int at = __shfl_sync(~0u, page, piece), token = (from + piece * PIECE) % p.page_size;
-      if (lane == 0)  // one lane copies: each of several would do so in its turn
-        for (int i = 0; i < TILES; ++i)
-          copy_3d(shared.keys + stage * KEYS + i * TILE + piece * (PIECE * 128), p.k, shared.full + stage * 8,
-                  i * 64, token, at);
-    }
-  };
-  if (share.begin >= share.end) return;
-  const int fresh = fresh_from(p, share), ready = share.begin + STAGES * TOKENS;
-  const auto stored_of = [&](int from) { return min(max((fresh - from) / PIECE, 0), pieces_of(from)); };
-  int page = page_of(share.begin);
-  for (int from = share.begin, stage = 0; from < min(share.end, ready); from += TOKENS, ++stage) {
-    expect(from, stage);
-    copy(from, stage, stage ? page_of(from) : page, 0, stored_of(from));
-  }
+  int page = page_of(share.begin);  // of this lane's piece
   pdl_wait();
-  if (lane == 0) {
+  if (share.begin >= share.end) return;
+  if (lane == 0) {  // one lane copies: each of several would do so in its turn
     barrier_expect(shared.q_full, TILES * Q_TILE);
     for (int i = 0; i < TILES; ++i)
       copy_3d(shared.q + i * Q_TILE, p.q, shared.q_full, i * 64, share.head, share.row);
@@ -134,11 +96,16 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
   Slot<STAGES> slot;
   for (int from = share.begin; from < share.end; from += TOKENS, slot.next()) {
     const int next = page_of(from + TOKENS);
-    if (from >= ready) {
-      barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
-      expect(from, slot.stage);
+    const int pieces = min(TOKENS / PIECE, (share.end - from + PIECE - 1) / PIECE);
+    barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
+    const u32 full = shared.full + slot.stage * 8, to = shared.keys + slot.stage * KEYS;
+    if (lane == 0) barrier_expect(full, pieces * TILES * (PIECE * 128));
+    for (int piece = 0; piece < pieces; ++piece) {
+      const int at = __shfl_sync(~0u, page, piece), token = (from + piece * PIECE) % p.page_size;
+      if (lane == 0)
+        for (int i = 0; i < TILES; ++i)
+          copy_3d(to + i * TILE + piece * (PIECE * 128), p.k, full, i * 64, token, at);
     }
-    copy(from, slot.stage, page, from < ready ? stored_of(from) : 0, pieces_of(from));
     page = next;
   }
 }

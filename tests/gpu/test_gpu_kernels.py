@@ -17,7 +17,6 @@ from sgla.kernels import ops
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.rehearsal import rehearsing
-from sgla.kernels.triton import latent
 from sgla.model import alibi_spec
 
 pytest.importorskip("triton")
@@ -184,12 +183,8 @@ def test_decode(
 @pytest.mark.parametrize("name", ["auto", "triton"])
 @pytest.mark.parametrize(("heads", "content"), [(3, 512), (16, 512), (20, 512), (40, 256)])
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("early", [False, True])
-def test_decode_over_latents(
-    monkeypatch: pytest.MonkeyPatch, early: bool, lengths: str, heads: int, content: int, name: str
-) -> None:
+def test_decode_over_latents(lengths: str, heads: int, content: int, name: str) -> None:
     """Of rows without a history nothing is seen."""
-    monkeypatch.setattr(latent, "EARLY", early)
     kv_lens = [*LENGTHS[lengths], 0]
     width, scale = content + 64, 0.06
     q, kv, batch = paged([1] * len(kv_lens), kv_lens, heads, 1, width)

@@ -55,10 +55,10 @@ def splits_for(rows: int, heads: int, processors: int) -> int:
 
 
 @cache
-def _kernel(heads: int, content: int, rotated: int, early: bool) -> Kernel:
+def _kernel(heads: int, content: int, rotated: int) -> Kernel:
     width = content + rotated
     shared = 2 * width * (STAGES * TOKENS + heads) + heads * 128 + 32 * heads + 16 * STAGES + 8 + 1024
-    defines = {"HEADS": heads, "CONTENT": content, "ROTATED": rotated, "EARLY": int(early)}
+    defines = {"HEADS": heads, "CONTENT": content, "ROTATED": rotated}
     return Kernel("latent_attention.cu", "latent_attention", defines, shared)
 
 
@@ -88,7 +88,7 @@ def decode(
         page_table.data_ptr(), slots.data_ptr(), kv_len.data_ptr(), out.data_ptr(), part.data_ptr(),
         part_ml.data_ptr(), page_table.stride(0), page_size, heads, splits, scale * LOG2E,
     )  # fmt: skip
-    _kernel(own, content, dim - content, latent.EARLY).launch(rows * -(-heads // own) * splits, 160, params)
+    _kernel(own, content, dim - content).launch(rows * -(-heads // own) * splits, 160, params)
     if splits > 1 and v_up is not None and rows == len(q):
         return latent.joined_values(part, part_ml, v_up, rows)
     if splits > 1:

@@ -18,10 +18,6 @@ from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
 from sgla.kernels.triton.common import _begin, _pdl, _saturate, cdiv, next_power_of_2
 
 MOST_HEADS = 64  # of a decode row that one program serves
-# Whether decode rows read what earlier steps have stored, and what comes behind attention its weights, before
-# the kernels ahead are through. Off until a whole step has been timed with it: its first version read where
-# it must not, and nobody has said why.
-EARLY = False
 JOINED = 64  # values of a program that joins shares, too
 
 
@@ -96,11 +92,9 @@ def _decode(
 @triton.jit
 def _merge(
     part, part_ml, out, splits, k_scale, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BC values of the content that a head of a row has seen, of all shares of its history."""
-    if EARLY and PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     _begin(PDL)
     head = tl.program_id(0).to(tl.int64)
     c, split = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, SPLITS)
@@ -196,12 +190,10 @@ def _queries(
     s_page, s_token, page_size,
     NOPE: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr,
     HALF_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, FP8: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: of BM tokens BN values of one head's content, or behind these the rotated ones; of the
     head that is one too many, BL of their latents."""
-    if EARLY and PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     block, head, tile = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
     token = (block + tl.arange(0, BM)).to(tl.int64)
     live = token < tokens
@@ -307,7 +299,7 @@ def queries(
         NB=max(16, next_power_of_2(nope)), C=content, CB=next_power_of_2(content),
         HALF=rot // 2, HALF_B=next_power_of_2(rot // 2), BM=m, BN=64,
         BL=next_power_of_2(cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn,
-        EARLY=EARLY, num_warps=4, **_pdl(),
+        num_warps=4, **_pdl(),
     )  # fmt: skip
     return out
 
@@ -384,7 +376,7 @@ def merge(part: Tensor, part_ml: Tensor, out: Tensor, count: int, k_scale: float
     shares = next_power_of_2(splits)
     own = min(padded(content), max(128, 2048 // shares))
     _merge[(count, cdiv(content, own))](
-        part, part_ml, out, splits, k_scale, C=content, BC=own, SPLITS=shares, EARLY=EARLY, num_warps=4,
+        part, part_ml, out, splits, k_scale, C=content, BC=own, SPLITS=shares, num_warps=4,
         **_pdl(),
     )  # fmt: skip
 
