@@ -271,11 +271,11 @@ def few(model: str, fp8: bool) -> None:
 
 
 LAYERS = 5  # of a chain, whose experts are all in memory
-VARIANTS: dict[str, tuple[int, Few | None, bool]] = {  # EARLY, a cut, CHOOSES
-    "as it is": (moe.EARLY, None, token_experts.CHOOSES),
-    "late": (0, None, False),
-    "one tile": (2, Few(), False),
-    "choosing": (2, None, True),
+VARIANTS: dict[str, tuple[int, Few | None, str | None]] = {  # EARLY, a cut, what CUDA kernels refuse with
+    "as it is": (moe.EARLY, None, None),
+    "by Triton": (2, None, "no"),
+    "by Triton, late": (0, None, "no"),
+    "by Triton, one tile": (2, Few(), "no"),
 }
 
 
@@ -307,7 +307,7 @@ def layers(model: str, fp8: bool) -> None:
     norm = torch.ones(d, device="cuda")
     correction = torch.zeros(moe_spec.experts, device="cuda") if routing.score == "sigmoid" else None
     biases = ops.Biases(correction=correction)
-    kept = moe.EARLY, moe.few_cuts, token_experts.CHOOSES
+    kept = moe.EARLY, moe.few_cuts, token_experts.refuses
     for tokens in (1, 2):
         seen = torch.randn(tokens, heads, dtype=BF16, device="cuda")
         stream = torch.randn(tokens, d, dtype=BF16, device="cuda")
@@ -320,7 +320,8 @@ def layers(model: str, fp8: bool) -> None:
 
         size = 1 if fp8 else 2
         read = tokens * (routing.top_k + parts) * 3 * f * d * size + 2 * d * (heads + count)
-        for name, (early, cut, token_experts.CHOOSES) in VARIANTS.items():
+        for name, (early, cut, why) in VARIANTS.items():
+            token_experts.refuses = kept[2] if why is None else lambda *_, why=why: why
             moe.EARLY, moe.few_cuts = early, kept[1] if cut is None else lambda *_, cut=cut: cut
             stream.normal_()
             us = time_us([lambda each=each: body(each) for each in chain * 3], repeats=15)  # type: ignore[misc]
@@ -333,7 +334,7 @@ def layers(model: str, fp8: bool) -> None:
                 us=round(us, 2),
                 floor_us=round(read / 4.34e6, 2),
             )
-    moe.EARLY, moe.few_cuts, token_experts.CHOOSES = kept
+    moe.EARLY, moe.few_cuts, token_experts.refuses = kept
 
 
 def decode(model: str) -> None:

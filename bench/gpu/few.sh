@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One and two rows of mixtures and of models with latent attention on one H200: tests of what is new for them, layers in a chain with each
-# way to cut and to start, and steps with what is off (CHOOSES of token_experts.py, SERVES of seen.py) and without what is new (EARLY of moe.py); a
+# way to cut and to start, and steps without what starts early (EARLY of moe.py) and with Triton's kernels for experts of few tokens; a
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
-# was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "chosen ...", of so many LAYERS; ONLY=1: not as they are.
+# was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "before triton", of so many LAYERS; ONLY=1: not as they are.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
 #   parts: tests early sums layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but sums, together and last)
 set -uo pipefail
@@ -11,15 +11,12 @@ LIMIT=${LIMIT:-500}
 # with VALUES SCRIPT ARGUMENTS...: a script with other values of constants.
 with='import runpy, sys
 from sgla.kernels.cuda import token_experts
-from sgla.kernels.gpu import seen
 from sgla.kernels.triton import moe
 exec(sys.argv[1])
 sys.path[0], sys.argv = "bench", sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")'
 before='moe.EARLY, moe.few_cuts = 0, lambda *_: moe.Few()'
-chosen='token_experts.CHOOSES = True'
-joined='seen.SERVES = True'
-off="$chosen; $joined"
+triton='token_experts.refuses = lambda *_: "no"'
 
 for each in ${*:-tests early layers states guesses qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite}; do
     case $each in
@@ -64,7 +61,7 @@ json.dump(whole, open(sys.argv[3], "w"))' "bench/models/$each/config.json" "$LAY
         fi
         given="bench/step.py --model $model --batches 1,2 --profile --prompts 0+64"
         [ "${ONLY:-}" ] || part "$each" 60 $given
-        for more in ${WITH:-before chosen joined off}; do
+        for more in ${WITH:-before triton}; do
             part "$each-$more" 60 -c "$with" "${!more}" $given
         done
         ;;

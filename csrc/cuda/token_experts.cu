@@ -32,21 +32,6 @@
 #ifndef COMMON  // of them, the last ones, which every token has; they are the last of all
 #define COMMON 0
 #endif
-#ifndef CHOICE  // experts of one token are chosen here, by its logits: 1: a softmax; 2: the sigmoid of each
-#define CHOICE 0
-#endif
-#ifndef EXPERTS  // to choose from, at most 1024
-#define EXPERTS 256
-#endif
-#ifndef CORRECTION  // the sigmoids are corrected while experts are chosen
-#define CORRECTION 0
-#endif
-#ifndef NORMALIZE  // weights of the chosen experts are divided by their sum
-#define NORMALIZE 0
-#endif
-#ifndef GATED  // the weight of common experts is the sigmoid of the logit behind the others
-#define GATED 0
-#endif
 #ifndef GELU
 #define GELU 0
 #endif
@@ -60,24 +45,13 @@ constexpr int CHOSEN = TOP_K - COMMON;
 constexpr int PIECES = DOWN ? TOP_K : 2;  // of an output (or of ROWS), each of which fills a stage
 
 struct Params {
-  const bf16* x;  // [tokens, WIDTH]; DOWN: [pairs, WIDTH]
-  const float* p;  // [pairs], of the chosen experts
-  // Read before the wait of down, when the L1 cache may have what was there before.
-  const volatile int* ids;       // [pairs]
-  const volatile float* logits;  // CHOICE: [EXPERTS + GATED]
-  const float* correction;       // [EXPERTS]
-  const bf16* w;   // [experts * 2 OUTPUTS, WIDTH], gate then up; DOWN: [experts * OUTPUTS, WIDTH]
+  const bf16* x;            // [tokens, WIDTH]; DOWN: [pairs, WIDTH]
+  const float* p;           // [pairs], of the chosen experts
+  const volatile int* ids;  // [pairs]; down reads them before its wait, when the L1 cache may have older ones
+  const bf16* w;            // [experts * 2 OUTPUTS, WIDTH], gate then up; DOWN: [experts * OUTPUTS, WIDTH]
   bf16* out;
   int tokens, experts;
-  float least, scale;  // the smallest sum to divide by, and what weights are multiplied by then
 };
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + exp2_fast(-1.442695041f * x)); }
-// In the order of floats, and above 0.
-__device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x + 0.f);  // of -0 as of 0
-  return bits ^ (bits >> 31 ? ~0u : 0x80000000u);
-}
 
 __device__ __forceinline__ float dot(u32 w, u32 x, int lane) {
   float sum = 0.f;
@@ -96,55 +70,8 @@ __device__ __forceinline__ float sum_of_warp(float v) {
   for (int d = 1; d < 32; d *= 2) v += __shfl_xor_sync(~0u, v, d);
   return v;
 }
-// Chooses the experts of a token, the best one first; equal ones go to the lower number.
-struct Choice {
-  static constexpr int EACH = (EXPERTS + 31) / 32;
-  u32 scores[EACH];  // of the experts from EACH * lane on; 0: chosen, or none
-
-  __device__ __forceinline__ void load(const Params& p, int lane) {
-    float v[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const int e = lane * EACH + i;
-      v[i] = e < EXPERTS ? p.logits[e] : 0.f;
-      if (CORRECTION) v[i] = sigmoid(v[i]) + (e < EXPERTS ? p.correction[e] : 0.f);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) scores[i] = lane * EACH + i < EXPERTS ? max(ordered(v[i]), 1u) : 0u;
-  }
-  __device__ __forceinline__ int next(int lane) {
-    u32 most = scores[0];
-#pragma unroll
-    for (int i = 1; i < EACH; ++i) most = max(most, scores[i]);
-    const u32 best = __reduce_max_sync(~0u, most);
-    const int owner = __ffs(__ballot_sync(~0u, most == best)) - 1;
-    int at = 0;
-    bool found = lane != owner;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-      if (!found && scores[i] == best) found = true, at = lane * EACH + i, scores[i] = 0;
-    return __shfl_sync(~0u, at, owner);
-  }
-};
 // How many of ``all`` the blocks before this one have.
 __device__ __forceinline__ int before(int all, int block) { return int(u32(all) * u32(block) / gridDim.x); }
-
-// Of the pair ``lane`` with the expert ``id``.
-__device__ __forceinline__ float weight(const Params& p, int id, int lane) {
-  const bool own = lane < CHOSEN;
-  const float logit = own ? p.logits[id] : -__int_as_float(0x7f800000);
-  float y = own ? sigmoid(logit) : 0.f;
-  if (CHOICE == 1) {
-    const float top = __shfl_sync(~0u, logit, 0);
-    y = exp2_fast(1.442695041f * (logit - top));
-    float all = 0.f;
-    for (int e = lane; !NORMALIZE && e < EXPERTS; e += 32)
-      all += exp2_fast(1.442695041f * (p.logits[e] - top));
-    if (!NORMALIZE) y /= sum_of_warp(all);
-  }
-  if (NORMALIZE) y /= fmaxf(sum_of_warp(y), p.least);
-  return own ? y * p.scale : GATED ? sigmoid(p.logits[EXPERTS]) : 1.f;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -179,12 +106,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
     }
   };
   int id = 0;  // of the pair ``lane``
-  // The pair of a piece.
-  auto expert_of = [&](int piece) {
-    int pair, row;
-    find(piece / PIECES, pair, row);
-    return DOWN ? pair + piece % PIECES : pair;
-  };
   const u64 policy = policy_once();
   int asked = 0, to = 0;  // pieces, and the next one's stage
   auto load = [&]() {
@@ -201,25 +122,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
     to = to + 1 == STAGES ? 0 : to + 1;
   };
 
-  // Who is chosen; what the first stages need is asked for as soon as it is known.
-  auto choose = [&]() {
-    const int place = lane % TOP_K, last = min(STAGES, pieces);
-    if (place >= CHOSEN) id = p.experts - TOP_K + place;
-    if (CHOICE) {
-      Choice choice;
-      choice.load(p, lane);
-      for (int j = 0; j < CHOSEN; ++j) {
-        const int best = choice.next(lane);
-        if (lane == j) id = best;
-        while (asked < last && expert_of(asked) <= j) load();
-      }
-    } else if (lane < p.tokens * TOP_K && place < CHOSEN) {
-      id = p.ids[lane];
-    }
+  auto find_experts = [&]() {
+    const int place = lane % TOP_K;
+    if (lane < p.tokens * TOP_K) id = place < CHOSEN ? p.ids[lane] : p.experts - TOP_K + place;
   };
-
   if (DOWN) {
-    choose();
+    find_experts();
     while (asked < min(STAGES, pieces)) load();
   } else if (COMMON) {
     id = p.experts - TOP_K + lane % TOP_K;
@@ -228,12 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
   }
   pdl_wait();
   pdl_launch();
-  if (!DOWN) choose();
-  float factor = 0.f;  // of the pair ``lane``
-  if (!DOWN && CHOICE)
-    factor = weight(p, id, lane);
-  else if (!DOWN && lane < p.tokens * TOP_K)
-    factor = p.p[lane];
+  if (!DOWN) find_experts();
+  const float factor = !DOWN && lane < p.tokens * TOP_K ? p.p[lane] : 0.f;  // of the pair ``lane``
   const int all_x = (DOWN ? p.tokens * TOP_K : p.tokens) * WIDTH;
   constexpr int AT_ONCE = 4;
   for (int begin = 0; begin < all_x; begin += AT_ONCE * THREADS * 8) {

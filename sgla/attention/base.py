@@ -246,14 +246,6 @@ class Attention:
         self.extend.forward(q[n:], kv, batch, scoring, out[n:])
         return out
 
-    def values(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, v_up: Tensor
-    ) -> Tensor | None:
-        """``ops.latent_values`` of what decode rows see, if their kernel makes these and there are no
-        others."""
-        make = getattr(self.decode, "values", None)
-        return None if make is None or batch.extend is not None else make(q, kv, batch, scoring, v_up)
-
 
 class InGraph(NamedTuple):
     """Attention of a captured step, whose prompts lie on the device as ``tiles`` int32[n, 4] (``cut``)."""

@@ -65,12 +65,6 @@ class NativeLatentDecode:
         )
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
-        return self.values(q, kv, batch, scoring, None)
-
-    def values(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, v_up: Tensor | None
-    ) -> Tensor:
-        """What ``v_up`` makes of what heads see, if it is given."""
         n, heads = batch.decode_rows, q.shape[1] // kv.k.shape[3]
         return latent_attention.decode(
             q,
@@ -81,7 +75,6 @@ class NativeLatentDecode:
             batch.kv_len[:n],
             scoring.scale,
             latent_attention.splits_for(n, heads, self._device.multiprocessors),
-            v_up,
         )
 
 

@@ -18,11 +18,6 @@ class ExpertCounts:
         self.chosen: list[Tensor] | None = None
         self._numbers: Tensor | None = None  # int64[experts + 1], where the ids are; the first are of nobody
 
-    @property
-    def asks(self) -> bool:
-        """Whether ``add`` does anything."""
-        return self.active or self.chosen is not None
-
     def add(self, ids: Tensor) -> None:
         """ids int[T, top_k or more]; those beyond the experts are of shared ones, which are not counted."""
         if self.chosen is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -29,7 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import rewrite, rules, seen, tiles, whole_step
+from sgla.kernels.gpu import rewrite, rules, tiles, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -190,29 +189,6 @@ STATES: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4},
     "JambaForCausalLM": {"model_type": "jamba", "num_experts": 4},
 }
-
-
-class Joining(Oracle):
-    """The values behind it, too."""
-
-    made = 0
-
-    def values(self, q: Tensor, kv: Any, batch: Any, scoring: ops.Scoring, v_up: Tensor) -> Tensor:
-        self.made += 1
-        return ops.latent_values.body(self(q, kv, batch, scoring), v_up)
-
-
-@needs_interpreter
-def test_what_heads_make_of_shares_joins_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where attention does not say that it makes these, they are made behind it."""
-    driver, batches = prepare("DeepseekV3ForCausalLM", None)
-    expected = recorded(driver, batches[1])
-    monkeypatch.setattr(seen, "SERVES", True)
-    torch.testing.assert_close(recorded(driver, batches[1]), expected)
-    joining = Joining()
-    monkeypatch.setattr(sys.modules[__name__], "attend", joining)
-    torch.testing.assert_close(recorded(driver, batches[1]), expected)
-    assert joining.made == 1
 
 
 def tensors_of(node: Any) -> list[Tensor]:

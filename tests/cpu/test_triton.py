@@ -371,15 +371,6 @@ def test_latent_queries_and_values(heads: int, nope: int, value: int, content: i
         seen = torch.randn(tokens, heads * content)
         made = ops.latent_values.body(seen, v_up)
         torch.testing.assert_close(latent.values(seen, v_up), made, rtol=1e-4, atol=1e-4)
-        if tokens > 3:
-            continue
-        part, ml = torch.randn(tokens * heads * 5, content), torch.rand(tokens * heads * 5, 2)
-        part[::5], ml[::5] = torch.nan, torch.tensor([-1e30, 0.0])  # shares that have seen nothing
-        weight = ml[:, :1].exp2() * (ml[:, 1:] > 0)
-        joined = torch.where(weight > 0, part * weight, 0.0).view(-1, 5, content).sum(1)
-        joined /= (weight * ml[:, 1:]).view(-1, 5, 1).sum(1)
-        made = ops.latent_values.body(joined.view(tokens, -1), v_up)
-        torch.testing.assert_close(latent.joined_values(part, ml, v_up, tokens), made, rtol=1e-4, atol=1e-4)
 
 
 def test_prepare_decode_and_pages() -> None:

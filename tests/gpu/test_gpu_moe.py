@@ -24,7 +24,7 @@ from test_gpu_runner import (
 from sgla.kernels import ops
 from sgla.kernels.cuda import experts as native
 from sgla.kernels.cuda import grouped_gemm, router, token_experts
-from sgla.kernels.gpu import mixture, seen
+from sgla.kernels.gpu import mixture
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import elementwise, moe
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
@@ -193,20 +193,13 @@ def test_experts_of_few_tokens_in_a_chain_of_layers(
     for tokens in (1, 2):
         begin = torch.randn(tokens, d, dtype=BF16, device="cuda")
         expected = ops.moe(ops.rms_norm(begin, norm, 1e-6).float(), *layers[0], routing, "silu")
-        for early, refused, chooses in (
-            (0, "no", False),
-            (2, "no", False),
-            (2, None, False),
-            (2, None, True),
-        ):
+        for early, refused in ((0, "no"), (2, "no"), (2, None)):
             monkeypatch.setattr(moe, "EARLY", early)
             monkeypatch.setattr(token_experts, "refuses", lambda *_, refused=refused: refused)
-            monkeypatch.setattr(token_experts, "CHOOSES", chooses)
             found = mixture.run(begin, (norm, 1e-6), *layers[0], routing, "silu").sum()
             assert relative(found, expected) < (0.015 if kind == "bf16" else 0.06)
-        for refused, chooses in (("no", False), (None, False), (None, True)):
+        for refused in ("no", None):
             monkeypatch.setattr(token_experts, "refuses", lambda *_, refused=refused: refused)
-            monkeypatch.setattr(token_experts, "CHOOSES", chooses)
             monkeypatch.setattr(moe, "EARLY", 0)
             eager = chain(begin)
             monkeypatch.setattr(moe, "EARLY", 2)
@@ -307,13 +300,8 @@ def test_rows_by_kernels_that_sum_otherwise(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setattr(token_experts, "refuses", lambda *_: "no")
     expected = [hidden(*slots) for slots in rows]
     monkeypatch.setattr(token_experts, "refuses", refuses)
-    for chooses, joins in ((False, False), (True, False), (False, True)):
-        monkeypatch.setattr(token_experts, "CHOOSES", chooses)
-        monkeypatch.setattr(seen, "SERVES", joins)
-        runner.steps.forward._programs.clear()
-        errors = [relative(hidden(*slots), wanted) for slots, wanted in zip(rows, expected)]
-        print("errors", name, chooses, joins, [round(error, 4) for error in errors])
-        assert np.mean(np.array(errors) < 0.02) >= 0.7, errors
+    errors = [relative(hidden(*slots), wanted) for slots, wanted in zip(rows, expected)]
+    assert np.mean(np.array(errors) < 0.02) >= 0.7, errors
     torch.cuda.empty_cache()
 
 

@@ -71,9 +71,8 @@ def decode(
     kv_len: Tensor,
     scale: float,
     splits: int,
-    v_up: Tensor | None = None,
 ) -> Tensor:
-    """See ``triton.latent.decode``; ``splits`` from ``splits_for``. With ``v_up`` ``ops.latent_values``."""
+    """See ``triton.latent.decode``; ``splits`` from ``splits_for``."""
     rows, (pages, page_size, _, dim) = slots.shape[0], k.shape
     q = q.contiguous()
     heads = q.shape[1] // dim
@@ -89,11 +88,9 @@ def decode(
         part_ml.data_ptr(), page_table.stride(0), page_size, heads, splits, scale * LOG2E,
     )  # fmt: skip
     _kernel(own, content, dim - content).launch(rows * -(-heads // own) * splits, 160, params)
-    if splits > 1 and v_up is not None and rows == len(q):
-        return latent.joined_values(part, part_ml, v_up, rows)
     if splits > 1:
         latent.merge(part, part_ml, out, rows * heads)
-    return out if v_up is None else latent.values(out, v_up)
+    return out
 
 
 _map = lru_cache(1 << 10)(tensor_map)

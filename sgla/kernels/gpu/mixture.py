@@ -55,7 +55,7 @@ class Few:
     """The inner activations of few tokens, times their probabilities. ``pairs``: for a kernel of CUDA."""
 
     inner: Tensor
-    pairs: Tensor | token_experts.Pairs
+    pairs: Tensor | token_experts.Chosen
     down: Weight
     width: int
 
@@ -120,23 +120,10 @@ def run(
     ``counts``: is told who is chosen."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, tokens = Count(len(routing.here(router.n)), routing.experts(router.n)), len(x)
-    each = routing.top_k + routing.common
+    pairs = tokens * (routing.top_k + routing.common)
     apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
-    one_kernel = not apart and _one_kernel(x, down, tokens * each, count.here)
+    one_kernel = not apart and _one_kernel(x, down, pairs, count.here)
     places = experts.places(count.here) if one_kernel else 0
-    asked = routed is not None or fixed is not None or residual is not None
-    asked |= counts is not None and counts.asks
-    if (
-        token_experts.CHOOSES
-        and not (asked or apart)
-        and _alone(x, each, down)
-        and token_experts.choice_refuses(len(x), router.n, routing, biases) is None
-    ):
-        weight, eps = norm or (None, 0.0)
-        x, logits = moe.norm_router(x, weight, eps, router.data)
-        pairs = token_experts.Logits(logits, routing, biases.correction)
-        assert activation == "silu" or activation == "gelu_tanh"
-        return _each(x, pairs, gate_up, down, activation)
     softmax = routed is None and fixed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
         weight, eps = norm or (None, 0.0)
@@ -173,7 +160,8 @@ def _products(
     x, probabilities, ids, _ = routed
     tokens, d = x.shape
     if tokens <= FEW and common is not None and _alone(x, ids.shape[1], down):
-        return _each(x, token_experts.Chosen(probabilities, ids, common), gate_up, down, activation)
+        pairs = token_experts.Chosen(probabilities, ids, common)
+        return Few(token_experts.gate_up(x, pairs, gate_up.data, down.k, activation), pairs, down, d)
     if tokens <= FEW:
         inner = moe.few_gate_up(
             x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, common or 0
@@ -337,17 +325,6 @@ def _one_kernel(x: Tensor, down: Weight, pairs: int, count: int) -> bool:
     if down.kind != "bf16" or x.dtype != torch.bfloat16 or not this_device().wgmma or len(x) <= FEW:
         return False
     return experts.refuses(pairs, down.k, x.shape[1], count) is None
-
-
-def _each(
-    x: Tensor,
-    pairs: token_experts.Pairs,
-    gate_up: Weight,
-    down: Weight,
-    activation: Literal["silu", "gelu_tanh"],
-) -> Few:
-    """Each token's experts are read for itself, by kernels of CUDA."""
-    return Few(token_experts.gate_up(x, pairs, gate_up.data, down.k, activation), pairs, down, x.shape[1])
 
 
 def _alone(x: Tensor, top_k: int, down: Weight) -> bool:

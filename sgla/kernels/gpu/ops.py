@@ -239,14 +239,6 @@ class GpuOps:
     ) -> Tensor:
         return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks, chunked, slopes))
 
-    def values_of_shares(
-        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, v_up: Tensor
-    ) -> Tensor:
-        """``latent_values`` of ``attention``, by one kernel where there is one."""
-        make = getattr(self.attend, "values", None)
-        made = None if make is None else make(q, kv, batch, Scoring(scale), v_up)
-        return latents.values(self.attend(q, kv, batch, Scoring(scale)), v_up) if made is None else made
-
     @LOWERINGS.of(crossing.cross_attention)
     def cross_attention(self, q: Tensor, keys: Tensor, values: Tensor, batch: Any, scale: float) -> Tensor:
         return crossing.on_gpu(q, keys, values, batch, scale)

@@ -14,7 +14,7 @@ from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture, seen
+from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -109,8 +109,6 @@ def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
     """What computes a node that no rule gave a kernel."""
     if node.op == "heads":
         return gpu.heads
-    if node.op == seen.NAME:
-        return gpu.values_of_shares
     return partial(LOWERINGS[node.op], gpu) if node.op in LOWERINGS else node.op.body  # type: ignore[no-any-return]
 
 

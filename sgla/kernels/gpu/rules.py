@@ -15,18 +15,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda.decode_attention import rotates
-from sgla.kernels.gpu import (
-    convolution,
-    delta,
-    e4m3,
-    experts,
-    few,
-    integers,
-    invariant,
-    seen,
-    tiles,
-    whole_step,
-)
+from sgla.kernels.gpu import convolution, delta, e4m3, experts, few, integers, invariant, tiles, whole_step
 from sgla.kernels.gpu.adapters import EXPAND, SHRINK
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
@@ -155,7 +144,6 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
     ),
-    ops.latent_values: (Rule(seen.NAME, (ops.attention, ops.latent_values), seen.refuses, seen.make),),
     ops.attention: (Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),),
     ops.causal_conv: (Rule("convolved", convolution.CHAIN, convolution.refuses, convolution.make),),
     ops.gated_delta: (Rule("gates and delta", (ops.gated_delta,), delta.refuses, delta.make),),

@@ -18,7 +18,6 @@ from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
 from sgla.kernels.triton.common import _begin, _pdl, _saturate, cdiv, next_power_of_2
 
 MOST_HEADS = 64  # of a decode row that one program serves
-JOINED = 64  # values of a program that joins shares, too
 
 
 @triton.jit
@@ -247,30 +246,6 @@ def _values(
     tl.store(to, acc, mask=live & (n < value)[None, :])
 
 
-@triton.jit
-def _joined_values(
-    part, part_ml, v_up, out, heads, value, splits, k_scale, C: tl.constexpr, CB: tl.constexpr,
-    BN: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: BN values of a head of a row, of what all shares of its history have seen. Shares that
-    have seen nothing are not read."""
-    pair = tl.program_id(0).to(tl.int64)
-    n, c = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, CB)
-    inside = (n < value)[:, None] & (c < C)[None, :]
-    w = tl.load(v_up + ((pair % heads) * value + n)[:, None] * C + c[None, :], mask=inside, other=0.0)
-    _begin(PDL)
-    split = tl.arange(0, SPLITS)
-    there, at = split < splits, pair * splits + split
-    top = tl.load(part_ml + at * 2, mask=there, other=NEG)
-    sums = tl.load(part_ml + at * 2 + 1, mask=there, other=0.0)
-    weight = tl.where(sums > 0, tl.exp2(top - tl.max(top)), 0.0)
-    read = (sums > 0)[:, None] & (c < C)[None, :]
-    x = tl.load(part + at[:, None] * C + c[None, :], mask=read, other=0.0)
-    x = tl.sum(x * weight[:, None], 0) / tl.maximum(tl.sum(weight * sums), 1e-30) * k_scale
-    y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-    tl.store(out + pair * value + n, y, mask=n < value)
-
-
 def _tokens_together(tokens: int, itemsize: int) -> int:
     """How many of them a program of ``queries`` and ``values`` takes."""
     return 16 if itemsize == 4 else min(64, max(16, next_power_of_2(tokens)))
@@ -313,19 +288,6 @@ def values(seen: Tensor, v_up: Tensor) -> Tensor:
     _values[(cdiv(tokens, m), heads, cdiv(value, n))](
         seen.contiguous(), v_up, out, tokens, heads, value, C=content, BM=m, BN=n,
         BK=max(16, min(k, next_power_of_2(content))), num_warps=4, **_pdl(),
-    )  # fmt: skip
-    return out
-
-
-def joined_values(part: Tensor, part_ml: Tensor, v_up: Tensor, rows: int, k_scale: float = 1.0) -> Tensor:
-    """``values`` of what ``merge`` makes: ``[rows, heads * value]``. Rows are few: each reads ``v_up``."""
-    heads, value, content = v_up.shape
-    out = v_up.new_empty(rows, heads * value)
-    splits = len(part) // (rows * heads)
-    _joined_values[(rows * heads, triton.cdiv(value, JOINED))](
-        part, part_ml, v_up, out, heads, value, splits, k_scale, C=content,
-        CB=triton.next_power_of_2(content), BN=JOINED, SPLITS=triton.next_power_of_2(splits), num_warps=8,
-        **_pdl(),
     )  # fmt: skip
     return out
 
