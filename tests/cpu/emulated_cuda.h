@@ -412,7 +412,7 @@ template <class T> T look_at(const unsigned* from) {
 }
 inline int thread_number() { return threadIdx.x; }
 inline int block_number() { return blockIdx.x; }
-inline void fetch_line(const void*) {}
+inline void prefetch_to_l2(const void*) {}
 inline void fetch_bytes(const void*, int) {}
 inline int lds_volatile(unsigned address) {
   emulated::give_way();
