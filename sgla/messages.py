@@ -539,7 +539,6 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     hidden: list[bytes] = []
     guessed: bytes = b""  # int32[S]: how many tokens each row guessed; b"": none guessed any
     parts: list[StepResult] = []  # of each rank, as in StepPlan
-    tower: float = 0.0  # those of ``seconds`` that a tower was at work
 
 
 class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):

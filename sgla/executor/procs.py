@@ -373,7 +373,6 @@ class ProcsExecutor:
                 step=0,
                 tokens=b"",
                 seconds=max(part.seconds for part in same),
-                tower=max(part.tower for part in same),
                 gap=min(part.gap for part in same),
                 parts=same,
             )

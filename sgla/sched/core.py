@@ -293,8 +293,7 @@ class Core:
         self._now = now
         step = self._queues.flights.popleft()
         assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
-        # Smaller steps would not shorten what the tower takes.
-        self._costs.observe(step.tokens, step.work, result.seconds - result.tower, step.mixed)
+        self._costs.observe(step.tokens, step.work, step.told(result.seconds), step.mixed)
         self._pressure.relax()
         outcome = commit(step, result, now)
         counts = self._ledger.counts

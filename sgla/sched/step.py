@@ -34,6 +34,7 @@ class Step:
         "ends",
         "number",
         "pending",
+        "pictured",
         "plan_bytes",
         "rows",
         "samples",
@@ -55,6 +56,7 @@ class Step:
         self.pending: list[int] = []  # tokens of the decode rows, where workers have to be told
         self.tokens = 0
         self.work = 0
+        self.pictured = False  # it reads a prompt up to its last picture
         self.plan_bytes = 0  # of the requests that take their slots in this step
         self.copies: list[Copy] = []
         self.dropped: list[int] = []
@@ -75,6 +77,11 @@ class Step:
     def mixed(self) -> bool:
         """It has prompts beside decode rows."""
         return 0 < self.decodes < len(self.rows)
+
+    def told(self, seconds: float) -> float:
+        """What the ``seconds`` that it took tell of what tokens cost: nothing, where a tower may have had its
+        part. Smaller steps would follow, in which that takes as long."""
+        return 0.0 if self.pictured else seconds
 
     def set_decodes(self, rows: list[Request], slots: list[int], starts: list[int]) -> None:
         """The first rows of the step: one sampled token each. Takes the lists over."""
@@ -158,6 +165,7 @@ class Step:
                 flags |= SAMPLE
                 request.known += 1
                 self.samples.append(request)
+        self.pictured |= any(start < placed.end for placed in request.submit.pictures)
         self.rows.append(request)
         self._slots.append(request.slot)
         self._starts.append(start)

@@ -90,7 +90,6 @@ class CpuRunner(CpuWeights):
             vectors=extras.vectors,
             hidden=extras.hidden,
             guessed=(wanted.runs - 1).tobytes() if wanted.runs.sum() > len(wanted.runs) else b"",
-            tower=0.0 if self._pictures is None else sum(watch.seconds for watch in self._pictures.took()),
         )
 
     def _hand_on(self, step: int, columns: Columns) -> StepResult:

@@ -109,8 +109,6 @@ class CudaRunner(GpuExperts):
             out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
             flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
             flight.extras = extras
-            if self.steps.pictures is not None:
-                flight.tower = self.steps.pictures.took()
         if self.outputs is not None:
             self.outputs.learn(plan)  # behind the launch, which comes late for the GPU if steps are brief
             self.outputs.remember(flight)

@@ -16,7 +16,6 @@ from sgla.sampling.device import DeviceSampler, Pending, Scored, to_host
 from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables
-from sgla.worker.pictures import Stopwatch
 from sgla.worker.pooler import add_vectors
 from sgla.worker.state import Int32s, column
 from sgla.worker.verify import Verify
@@ -68,7 +67,6 @@ class Flight:
     on_host: tuple[Any, Any] | None = None
     extras: Extras | None = None
     verify: Verify | None = None
-    tower: list[Stopwatch] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -167,7 +165,6 @@ class Flights:
             step=flight.step,
             tokens=tokens.tobytes(),
             seconds=flight.begin.elapsed_time(flight.end) / 1e3,
-            tower=sum(watch.seconds for watch in flight.tower),
             gap=max(0.0, gap),
         )
         for scored in flight.scored:

@@ -7,14 +7,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sgla import clock
 from sgla.kernels.batch import ForwardBatch, Media
 from sgla.loading.tower import Elsewhere, Features, Tower
 from sgla.media.arrays import size_as_patches
@@ -50,31 +48,6 @@ class Shown:
     features: dict[int, Features] = field(default_factory=dict)  # of pictures that are being read
 
 
-class Stopwatch:
-    """From its making to ``stop``: of a GPU's time, or of the host's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = device.type == "cuda"
-        self._begin = self._now()
-        self._end = self._begin
-
-    def _now(self) -> Any:
-        return torch.cuda.current_stream().record_event(timed()) if self._gpu else clock.now()
-
-    def stop(self) -> None:
-        self._end = self._now()
-
-    @property
-    def seconds(self) -> float:
-        """Of a GPU that has come so far."""
-        found: float = self._begin.elapsed_time(self._end) / 1e3 if self._gpu else self._end - self._begin
-        return found
-
-
-def timed() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
 # What it shows, its first token in its prompt and in the step, and the end in this.
 Row = tuple[Shown, int, int, int]
 
@@ -101,7 +74,6 @@ class Pictures:
         self._shown: dict[int, Shown] = {}  # by slot
         self._cache, self._abreast = FeatureCache(tower, width, cached), abreast
         self.example: dict[str, Tensor] | None = None  # what a processor makes of a large one
-        self._took: list[Stopwatch] = []  # when the tower was at work
         if axes is not None:
             self._axes = axes.to(tower.device)
 
@@ -172,17 +144,7 @@ class Pictures:
         for shown, start, first, end in rows:
             if start >= shown.end:
                 grid[:, first:end] += shown.shift
-        before, watch = self.computed, Stopwatch(self._tower.device)
-        made = self._media(grid, until, [row for row in rows if row[1] < row[0].end])
-        if self.computed > before:
-            watch.stop()
-            self._took.append(watch)
-        return made
-
-    def took(self) -> list[Stopwatch]:
-        """When the tower was at work since the last call."""
-        took, self._took = self._took, []
-        return took
+        return self._media(grid, until, [row for row in rows if row[1] < row[0].end])
 
     def _media(self, grid: Places, until: Places, rows: list[Row]) -> Media | None:
         """Of the ``rows`` that read pictures. ``grid`` int64[3, T] and ``until`` int64[T]: see ``Media``; of

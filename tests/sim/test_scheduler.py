@@ -22,6 +22,7 @@ from sgla.executor.fake import ints
 from sgla.messages import (
     PROMPT_LOGPROBS,
     SAMPLE,
+    Array,
     CacheGroup,
     Placed,
     Prepared,
@@ -714,8 +715,9 @@ def test_a_long_prompt_keeps_the_inter_token_target_of_running_streams() -> None
     assert sum(busy) / len(busy) >= 0.7 * target, "the time that the target leaves is not used"
 
 
-def test_prompts_with_pictures_are_read_in_as_large_steps_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_with_pictures_are_read_in_as_large_steps_as_others() -> None:
     """Though a tower makes them longer, which smaller steps would not change."""
+    seen = 0.0  # seconds of the tower in a step with prompts
     limits = Limits(
         slots=30,
         groups=[CacheGroup(4000)],
@@ -724,35 +726,30 @@ def test_prompts_with_pictures_are_read_in_as_large_steps_as_others(monkeypatch:
         step_tokens=4096,
         itl_target=0.03,
     )
-    simulation, tower = Simulation(limits, cost, check=False), 0.0
-    execute = simulation.model.execute
-
-    def executed(plan: StepPlan) -> StepResult:
-        result = execute(plan)
-        if tower and max(ints(plan.q_lens), default=0) > 1:
-            result.tower = tower
-            result.seconds += tower
-        return result
-
-    monkeypatch.setattr(simulation.model, "execute", executed)
+    simulation = Simulation(
+        limits, lambda tokens, pairs: cost(tokens, pairs) + seen * (tokens > 8), check=False
+    )
     for i in range(8):
         simulation.offer(make_submit(f"stream{i}", [i] * 9, max_new=900))
     for _ in range(20):
         simulation.step()
 
-    def steps(name: str) -> int:
+    def steps(name: str, pictures: list[Placed]) -> int:
         before = len(simulation.plans)
         for i in range(20):
-            simulation.offer(make_submit(f"{name}{i}", [ord(name[0]) % 50, i] * 500, max_new=1))
+            simulation.offer(
+                make_submit(f"{name}{i}", [ord(name[0]) % 50, i] * 500, max_new=1, pictures=pictures)
+            )
         while any(simulation.finish(f"{name}{i}") is None for i in range(20)):
             simulation.step()
         return len(simulation.plans) - before
 
-    texts = steps("text")
-    tower = 0.1
-    assert steps("shown") <= texts + limits.depth
-    tower = 0.0
-    assert steps("behind") <= texts + limits.depth
+    texts = steps("text", [])
+    seen = 0.1
+    shown = Placed(1, 990, Prepared(b"p", "", [Array("values", "uint8", [1], 0)]))
+    assert steps("shown", [shown]) <= texts + limits.depth
+    seen = 0.0
+    assert steps("behind", []) <= texts + limits.depth
 
 
 @pytest.mark.parametrize("streams", [60, 200, 255])
