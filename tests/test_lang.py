@@ -336,3 +336,49 @@ def test_names_of_sglang_that_are_not_here_say_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=f"has no {name}; use "):
         getattr(sgl, name)
     assert not hasattr(sgl, "nothing")
+
+
+def test_a_name_that_is_used_again_is_read_when_its_new_value_is_there() -> None:
+    """A loop that reads what each round wrote."""
+    backend = Echo()
+
+    @sgl.function
+    def program(s: Any) -> list[str]:
+        found = []
+        for word in ("one", "two"):
+            s += word + sgl.gen("a")
+            found += [s["a"], s.get_meta_info("a")["prompt_tokens"]]
+        s += sgl.gen("b") + sgl.gen("b") + sgl.select("a", ["x", "y"])
+        s += sgl.gen("a")
+        return [*found, s["b"], s["a"]]
+
+    state = program.run(backend=backend)
+    assert state.ret_value == ["<1.0>", 7, "<2.0>", 7, "<4.0>", "<6.0>"]
+
+
+def test_a_name_whose_new_value_fails_has_no_old_one() -> None:
+    found = []
+
+    @sgl.function
+    def program(s: Any) -> None:
+        for word in ("", "broken"):
+            s += word + sgl.gen("a")
+            found.append(s["a"])
+
+    with pytest.raises(BackendFailed, match="no answer"):
+        program.run(backend=Echo(broken="broken"))
+    assert found == ["<1.0>"]
+
+
+def test_a_branch_that_shows_a_picture_is_not_appended() -> None:
+    """Its text alone would say something else."""
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += sgl.user_begin() + "What is this? "
+        forks = s.fork(2)
+        forks += sgl.image(b"picture") + "It is behind a picture"
+        forks.join("concate_and_append")
+
+    with pytest.raises(InvalidField, match="branches that show something"):
+        program.run(backend=Echo())

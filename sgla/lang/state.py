@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -102,11 +102,17 @@ class Written:
 
     def behind(self, earlier: Written) -> str:
         """What has come to the text, or to the open message, since it was ``earlier``. Raises InvalidField
-        where a message has ended since."""
+        where a message has ended since, or shows something more."""
         if len(self.messages) > len(earlier.messages):
             raise InvalidField(
                 "branches that end a message cannot be appended; leave out the mode, and their variables "
                 "come back as lists",
+                param="mode",
+            )
+        if len(self.parts) > len(earlier.parts):
+            raise InvalidField(
+                "branches that show something cannot be appended; show it before the fork, or leave out the "
+                "mode",
                 param="mode",
             )
         return self.content[len(earlier.content) :] if self.chat else self.text[len(earlier.text) :]
@@ -141,6 +147,7 @@ class State:
         self._error: BaseException | None = None
         self._written = Written()
         self._variables: dict[str, Any] = {}
+        self._due: Counter[str | None] = Counter()  # variables that what waits will write
         self._meta: dict[str, Any] = {}
         self.ret_value: Any = None  # what the program's function returns
 
@@ -154,7 +161,9 @@ class State:
         """Raises what the state has ended with."""
         with self._changed:
             self._check()
-            self._waiting.extend(flat(part))
+            parts = list(flat(part))
+            self._waiting.extend(parts)
+            self._due.update(one.name for one in parts if isinstance(one, (Gen, Select, ScopeEnd)))
             if self._running:
                 return
             self._running = True
@@ -207,6 +216,8 @@ class State:
                 part = self._waiting.popleft()
             try:
                 self._do(part)
+                if isinstance(part, (Gen, Select, ScopeEnd)):
+                    self._written_out(part.name)
             except Exception as error:
                 self.fail(error)
 
@@ -269,6 +280,15 @@ class State:
         if name is not None:
             self._meta[name] = meta
 
+    def _written_out(self, name: str | None) -> None:
+        with self._changed:
+            self._due[name] -= 1
+            self._changed.notify_all()
+
+    def _has(self, name: str | None) -> bool:
+        """The variable is there, and nothing that waits will write it again."""
+        return name in self._variables and not self._due[name]
+
     def fail(self, error: BaseException) -> None:
         """End it with ``error``, if it has not ended with another one."""
         with self._changed:
@@ -300,10 +320,11 @@ class State:
         return ended and not self._running
 
     def get_var(self, name: str) -> Any:
-        """Wait for the variable. Raises KeyError if there is none, or what the state has ended with."""
+        """Wait for the variable, where the name stands more than once, for its latest value. Raises KeyError
+        if there is none, or what the state has ended with."""
         with self._changed:
-            self._changed.wait_for(lambda: name in self._variables or self._idle)
-            if name not in self._variables:
+            self._changed.wait_for(lambda: self._has(name) or self._idle)
+            if not self._has(name):
                 self._check()
             return self._variables[name]
 
@@ -369,7 +390,7 @@ class State:
                 break
         if name is not None and not shown:
             yield str(self.get_var(name)), self._meta.get(name)
-        elif self._error is not None and name not in self._variables:
+        elif self._error is not None and not self._has(name):
             raise self._error
 
     def _new(self, name: str | None, read: int) -> tuple[list[tuple[str | None, str]], bool]:
@@ -377,7 +398,7 @@ class State:
         value tells."""
 
         def ended() -> bool:
-            return self._idle or name in self._variables
+            return self._idle or self._has(name)
 
         self._changed.wait_for(lambda: len(self._written.pieces) > read or ended())
         return self._written.pieces[read:], ended()
