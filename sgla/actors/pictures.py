@@ -56,17 +56,18 @@ BEFORE = {"size": ("min_pixels", "max_pixels"), "fps": ("num_frames",), "num_fra
 
 
 class Asked(NamedTuple):
-    """``mark``: what tells pictures of these ``sizes``, and of ``several``, apart from others."""
+    """``mark``: what tells pictures of these ``sizes``, and of ``several``, apart from others; ``whose``: and
+    all things from those of other clients, where it is not b""."""
 
     mark: bytes
+    whose: bytes
     sizes: dict[str, Any]
     several: bool
 
     def digest_of(self, shown: Shown) -> bytes:
         """Of what is made of it."""
-        if not self.mark or shown.kind == "audio":
-            return shown.digest
-        return hashlib.sha256(shown.digest + self.mark).digest()
+        mark = self.whose if shown.kind == "audio" else self.mark + self.whose
+        return hashlib.sha256(shown.digest + mark).digest() if mark else shown.digest
 
 
 class Full(Exception):
@@ -76,7 +77,7 @@ class Full(Exception):
 class PictureRoom:
     """``config`` and ``settings``: of the model's files; ``sizes``: in place of some of these. A client has
     all ``processes`` but one; a task so many ``seconds`` of a CPU. ``kept``: bytes of what requests to come
-    may have again."""
+    may have again. ``apart``: what is made for a client, here and by the tower, is used by no other."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class PictureRoom:
         processes: int = 2,
         seconds: float = 10.0,
         kept: int = 0,
+        apart: bool = False,
     ) -> None:
         self._processor = vision.processor_of(settings)
         self._vision, self._sizes = vision, checked_sizes(vision, sizes)
@@ -101,6 +103,7 @@ class PictureRoom:
         self._turns = PerClient(max(1, processes - 1))
         self._making: dict[bytes, asyncio.Future[None]] = {}  # by digest
         self._shelf = Shelf(kept)
+        self._apart = apart
         self._bytes: Counter[str] = Counter()  # by client
         self._lines = PerClient(1)  # who waits for room
         self._freed = asyncio.Event()
@@ -112,12 +115,13 @@ class PictureRoom:
             settings = self._settings_of(self._vision.kind, self._sizes)
             await self._pool.run(WAKE, self._processor, settings, result=type(None))
 
-    def _asked(self, sizes: Mapping[str, Any], several: bool = False) -> Asked:
+    def _asked(self, sizes: Mapping[str, Any], several: bool = False, client: str = "") -> Asked:
         """Raises InvalidField, UnsupportedField."""
         given = self._sizes | checked_sizes(self._vision, sizes)
         said = json.dumps([given, several], sort_keys=True).encode()
         mark = hashlib.sha256(said).digest() if given or several else b""
-        return Asked(mark, given, several)
+        whose = hashlib.sha256(client.encode()).digest() if self._apart else b""
+        return Asked(mark, whose, given, several)
 
     def _settings_of(self, kind: str, given: Mapping[str, Any]) -> str:
         """Those of the files with ``given`` ones: JSON."""
@@ -164,7 +168,8 @@ class PictureRoom:
         for its room. Raises as ``_whole`` does."""
         if window is None:
             return await self._whole(pictures, client, sizes)
-        there = [self._shelf.get(picture.digest) for picture in pictures]
+        asked = self._asked(sizes, client=client)
+        there = [self._shelf.get(digest_of(picture, asked)) for picture in pictures]
         whole = [one for one in there if one is not None]
         if len(whole) < len(pictures):
             whole = await self._whole(pictures, client, sizes)
@@ -176,7 +181,7 @@ class PictureRoom:
         """In their order. ``sizes``: see ``model/vision/sizes.py``. Where there is no room, those of a client
         wait in a line. Raises what the pool raises, InvalidField, UnsupportedField and Overloaded."""
         several = self._vision.alone and len(pictures) > 1
-        asked = self._asked(sizes, several)
+        asked = self._asked(sizes, several, client)
         line = self._lines.of(client)
         if not line.locked() and (made := await self._all(pictures, client, asked)) is not None:
             return made
@@ -231,7 +236,7 @@ class PictureRoom:
             )
 
     async def _one(self, picture: Medium, client: str, asked: Asked) -> Prepared:
-        digest = asked.digest_of(Shown(picture.digest, kind_of(picture)))
+        digest = digest_of(picture, asked)
         while True:
             known = self._shelf.get(digest)
             if known is not None:
@@ -304,6 +309,13 @@ class PictureRoom:
 
 def kind_of(picture: Medium) -> str:
     return {Sound: "audio", Video: "video"}.get(type(picture), "image")
+
+
+def digest_of(picture: Medium | Prepared, asked: Asked) -> bytes:
+    """Of what is made of it."""
+    if isinstance(picture, Prepared):
+        return picture.digest
+    return asked.digest_of(Shown(picture.digest, kind_of(picture)))
 
 
 def windowed(whole: Prepared, window: Window) -> Prepared:

@@ -154,6 +154,7 @@ def make_pictures(config: Config, source: ModelSource) -> tuple[Speller, Picture
         processes_of(config.media_processes),
         config.media_cpu_seconds,
         config.media_kept,
+        config.isolate_keys,
     )
     return Speller(vision, source.config, settings), room
 

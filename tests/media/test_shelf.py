@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import os
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgla.actors.pictures import PictureRoom
+from sgla.actors.setup import make_pictures
 from sgla.actors.shelf import Made, Shelf
+from sgla.config import Config
+from sgla.hub.source import ModelSource
 from sgla.media.picture import Picture
 from sgla.media.sound import Sound
-from sgla.messages import Array
+from sgla.messages import Array, Window
+from sgla.model.hearing.whisper import WHISPER
 from sgla.model.vision.llava_next import LLAVA_ONEVISION
 from sgla.model.vision.qwen2_vl import QWEN2_VL
 from sgla.model.vision.spec import Settings
@@ -149,3 +156,41 @@ async def test_nothing_is_kept_where_there_is_no_room_for_it(monkeypatch: pytest
         await room.prepare([PIXELS], "a")
         assert room.known(b"file", {}, False) is None
     assert pool.asked == 2
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+async def test_keys_may_have_pictures_of_their_own(
+    isolate: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Features are found by digests: those of others would make an answer come earlier."""
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    config = {"architectures": ["Qwen2VLForConditionalGeneration"]}
+    source = ModelSource("dummy", tmp_path, (), config, {})
+    _, room = make_pictures(Config(api_key=["one", "two"], isolate_keys=isolate), source)
+    assert room is not None
+    monkeypatch.setattr(room, "_pool", pool := Pool())
+    found = [(await room.prepare([PIXELS], name))[0] for name in ("a", "b", "a")]
+    assert len({one.digest for one in found}) == pool.asked == (2 if isolate else 1)
+    assert found[0] == found[2]
+    sizes = {"max_pixels": 9000}
+    others = await asyncio.gather(*(room.prepare([PIXELS], name, sizes) for name in ("a", "b", "a")))
+    assert len({made[0].digest for made in others} | {one.digest for one in found}) == (4 if isolate else 2)
+    room.came(b"file", PIXELS)
+    assert (room.known(b"file", {}, False) is None) == isolate
+
+
+async def test_keys_may_have_sounds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Window by window."""
+    room = PictureRoom(WHISPER, {}, Settings({}, {}), apart=True)
+
+    async def run(function: str, *args: Any, result: Any) -> Any:
+        with open(args[-2], "wb") as file:
+            file.write(bytes(4 * 8))
+        return [("log_mel", "float32", [4, 2], 0, [])]
+
+    monkeypatch.setattr(room._pool, "run", run)
+    sound, window = Sound.of(bytes(4)), Window(1, 3)
+    found = [(await room.prepare([sound], name, window=window))[0] for name in ("a", "b", "a")]
+    assert found[0].digest == found[2].digest != found[1].digest
+    assert found[0].file == found[2].file != found[1].file
