@@ -1,0 +1,114 @@
+"""Which ways to share a model out go together, with each other and with what else there is: the rest is
+refused by name before anything loads."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_stages import MIXTURE
+from tiny import tiny_source
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.observe.machine import Machine
+from sgla.resolve import check, resolve
+from sgla.route.replicas import of_replica
+
+WAYS: dict[str, dict[str, Any]] = {
+    "--tp": {"tp": 2},
+    "--pp": {"pp": 2},
+    "--ep": {"tp": 2, "ep": 2},
+    "--cp": {"cp": 2},
+    "--dp-attention": {"tp": 2, "dp_attention": True},
+    "--dp": {"dp": 2},
+    "--nnodes": {"nnodes": 2, "dist_init_addr": "10.0.0.1", "dist_secret": "s"},
+}
+APART = {  # pairs that do not go together
+    ("--tp", "--nnodes"),  # but for --pp, --ep or --dp
+    ("--pp", "--cp"),
+    ("--pp", "--dp-attention"),
+    ("--cp", "--dp-attention"),
+    ("--cp", "--nnodes"),
+    ("--dp-attention", "--nnodes"),
+}
+SECRET = {"kv_transfer_secret": "s"}
+BESIDE: dict[str, dict[str, Any]] = {
+    "`--quantization`": {"quantization": "int8"},
+    "`--kv-cache-dtype`": {"kv_cache_dtype": "int8"},
+    "`--kv-disk`, `--kv-store`": {"kv_disk": "/tmp:1G"},
+    "`--deterministic`": {"deterministic": True},
+    "`--speculative-algorithm`": {"speculative_algorithm": "ngram"},
+    "`--enable-lora`": {"enable_lora": True},
+    "`--role`": {"role": "prefill"} | SECRET,
+    "`--logits-processors`": {"logits_processors": ["a:B"]},
+    "`--executor inline`": {"executor": "inline"},
+}
+COLUMNS = ("--tp", "--pp", "--ep", "--cp", "--dp-attention")
+PAGE = (Path(__file__).parents[2] / "docs/parallelism.md").read_text()
+
+
+def refused(settings: dict[str, Any]) -> bool:
+    """Whether it is, by name, before anything loads."""
+    found = fault(settings)
+    if found is None:
+        return False
+    assert found.param in Config.__struct_fields__
+    assert re.search(r"--[a-z]", found.message)
+    return True
+
+
+def fault(settings: dict[str, Any]) -> ConfigError | None:
+    config = Config(device="cpu", **settings)
+    machine = Machine(cores=8, physical_cores=8, memory_available=1 << 34, compiler="g++")
+    try:
+        check(config)
+        one = of_replica(config) if config.dp > 1 else config
+        resolve(one, machine, tiny_source(**MIXTURE).config)
+    except ConfigError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("pair", list(combinations(WAYS, 2)))
+def test_ways_go_together_or_are_refused(pair: tuple[str, str]) -> None:
+    settings = WAYS[pair[0]] | WAYS[pair[1]]
+    assert refused(settings) == (pair in APART)
+
+
+def cells() -> dict[tuple[str, str], str]:
+    """What the page says of each of ``BESIDE`` with each way."""
+    found = {}
+    head, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.splitlines()
+        if line.startswith("|") and line.count("|") == len(COLUMNS) + 2
+    ]
+    assert head == ["beside", *(f"`{way}`" for way in COLUMNS)]
+    for name, *cells in rows:
+        found |= {(name, way): cell for way, cell in zip(COLUMNS, cells)}
+    return found
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("way", COLUMNS)
+def test_the_page_says_what_is_refused(name: str, way: str) -> None:
+    told = cells()[name, way]
+    assert told in ("yes", "on CPUs", "refused")
+    assert refused(WAYS[way] | BESIDE[name]) == (told == "refused")
+
+
+def test_the_page_says_which_ways_go_together() -> None:
+    behind = PAGE.partition("Pairs that are refused are these:")[2].strip().partition("\n\n")[0]
+    assert {tuple(re.findall(r"`(--[\w-]+)`", line)) for line in behind.splitlines()} == APART
+
+
+def test_settings_are_those_that_there_are() -> None:
+    assert {name for each in [*WAYS.values(), *BESIDE.values()] for name in each} <= set(
+        Config.__struct_fields__
+    )
+    assert msgspec.structs.asdict(Config())["cp"] == 1
