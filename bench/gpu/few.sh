@@ -4,7 +4,7 @@
 # step of Qwen3-0.6B that verifies guesses. No network, random weights. Run it in the repository's root; results into $OUT (few.jsonl: a JSON line each; few.log: what
 # was printed). At most $LIMIT seconds (500); parts are chosen by name, and steps are timed also WITH "before triton", of so many LAYERS; ONLY=1: not as they are.
 #   OUT=/tmp/out bash bench/gpu/few.sh [PART ...]
-#   parts: tests early sums layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but sums, together and last)
+#   parts: tests early sums layers states guesses last qwen3.6-35b-a3b glm-4.7-flash deepseek-v2-lite (default: all but sums and last)
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . bench/gpu/parts.sh
