@@ -24,7 +24,6 @@ using std::max;
 using std::min;
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
-struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -293,7 +292,6 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   }, 0);
   return made[0];
 }
-inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline float __int_as_float(int x) { return emulated::bits<float>(unsigned(x)); }
 inline unsigned movmatrix(unsigned x) {
   const unsigned given[1] = {x};
@@ -516,7 +514,6 @@ template <int COUNT> void arrive_at(int barrier) {
   if (++b.count[barrier] == COUNT) b.count[barrier] = 0, ++b.turns[barrier];
 }
 inline bool __any_sync(unsigned, bool v) { return __reduce_max_sync(~0u, v); }
-inline int __reduce_min_sync(unsigned, int v) { return ~int(__reduce_max_sync(~0u, ~v)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
 inline float2 make_float2(float x, float y) { return {x, y}; }

@@ -1,4 +1,4 @@
-"""The experts of very few tokens: the CUDA kernel, emulated, against Triton's, which are against torch's."""
+"""The experts of very few tokens: the CUDA kernel, emulated, against torch."""
 
 from __future__ import annotations
 
