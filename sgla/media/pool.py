@@ -76,8 +76,11 @@ class Pool:
         return value_of(answer, result)
 
     async def _taken(self) -> _Process:
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive:
+                return process
+            self._end(process)
         place: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._start()
@@ -217,6 +220,13 @@ class _Process:
             return cpu_seconds(self._process.pid)
         except OSError:  # it died
             return 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes tasks, as far as is known."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        return self._process.returncode is None and not self._process.stdin.is_closing()
 
     async def end(self) -> None:
         if self._process is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -80,6 +81,15 @@ async def test_a_cancelled_task_frees_its_place(pool: Pool) -> None:
     running.cancel()
     assert await waiting > 0
     assert running.cancelled()
+
+
+async def test_a_process_that_dies_between_tasks_costs_none(pool: Pool) -> None:
+    first = await pool.run(f"{HERE}:pid", result=int)
+    [idle] = pool._idle
+    os.kill(first, signal.SIGKILL)
+    while idle.alive:
+        await asyncio.sleep(0.01)
+    assert await pool.run(f"{HERE}:pid", result=int) != first
 
 
 async def test_nobody_waits_for_a_start_if_a_process_is_free_before(
