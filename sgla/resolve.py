@@ -498,10 +498,18 @@ def check_tiers(config: Config, machine: Machine) -> None:
         obstacle = "with --no-prefix-cache, which keeps no prefixes"
     elif config.executor == "fake":
         obstacle = "by --executor fake"
-    for name in ("kv_disk", "kv_host_bytes", "kv_host_ratio", "kv_store"):
-        if obstacle and (value := getattr(config, name)) is not None:
+    names = ("kv_disk", "kv_host_bytes", "kv_host_ratio", "kv_store")
+    tiers = {name: getattr(config, name) for name in names}
+    for name, value in tiers.items():
+        if obstacle and value is not None:
             flag = f"--{name.replace('_', '-')} {str(value)[:99]}"
             raise ConfigError(f"{flag} cannot be honoured {obstacle}; leave it out", param=name)
+    if config.kv_write_policy != "write_through" and not any(tiers.values()):
+        raise ConfigError(
+            f"--kv-write-policy {config.kv_write_policy}: it needs --kv-host-bytes, --kv-disk or --kv-store; "
+            "leave it out",
+            param="kv_write_policy",
+        )
     if (config.kv_host_bytes or 0) > machine.memory_available > 0:
         raise ConfigError(
             f"--kv-host-bytes {config.kv_host_bytes} is more than the {machine.memory_available // MIB} MiB "

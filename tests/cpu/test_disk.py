@@ -456,6 +456,14 @@ def test_what_it_cannot_be_combined_with(changes: dict[str, Any], vectors: bool,
     assert caught.value.param == "kv_disk"
 
 
+@pytest.mark.parametrize("role", ["both", "prefill"])
+def test_a_policy_without_a_tier_is_refused(role: Any) -> None:
+    config = Config(device="cpu", kv_write_policy="write_back", role=role, kv_transfer_secret="secret")
+    with pytest.raises(ConfigError, match="needs --kv-host-bytes, --kv-disk or --kv-store") as caught:
+        check_features(config, Machine(), config.device, vectors=False, encoder=False)
+    assert caught.value.param == "kv_write_policy"
+
+
 def of(model: dict[str, Any], folder: Path | None) -> CpuRunner:
     disk = {} if folder is None else {"kv_disk": f"{folder}:8M"}
     source = tiny_source()
