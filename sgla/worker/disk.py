@@ -24,7 +24,7 @@ from sgla.version import __version__
 from sgla.worker.memory import tier_units
 from sgla.worker.tiers import SUM, FileTier, Rows, UnitMemory, Units, checksums, runs_of
 
-FORMAT = 4  # of the files
+FORMAT = 5  # of the files
 ENTRY = KEY + SUM
 CUT = 4 << 20  # bytes that are read or written at a time
 BLOCK = 512  # bytes of st_blocks

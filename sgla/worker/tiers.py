@@ -25,7 +25,8 @@ from sgla.messages import Copy, Moved, int32, keys_in
 from sgla.worker.state import column
 
 SUM = 16  # bytes of a checksum
-COLUMNS = 512, 509  # of a unit's words: whatever moves within it is in another column of one of them
+COLUMNS = 512, 509  # of a stretch's words: whatever moves within it is in another column of one of them
+STRETCH = 512 * 509  # words of a unit
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what a disk without room answers
 PATIENCE = 30.0  # seconds in which nothing of a copy may come
 log = logging.getLogger(__name__)
@@ -42,15 +43,17 @@ def checksum(key: bytes, data: bytes | memoryview, place: bytes = b"") -> bytes:
 
 def checksums(keys: Sequence[bytes], rows: Rows, place: bytes = b"") -> list[bytes]:
     """Of units, and of what each is. ``place``: at most 64 bytes that say where alone it may be found. Of a
-    unit's words of 8 bytes they have the sums of columns, in two widths, a fifteenth of the work of a
-    cryptographic hash: they are for what memory, disks and networks do to them. Who may write there could
-    make any sum."""
+    unit's words of 8 bytes they have the sums of columns, in two widths, for each stretch, a fifteenth of the
+    work of a cryptographic hash: they are for what memory, disks and networks do to them. Who may write there
+    could make any sum."""
     units, nbytes = rows.shape
     words = rows[:, : nbytes // 8 * 8].view(np.uint64)
-    parts = []
-    for columns in COLUMNS:
-        end = words.shape[1] // columns * columns
-        parts += [np.add.reduce(words[:, :end].reshape(units, -1, columns), axis=1), words[:, end:]]
+    parts = [words[:, :0]]
+    for begun in range(0, words.shape[1], STRETCH):
+        stretch = words[:, begun : begun + STRETCH]
+        for columns in COLUMNS:
+            end = stretch.shape[1] // columns * columns
+            parts += [np.add.reduce(stretch[:, :end].reshape(units, -1, columns), axis=1), stretch[:, end:]]
     sums, size = np.concatenate(parts, axis=1), nbytes.to_bytes(8, "little")
     tails = rows[:, nbytes // 8 * 8 :]
     found = (key + each.tobytes() + tail.tobytes() + size for key, each, tail in zip(keys, sums, tails))

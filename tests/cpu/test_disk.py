@@ -197,6 +197,14 @@ def test_whatever_changes_in_a_unit_changes_its_sum(size: int) -> None:
     assert checksum(b"l" * KEY, unit.data) != right != checksum(key, unit.data, b"place")
 
 
+def test_blocks_of_large_units_that_are_exchanged_change_its_sum() -> None:
+    """Two that lie as far apart as both widths divide."""
+    unit = np.random.default_rng(1).integers(1, 256, (576, 4096), dtype=np.uint8)
+    other, key = unit.copy(), b"k" * KEY
+    other[[3, 3 + 509]] = other[[3 + 509, 3]]
+    assert checksum(key, unit.reshape(-1).data) != checksum(key, other.reshape(-1).data)
+
+
 def test_no_more_of_a_folder_is_removed_than_was_made(tmp_path: Path) -> None:
     theirs = tmp_path / "kv-notes-of-1995"
     theirs.mkdir()
