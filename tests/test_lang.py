@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageOps
 
 import sgla.lang as sgl
 from sgla.errors import BackendFailed, ConfigError, InvalidField, UnsupportedField
@@ -249,6 +252,16 @@ def test_pictures_are_parts_of_messages(tmp_path: Path) -> None:
     url = "data:video/webm;base64,GkXfow=="
     assert second.messages[2]["content"] == [{"type": "video_url", "video_url": {"url": url}}]
     assert "Look: <image><image> and tell." in state.text()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK", "RGBA"])
+def test_images_of_pil_are_seen_as_their_files(mode: str) -> None:
+    """Upright, and without what PNG has not."""
+    image = Image.effect_noise((3, 2), 90).convert(mode)
+    image.getexif()[0x0112] = 6
+    shown = Image.open(io.BytesIO(base64.b64decode(sgl.image(image).url.partition(",")[2])))
+    expected = ImageOps.exif_transpose(image).convert("RGB")
+    assert (shown.mode, shown.size, shown.tobytes()) == ("RGB", (2, 3), expected.tobytes())
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,19 @@ def address(source: Any, kind: str) -> str:
         except (OSError, ValueError) as error:
             raise InvalidField(f"{kind}(): the file cannot be read: {error}", param=kind) from error
     elif kind == "image" and hasattr(source, "save"):
-        out = io.BytesIO()
-        source.save(out, "PNG")
-        source = out.getvalue()
+        source = png_of(source)
     if not isinstance(source, bytes | bytearray | memoryview) or not len(source):
         what = "a path, a URL, bytes" + (" or an image of PIL's" if kind == "image" else "")
         raise InvalidField(f"{kind}() takes {what}, not a value of type {type(source).__name__}", param=kind)
     data = bytes(source)
     found = (f"{kind}/{name}" for head, name in TYPES[kind] if data.startswith(head))
     return f"data:{next(found, OTHER[kind])};base64,{base64.b64encode(data).decode()}"
+
+
+def png_of(image: Any) -> bytes:
+    """Of PIL's: upright as its EXIF says, RGB without alpha, as a server reads a file."""
+    from PIL import ImageOps
+
+    out = io.BytesIO()
+    ImageOps.exif_transpose(image).convert("RGB").save(out, "PNG")
+    return out.getvalue()
