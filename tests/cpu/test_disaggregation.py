@@ -569,7 +569,8 @@ def test_a_process_that_is_killed(
     process = CONTEXT.Process(target=serve_until_killed, args=args, daemon=True)
     process.start()
     theirs.close()
-    with decoding(folders["pages"], ours.recv()) as second:
+    with contextlib.ExitStack() as last, decoding(folders["pages"], ours.recv()) as second:
+        last.callback(process.kill)  # one that has stopped would not end by itself
         assert same(tell(second, ASKED[:1]), alone[:1])
         assert stats(second).tiers[0].loaded == 10
         ours.send("pause")
@@ -584,17 +585,16 @@ def test_a_process_that_is_killed(
         assert "is gone; prompts are read here" in caplog.text
         assert same_text(tell(second, ASKED[:1]), alone[:1])
         check_idle(second)
-        process.kill()
 
 
 def test_who_says_nothing_for_long_is_asked_no_more(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote, "SILENCE", 0.5)
+    monkeypatch.setattr(remote, "SILENCE", 1.0)
     monkeypatch.setattr(door, "BEAT", 0.05)
     with prefilling(folders["pages"]) as first:
         with decoding(folders["pages"], port_of(first)):
-            time.sleep(1)
+            time.sleep(1.5)
             assert "is gone" not in caplog.text
         monkeypatch.setattr(door, "BEAT", 60)
         with decoding(folders["pages"], port_of(first)):
