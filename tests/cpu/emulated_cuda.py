@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from sgla.kernels.cuda import build
 
@@ -122,3 +124,24 @@ def _without_ptx(found: re.Match[str]) -> str:
         return found[0]
     name = re.search(r"(\w+)\(", found[0].replace("__forceinline__", ""))
     return OWN.get(name[1], "") if name else ""
+
+
+def kernels(folder: Path) -> Any:
+    """In place of ``build.Kernel``, without clusters. Each is compiled at its first launch, with libraries in
+    ``folder``."""
+
+    class Emulated:
+        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int = 0) -> None:
+            self.of = file, name, tuple(defines.items())
+
+        def launch(self, grid: int, threads: int, params: Any) -> None:
+            room = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
+            at = -(-ctypes.addressof(room) // 64) * 64
+            ctypes.memmove(at, ctypes.addressof(params), ctypes.sizeof(params))
+            compiled(*self.of, threads).run(ctypes.c_void_p(at), 1, grid)
+
+    @cache
+    def compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], threads: int) -> ctypes.CDLL:
+        return compile_kernel(file, name, dict(defines), threads, 1, folder)
+
+    return Emulated

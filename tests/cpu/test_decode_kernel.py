@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from emulated_cuda import HERE, compile_kernel, tensor_map
+from emulated_cuda import HERE, kernels, tensor_map
 
 from sgla.kernels.cuda import decode_attention
 from sgla.kernels.cuda.decode_attention import TILE, DecodeAttention
@@ -24,22 +21,7 @@ PAGE, KV_HEADS, DIM = 16, 2, 64
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    class Emulated:
-        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int = 0) -> None:
-            self.of = file, name, defines
-
-        def launch(self, grid: int, threads: int, params: Any) -> None:
-            library = compiled(*self.of[:2], tuple(self.of[2].items()), threads)
-            room = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
-            at = -(-ctypes.addressof(room) // 64) * 64
-            ctypes.memmove(at, ctypes.addressof(params), ctypes.sizeof(params))
-            library.run(ctypes.c_void_p(at), 1, grid)
-
-    @cache
-    def compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], threads: int) -> ctypes.CDLL:
-        return compile_kernel(file, name, dict(defines), threads, 1, tmp_path)
-
-    monkeypatch.setattr(decode_attention, "Kernel", Emulated)
+    monkeypatch.setattr(decode_attention, "Kernel", kernels(tmp_path))
     monkeypatch.setattr(decode_attention, "tensor_map", tensor_map)
     kept = decode_attention._kernel, decode_attention._page_map
     for each in kept:

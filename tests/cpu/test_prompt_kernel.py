@@ -3,16 +3,14 @@ rows, and pages of e4m3 what torch makes of them. A few blocks share the tiles."
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from emulated_cuda import HERE, compile_kernel, tensor_map
+from emulated_cuda import HERE, kernels, tensor_map
 
 from sgla.attention.base import cut
 from sgla.kernels.cuda import prompt_attention
@@ -28,22 +26,7 @@ BF16, FP8, SLOT, PAGE, BLOCKS = torch.bfloat16, torch.float8_e4m3fn, 1, 16, 3
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    class Emulated:
-        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int = 0) -> None:
-            self.of = file, name, defines
-
-        def launch(self, grid: int, threads: int, params: Any) -> None:
-            library = compiled(*self.of[:2], tuple(self.of[2].items()), threads)
-            room = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
-            at = -(-ctypes.addressof(room) // 64) * 64
-            ctypes.memmove(at, ctypes.addressof(params), ctypes.sizeof(params))
-            library.run(ctypes.c_void_p(at), 1, grid)
-
-    @cache
-    def compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], threads: int) -> ctypes.CDLL:
-        return compile_kernel(file, name, dict(defines), threads, 1, tmp_path)
-
-    monkeypatch.setattr(prompt_attention, "Kernel", Emulated)
+    monkeypatch.setattr(prompt_attention, "Kernel", kernels(tmp_path))
     monkeypatch.setattr(prompt_attention, "_map", tensor_map)
     monkeypatch.setattr(prompt_attention, "processors", lambda: BLOCKS)
     for kept in (prompt_attention._kernel, prompt_attention._merging):
