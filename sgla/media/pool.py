@@ -48,7 +48,8 @@ class Pool:
     tasks that are short do not wait for a start.
 
     A task may take ``seconds`` of CPU time, and ``memory`` bytes beyond what the process has once it has
-    imported ``modules``. A task that is cancelled, or goes beyond, costs its process, and nobody else.
+    imported ``modules``. A task that is cancelled, or goes beyond, costs its process, which has ended when
+    the caller hears of it, and nobody else.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Pool:
         try:
             answer = await self._asked(process, (function, args))
         except BaseException:
-            self._end(process)
+            await asyncio.wait([self._end(process)])  # it may be about to open a file that the caller has
             raise
         self._free(process)
         return value_of(answer, result)
@@ -127,12 +128,14 @@ class Pool:
                 return place
         return None
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: _Process) -> asyncio.Future[None]:
         def ended(_: object) -> None:
             self._all.discard(process)
             self._start()
 
-        asyncio.ensure_future(process.end()).add_done_callback(ended)
+        end = asyncio.ensure_future(process.end())
+        end.add_done_callback(ended)
+        return end
 
     async def _asked(self, process: _Process, task: tuple[str, tuple[Any, ...]]) -> Answer:
         try:

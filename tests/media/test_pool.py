@@ -92,6 +92,21 @@ async def test_a_process_that_dies_between_tasks_costs_none(pool: Pool) -> None:
     assert await pool.run(f"{HERE}:pid", result=int) != first
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_nothing_is_at_work_when_a_task_has_ended(pool: Pool, cancelled: bool) -> None:
+    """The files that it was to write may be others' then."""
+    first = await pool.run(f"{HERE}:pid", result=int)
+    running = asyncio.ensure_future(pool.run(f"{HERE}:loop", result=None))
+    await asyncio.sleep(0)
+    if cancelled:
+        running.cancel()
+    await asyncio.wait([running])
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    with pytest.raises(asyncio.CancelledError if cancelled else Died):
+        await running
+
+
 async def test_nobody_waits_for_a_start_if_a_process_is_free_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
