@@ -27,18 +27,26 @@ stop() { kill $PID; wait $PID 2>/dev/null; }
 tell() { $PY - <<P
 import urllib.request
 t = urllib.request.urlopen("http://127.0.0.1:$PORT/metrics").read().decode()
-print("\n".join(l for l in t.splitlines() if l[:1] != "#" and any(k in l for k in ("tier_", "prefix_", "preempt"))))
+print("\n".join(l for l in t.splitlines() if l[:1] != "#" and any(k in l for k in ("tier_", "prefix_", "retracted"))))
+P
+}
+steps() { # of the last rounds, for bench/step_times.py and sgla replay
+  $PY - "$OUT/steps-$1.sgla" <<P
+import sys, urllib.request
+asked = urllib.request.Request("http://127.0.0.1:$PORT/step_log", headers={"Authorization": "Bearer of-a-bench"})
+open(sys.argv[1], "wb").write(urllib.request.urlopen(asked).read())
 P
 }
 run() { timeout -k 5 ${LIMIT:-200} $PY bench/sessions.py "$@" 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/sessions.jsonl" | cut -c1-900; }
 sessions() { # NAME, flags
   local name=$1 note="--kv-cache-bytes ${POOL_BYTES:-16G} $2"
   tok qwen3-8b
-  serve qwen3-8b --context-length 32768 --kv-cache-bytes ${POOL_BYTES:-16G} $2 ${MORE:-} || exit 1
+  serve qwen3-8b --context-length 32768 --kv-cache-bytes ${POOL_BYTES:-16G} --admin-api-key of-a-bench --step-log 4000 \
+    $2 ${MORE:-} || exit 1
   run turns http://127.0.0.1:$PORT --model m --pool 5000 --times 1 --turns 1 --question 300 --answer 16 --seed 99 > /dev/null
   run turns http://127.0.0.1:$PORT --model m --pool ${POOL:-116500} --times ${TIMES:-4.4} --turns ${TURNS:-10} --system 0 \
     --question ${QUESTION:-2048} --answer ${ANSWER:-32} --concurrency ${CONCURRENCY:-8} --note "${note% }"
-  tell > "$OUT/metrics-$name.txt"; cp "$OUT/server.log" "$OUT/server-$name.log"; stop
+  tell > "$OUT/metrics-$name.txt"; steps $name; cp "$OUT/server.log" "$OUT/server-$name.log"; stop
 }
 compare() { $PY - "$OUT/sessions.jsonl" <<'P'
 import json, sys
