@@ -150,6 +150,32 @@ def test_a_failing_branch_ends_the_program() -> None:
         branches.run(backend=Echo("bad"))
 
 
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_failing_branch_that_nobody_reads_ends_the_program(threads: bool) -> None:
+    @sgl.function
+    def left(s: Any, careful: bool = False) -> str:
+        inner = s.fork(1)[0].fork(1)
+        try:
+            inner += "bad" + sgl.gen("x")
+            if careful:
+                inner[0]["x"]
+        except BackendFailed:
+            if careful:
+                return "heard"
+        return "unheard"
+
+    state = left.run(True, backend=Echo("bad"), use_thread=threads)
+    assert state.ret_value == "heard"
+    assert state.error() is None
+    if threads:
+        with pytest.raises(BackendFailed):
+            left.run(backend=Echo("bad"))
+        (state,) = left.run_batch([{}], backend=Echo("bad"))
+        assert isinstance(state.error(), BackendFailed)
+        with pytest.raises(BackendFailed):
+            list(left.run(backend=Echo("bad"), stream=True).text_iter())
+
+
 def test_batches_keep_their_order_and_errors_apart() -> None:
     backend = Echo("bad")
     states = plain.run_batch([{"word": "a"}, ("bad",), {"word": "b"}], backend=backend)

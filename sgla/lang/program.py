@@ -130,6 +130,7 @@ class Function:
         state.own()
         try:
             state.ret_value = self.func(state, *args, **self.bound | dict(arguments))
+            state.end_branches()
         except Exception as error:
             state.fail(error)
         finally:

@@ -145,6 +145,8 @@ class State:
         self._open = watched  # the program may append more
         self._writer = 0  # the thread of a program that is watched
         self._error: BaseException | None = None
+        self._heard = False  # somebody was told of the error
+        self._branches: list[State] = []
         self._written = Written()
         self._variables: dict[str, Any] = {}
         self._due: Counter[str | None] = Counter()  # variables that what waits will write
@@ -172,6 +174,7 @@ class State:
 
     def _check(self) -> None:
         if self._error is not None:
+            self._heard = True
             raise self._error
 
     def system(self, part: Any = None) -> Any:
@@ -295,6 +298,15 @@ class State:
             self._error = self._error or error
             self._changed.notify_all()
 
+    def end_branches(self) -> None:
+        """Wait for all branches. One that has failed, of which the program has not heard, ends this state."""
+        for branch in self._branches:
+            branch.end_branches()
+            heard = branch._heard
+            error = branch.error()
+            if error is not None and not heard:
+                self.fail(error)
+
     def own(self) -> None:
         """This thread runs the program."""
         self._writer = threading.get_ident()
@@ -361,6 +373,7 @@ class State:
         """What it has ended with, once all is done."""
         with self._changed:
             self._changed.wait_for(lambda: self._idle)
+        self._heard = True
         return self._error
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
@@ -390,8 +403,8 @@ class State:
                 break
         if name is not None and not shown:
             yield str(self.get_var(name)), self._meta.get(name)
-        elif self._error is not None and not self._has(name):
-            raise self._error
+        elif not self._has(name):
+            self._check()
 
     def _new(self, name: str | None, read: int) -> tuple[list[tuple[str | None, str]], bool]:
         """The pieces behind the first ``read``, once there are some or no more will come, which the second
@@ -418,6 +431,7 @@ class State:
         branch = State(self._backend, self._defaults, stream=self._stream, threads=self._threads)
         branch._written = self._written.copy()
         branch._variables, branch._meta = dict(self._variables), dict(self._meta)
+        self._branches.append(branch)
         return branch
 
     @contextmanager
