@@ -84,11 +84,12 @@ class Pool:
             self._end(process)
         place: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
-        self._start()
         try:
+            self._start()
             return await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
+        except BaseException:
+            # Nobody waits there any more; who was given a process meanwhile does not take it.
+            if not place.cancel() and not place.cancelled() and place.exception() is None:
                 self._free(place.result())
             raise
 

@@ -139,6 +139,16 @@ def test_tokens_are_where_kernels_look_for_them(seed: int) -> None:
         assert run.sampler.seeds.tolist() == [0, -1, -2, 0]
 
 
+def test_a_place_before_the_first_token_is_none() -> None:
+    """Guesses that no row made have such places, in the slot of padding rows."""
+    with OnCpu():
+        tables = DeviceTables(SLOTS, CONTEXT, PAGE)
+        tables.tokens.ids.fill_(7)
+        columns = (torch.tensor(x, dtype=torch.int32) for x in ([SLOTS, 1], [-1, 0], [9, 9]))
+        put_tokens(*columns, tables.tokens)
+        assert (tables.tokens.ids == 9).nonzero().tolist() == [[RING.value]]
+
+
 def test_tables_are_as_large_as_the_pool() -> None:
     """And not as many slots of the longest context, which would be 1 GB here."""
     with OnCpu():

@@ -156,6 +156,25 @@ async def test_a_start_that_fails_costs_one_task(monkeypatch: pytest.MonkeyPatch
         await pool.close()
 
 
+async def test_a_process_that_cannot_be_made_costs_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, make, left = Pool(processes=1, modules=["tests.media.test_pool"]), _Process.__init__, [1]
+
+    def fails(self: _Process) -> None:
+        if left:
+            left.pop()
+            raise OSError("too many open files")
+        make(self)
+
+    monkeypatch.setattr(_Process, "__init__", fails)
+    try:
+        with pytest.raises(OSError, match="too many open files"):
+            await pool.run(f"{HERE}:pid", result=int)
+        async with asyncio.timeout(60):
+            assert await pool.run(f"{HERE}:pid", result=int) > 0
+    finally:
+        await pool.close()
+
+
 @pytest.mark.parametrize("size", [0, 3, LARGE, 3 * LARGE + 1])
 async def test_large_parts_cross_as_small_ones_do(pool: Pool, size: int) -> None:
     picture = Picture.of(1, size, bytes(range(256)) * (3 * size // 256) + bytes(3 * size % 256))

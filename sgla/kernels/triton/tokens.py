@@ -78,10 +78,12 @@ def _put(slots, positions, values, ids, pages, stride, held, page_size, base, co
     slot = tl.load(slots + i, mask=live, other=0).to(tl.int64)
     position = tl.load(positions + i, mask=live, other=0)
     value = tl.load(values + i, mask=live, other=0)
-    tl.store(_token(ids, pages, stride, held, page_size, base, slot, position), value, mask=live)
+    place = _token(ids, pages, stride, held, page_size, base, slot, position)
+    tl.store(place, value, mask=live & (position >= 0))
 
 
 def put_tokens(slots: Tensor, positions: Tensor, values: Tensor, tokens: TokenTable) -> None:
-    """``values`` int32[n] at ``positions`` of ``slots``, none of which is RING behind its slot's pages."""
+    """``values`` int32[n] at ``positions`` of ``slots``, none of which is RING behind its slot's pages. A
+    value at a position below 0 goes nowhere."""
     count = len(slots)
     _put[(cdiv(count, 128),)](slots, positions, values, *tokens.arguments, count, BLOCK=128)
