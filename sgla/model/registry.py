@@ -44,19 +44,26 @@ for _name, _family in (FAMILIES | PICTURED | HEARD).items():
 def supported() -> list[str]:
     """The architecture names that ``config.json`` may have."""
     encoders = [family + suffix for family in _ENCODERS for suffix in _ENCODER_SUFFIXES]
-    families = [name.removesuffix("ForCausalLM") for name in _POOLED_DECODERS]
-    decoders = [family + suffix for family in families for suffix in _DECODER_SUFFIXES]
+    decoders = [family + suffix for family in _pooled() for suffix in _DECODER_SUFFIXES]
     return sorted({*_GENERATING, *encoders, *decoders, *DUALS})
+
+
+def _pooled() -> list[str]:
+    return [name.removesuffix("ForCausalLM") for name in _POOLED_DECODERS]
 
 
 def _listed() -> str:
     """The names that are supported, for an error."""
     causal, known = "ForCausalLM", [name for name in supported() if not is_encoder(name)]
     heads = [name.removesuffix(causal) for name in known if name.endswith(causal)]
-    others = [name for name in known if not name.endswith(causal)]
-    return (
-        f"{', '.join(heads)}, each with {causal}; {', '.join(others)}; {', '.join(_ENCODERS)}, each with "
-        f"{', '.join(_ENCODER_SUFFIXES)}"
+    others = [name for name in known if name in _GENERATING and not name.endswith(causal)]
+    return "; ".join(
+        [
+            f"{', '.join(heads)}, each with {causal}",
+            ", ".join([*others, *DUALS]),
+            f"{', '.join(_pooled())}, each with {', '.join(_DECODER_SUFFIXES)}",
+            f"{', '.join(_ENCODERS)}, each with {', '.join(_ENCODER_SUFFIXES)}",
+        ]
     )
 
 
