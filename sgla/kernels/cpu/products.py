@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from sgla.kernels.cpu.instructions import linear_node
 from sgla.kernels.cpu.native import Instr, Step
 from sgla.kernels.cpu.program import Program, encode
 from sgla.kernels.dispatch import Op, using
-from sgla.quant.weight import Weight
+
+if TYPE_CHECKING:
+    from sgla.quant.weight import Weight
 
 R = TypeVar("R")
 
