@@ -101,7 +101,8 @@ class Tower:
         RuntimeError if they have not."""
         with record_function(SEEN):
             read = [self._read(one) for one in pictures]
-            whole = self({name: torch.cat([one[name] for one in read]) for name in read[0]})
+            joined = {name: torch.cat([one[name] for one in read]) for name in read[0]}
+        whole = self(joined)
         values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
         return [
             Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from config_cases import gemma3
 from forked import run_script
+from tiny import ENTRIES
 
 from sgla.device import nvidia
 from sgla.kernels import device
@@ -90,25 +91,6 @@ ONE_EACH = {  # experts without a gate
     "moe_intermediate_size": 256,
     "moe_shared_expert_intermediate_size": 512,
     "max_position_embeddings": 2048,
-}
-ENTRIES = {  # some layers keep something beside their windows
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "vocab_size": 3000,
-    "hidden_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 2048,
-    "compress_ratios": [0, 4, 128],
-    "q_lora_rank": 128,
-    "o_groups": 2,
-    "o_lora_rank": 128,
-    "index_topk": 32,
-    "index_n_heads": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "num_hash_layers": 1,
 }
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),

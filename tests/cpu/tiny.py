@@ -36,6 +36,25 @@ LLAMA = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+ENTRIES: dict[str, Any] = {  # some layers keep something beside their windows
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 3000,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+    "compress_ratios": [0, 4, 128],
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 128,
+    "index_topk": 32,
+    "index_n_heads": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "num_hash_layers": 1,
+}
 
 
 def tiny_source(**changes: Any) -> ModelSource:

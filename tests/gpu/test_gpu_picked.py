@@ -17,7 +17,7 @@ from sgla.kernels.hyper import stream_weights
 from sgla.kernels.picking import pick, picked_attention
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-from tiny import make_core, submit
+from tiny import ENTRIES, make_core, submit
 
 MODEL: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -43,25 +43,6 @@ SINKS = MODEL | {
     "architectures": ["HYV4ForCausalLM"],
     "model_type": "hy_v4",
     "indexer_types": ["full", "shared", "shared"],
-}
-ENTRIES: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "vocab_size": 5000,
-    "hidden_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 2048,
-    "compress_ratios": [0, 4, 128],
-    "q_lora_rank": 128,
-    "o_groups": 2,
-    "o_lora_rank": 128,
-    "index_topk": 32,
-    "index_n_heads": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "num_hash_layers": 1,
 }
 CHUNKED: dict[str, Any] = {
     "architectures": ["Llama4ForCausalLM"],
@@ -99,7 +80,7 @@ TWO_HEADS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS, SINKS, ENTRIES])
+@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS, SINKS, ENTRIES | {"vocab_size": 5000}])
 def test_kernels_read_what_torch_does(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32; steps of decode rows alone are graphs with kernels, and none with torch."""
     texts = [[(7 * i + n) % 5000 for i in range(length)] for n, length in enumerate((3, 90, 500))]
