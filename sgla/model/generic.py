@@ -21,7 +21,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.utils import logging
@@ -287,7 +293,8 @@ class Generic(CausalLM):
 
     def check_rows(self, whole: Tensor | None = None) -> None:
         """Raise ConfigError if a token's logits depend on its place in a step, or on what stands beside it
-        by another way than attention; or if they are not those that the ``whole`` module has given."""
+        by another way than attention; if the first position of a sequence is not 0; or if logits are not
+        those that the ``whole`` module has given."""
         here, there = self.of_rows(), self.of_rows(back=True)
         if not here.isfinite().any():
             raise refusal("its logits are no numbers")
@@ -298,11 +305,18 @@ class Generic(CausalLM):
 
         if not near(here, there):
             raise refusal("its tokens depend on each other, or on their places, beside attention")
+        ids = torch.arange(3, min(9, self.spec.vocab), device=here.device)[: self.positions]
+        first = torch.arange(len(ids), device=here.device)
+        if not near(self._run(own_token, ids, first), self._run(own_token, ids, None)):
+            raise refusal("it numbers the tokens of a sequence otherwise than from 0")
         if whole is not None and not near(here, whole):
             raise no_ranks("the parts that its plan makes do not give what the whole does")
 
     @torch.inference_mode()
-    def _run(self, attends: Attends, ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+    def _run(
+        self, attends: Attends, ids: Tensor, positions: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """``positions`` None: those that the module gives the tokens of a sequence."""
         token = _attends.set(attends)
         keep: Any = 0 if rows is None else rows.long()
         module: Any = self.module
@@ -311,7 +325,7 @@ class Generic(CausalLM):
         try:
             out = module(
                 input_ids=ids.long()[None],
-                position_ids=positions.long()[None],
+                position_ids=None if positions is None else positions.long()[None],
                 use_cache=False,
                 logits_to_keep=keep,
             )
@@ -330,6 +344,8 @@ def class_of(config: dict[str, Any], folder: Path, trusted: bool) -> tuple[type[
     ConfigError."""
     name, auto = architecture_of(config), config.get("auto_map")
     names = {n for known in CAUSAL.values() for n in ([known] if isinstance(known, str) else known)}
+    if name not in names:
+        name = lent(config.get("model_type")) or name
     if name in names:
         return getattr(transformers, name), ""
     if not isinstance(auto, dict) or not isinstance(auto.get("AutoModelForCausalLM"), str):
@@ -338,6 +354,16 @@ def class_of(config: dict[str, Any], folder: Path, trusted: bool) -> tuple[type[
     if not trusted:
         raise refusal(f"it is code of the checkpoint ({code[:99]}), which runs only with --trust-remote-code")
     return local_class(code, folder), code
+
+
+def lent(kind: Any) -> str | None:
+    """The class that computes a kind of model which has a configuration in transformers and no class of its
+    own (EXAONE 3.5 is a Llama): its checkpoints name one of their own code."""
+    name = CAUSAL.get(kind) if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+    if not isinstance(name, str):
+        return None
+    own = getattr(transformers, name).config_class
+    return name if own is not None and own.model_type != kind else None
 
 
 def local_class(code: str, folder: Path) -> type[PreTrainedModel]:
@@ -388,6 +414,8 @@ def context_of(hf: PreTrainedConfig) -> tuple[int, list[str]]:
 def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrainedConfig:
     """Raises ConfigError."""
     kind, own = config.get("model_type"), cls.config_class
+    if lent(kind) == cls.__name__:
+        own = CONFIG_MAPPING[kind]
     if own is None or kind != own.model_type:
         known = own and own.model_type
         raise refusal(f"config.json says model_type {str(kind)[:60]}, and the class is of {known}")
@@ -502,7 +530,7 @@ def load_generic(
     device = torch.empty(0).device
     report(Progress(phase="load", message="weights", done=0, total=spec.values))
     config = source.config
-    cls = local_class(spec.code, source.folder) if spec.code else getattr(transformers, spec.architecture)
+    cls, _ = class_of(config, source.folder, bool(spec.code))
     hf = configured(config, cls)
     with torch.device("cpu"):
         model.module = loaded(cls, hf, source, model.dtype, seed).eval()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
 from parity import GENERIC as MODELS
+from parity import LATENT, ROUTED
 from safetensors.torch import load_file, save_file
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
 from transformers import AutoConfig
@@ -336,6 +337,41 @@ def test_tokens_that_depend_on_each_other_are_refused(tmp_path: Path) -> None:
     model.check_rows(model.of_rows())
     with pytest.raises(ConfigError, match="do not give what the whole does"):
         model.check_rows(2 * model.of_rows())
+
+
+def test_places_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
+    """RoBERTa numbers tokens from behind its padding token."""
+    save_checkpoint(tmp_path, "roberta", is_decoder=True, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="numbers the tokens of a sequence otherwise than from 0"):
+        load_model(seen(tmp_path))
+
+
+LENT = {
+    "exaone": ("ExaoneForCausalLM", {}),  # with names of its own for tensors
+    "internlm3": ("InternLM3ForCausalLM", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "sarvam_mla": ("SarvamMLAForCausalLM", LATENT | ROUTED | {"num_experts": 8, "first_k_dense_replace": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", LENT)
+@torch.no_grad()
+def test_kinds_that_another_class_computes(kind: str, tmp_path: Path) -> None:
+    """Their files name a class of the checkpoint's own code, which is not needed."""
+    name, changes = LENT[kind]
+    hf = save_checkpoint(tmp_path, kind, **changes)
+    own = {"architectures": [name], "auto_map": {"AutoModelForCausalLM": f"modeling.{name}"}}
+    source = seen(tmp_path, **own)
+    model = load_model(source)
+    assert isinstance(model, Generic)
+    assert not model.spec.code
+    found = Eager(model).prompt_logprobs(PROMPTS[2:])
+    expected = hf(torch.tensor(PROMPTS[2:])).logits[0].log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    with pytest.raises(ConfigError, match="has no causal language model OwnForCausalLM"):
+        probe(
+            source.config | {"architectures": ["OwnForCausalLM"], "model_type": "llama", "auto_map": None},
+            tmp_path,
+        )
 
 
 CODE = """
