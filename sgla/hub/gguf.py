@@ -243,7 +243,7 @@ class GGUFFile:
         blocks = np.frombuffer(part.map, np.uint8, prod(tensor.shape) // block * size, start)
         blocks = blocks if block > 1 and width == 1 else blocks.reshape(rows, -1)
         at = 0
-        for e in range(self._model.sizes["e"] if each else 1):
+        for e in range(shapes[0][0] if each else 1):
             for target, shape in zip(targets, shapes):
                 shape = shape[1:] if each else shape
                 count = prod(shape) // width

@@ -13,20 +13,19 @@ from typing import Any, Literal, NamedTuple
 
 class HFTensor(NamedTuple):
     """A tensor's name in HF's class, and its dims: letters that ``GGUFFile`` has the sizes of. ``{e}``: the
-    tensor is one of each expert.
+    tensor is one of each expert, or whatever the first of them counts.
 
-    d hidden, f of the MLP, q and k of all heads, h of one, n heads, t half of what is rotated, v tokens, P
-    positions. W values that a layer is given of each of V tokens, X those of all layers. A are residual
-    streams, e those but one, B the square of A, U the rank of LAuReL. Of mixtures e experts, m of one, s of
-    the shared one. Of latent attention a the queries' latent, r that of keys and values, l with the rotated
-    part, u queries, g a head's part that is not rotated, y its value, o all values, b keys and values. Of
-    Mamba 2 i all rows, c channels of the convolution, w its taps, j the values of all heads, z heads, x
-    groups, p values of a group; w is also that of short convolutions. L is the latent of what experts read, E
-    what they read. Of indexers H heads, D values of one, I of all. K are values
-    where keys have another width. Of Mamba 1 i, c, w and j, S values of a
-    channel's state, R what time steps are made of, T the same with B and C. Of gated delta nets i, c, w, j, z
-    and p as of Mamba 2, Z twice z; Q are queries with their gates. Of Kimi's delta nets w, j, z and p as of
-    Mamba 2."""
+    d hidden, f of the MLP, q and k of all heads, h of one, n heads, N of keys, t half of what is rotated, v
+    tokens, P positions. W values that a layer is given of each of V tokens, X those of all layers. A are
+    residual streams, e those but one, B the square of A, U the rank of LAuReL. Of mixtures e experts, m of
+    one, s of the shared one. Of latent attention a the queries' latent, r that of keys and values, l with the
+    rotated part, u queries, g a head's part that is not rotated, y its value, o all values, b keys and
+    values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the values of all heads, z
+    heads, x groups, p values of a group; w is also that of short convolutions. L is the latent of what
+    experts read, E what they read. Of indexers H heads, D values of one, I of all. K are values where keys
+    have another width. Of Mamba 1 i, c, w and j, S values of a channel's state, R what time steps are made
+    of, T the same with B and C. Of gated delta nets i, c, w, j, z and p as of Mamba 2, Z twice z; Q are
+    queries with their gates. Of Kimi's delta nets w, j, z and p as of Mamba 2."""
 
     name: str
     dims: str
@@ -189,6 +188,7 @@ MISSING: dict[str, Any] = {
     "leading_dense_block_count": 0,
     "interleave_moe_layer_step": 1,
     "nextn_predict_layers": 0,
+    "use_parallel_residual": True,
 }
 TOP = {
     "token_embd.weight": Stored((HFTensor("model.embed_tokens.weight", "vd"),)),

@@ -112,6 +112,7 @@ class GGUFModel:
             "k": kv_heads * head_dim,
             "h": head_dim,
             "n": heads,
+            "N": kv_heads,
             "t": keys.get("rope.dimension_count", head_dim) // 2,
             "v": self._vocab_size(),
             "e": keys.get("expert_count", 0),
@@ -204,7 +205,7 @@ class GGUFModel:
         if layout.longrope and (trained := keys.get("rope.scaling.original_context_length")):
             config["original_max_position_embeddings"] = trained
         if "use_parallel_residual" in layout.known:
-            config["use_parallel_residual"] = keys.get("use_parallel_residual", True)
+            config["use_parallel_residual"] = self._value("use_parallel_residual")
         if layout.growing:
             config |= {"rope_parameters": config.pop("rope_scaling") | {"rope_theta": config["rope_theta"]}}
         elif layout.stretched and config["rope_scaling"] is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
 from sgla.layers.linear import QKVLinear, RowLinear, split_heads
-from sgla.layers.norm import RMSNorm, SplitRMSNorms
-from sgla.layers.spec import AttentionSpec
+from sgla.layers.norm import HeadLayerNorms, RMSNorm, SplitRMSNorms
+from sgla.layers.spec import AttentionSpec, QKNorm
 
 
 class LayerAttention(Protocol):
@@ -27,10 +27,11 @@ class LayerAttention(Protocol):
 
 class HeadNorms(NamedTuple):
     """RMSNorm of q and k before the rotation: ``of`` each ``head`` or of the whole ``width``, with what is
-    added to the weights of a file (``offset``), or of each head without weights (``unit``). ``late``: that of
-    heads comes behind the rotation, which keeps lengths, so the products of both weights multiply q alone."""
+    added to the weights of a file (``offset``), or of each head without weights (``unit``). ``heads``:
+    LayerNorm of each head, with weights of its own. ``late``: that of heads comes behind the rotation, which
+    keeps lengths, so the products of both weights multiply q alone."""
 
-    of: Literal["", "head", "width", "unit"]
+    of: QKNorm
     eps: float
     offset: float = 0.0
     late: bool = False
@@ -71,10 +72,11 @@ class SelfAttention:
         self.layer, self.cos_sin, self.eps, self.growth = layer, cos_sin, norms.eps, growth
         self.sinks = build.vector(f"{name}.sinks", heads, own) if layer.sinks else None
         self.slopes = torch.tensor(layer.slopes[own.start : own.stop]) if layer.slopes else None
-        self._make_norms(build, name, norms)
+        self._make_norms(build, name, norms, order)
 
-    def _make_norms(self, build: Build, name: str, norms: HeadNorms) -> None:
+    def _make_norms(self, build: Build, name: str, norms: HeadNorms, order: Tensor | None) -> None:
         self.q_norm = self.k_norm = None
+        self.head_norms: HeadLayerNorms | None = None
         self.wide_norms: SplitRMSNorms | None = None
         self.late: tuple[Tensor, Tensor] | None = None
         heads, kv_heads, head_dim = self.layer.heads, self.layer.kv_heads, self.layer.head_dim
@@ -86,6 +88,10 @@ class SelfAttention:
                 self.q_norm = self.k_norm = torch.ones(head_dim)
         elif norms.of == "unit":
             self.q_norm = self.k_norm = torch.ones(head_dim)
+        elif norms.of == "heads":
+            own, own_kv = split_heads(heads, kv_heads, build.shard)
+            both = (f"{name}.q_norm", heads, own), (f"{name}.k_norm", kv_heads, own_kv)
+            self.head_norms = HeadLayerNorms(build, both, head_dim, norms.eps, order)
         elif norms.of == "width":
             own, own_kv = split_heads(heads, kv_heads, build.shard)
             q, kv = (range(part.start * head_dim, part.stop * head_dim) for part in (own, own_kv))
@@ -105,6 +111,8 @@ class SelfAttention:
         if self.wide_norms is not None:
             q, k, v = qkv.split(self.widths, dim=1)
             qkv = torch.cat([*self.wide_norms(q, k), v], dim=1)
+        if self.head_norms is not None:
+            qkv = self.head_norms(qkv)
         positions, cos_sin = batch.turns(self.cos_sin)
         q = ops.qk_norm_rope_store(
             qkv, positions, cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from sgla.dist import Shard
 from sgla.kernels import ops
-from sgla.layers.build import Build
+from sgla.layers.build import Build, StackPart
+from sgla.quant.weight import SourceTensor
 
 
 class RMSNorm:
@@ -71,6 +74,47 @@ class SplitRMSNorms:
             (x.float() * factor[:, None] * weight).to(x.dtype)
             for x, factor, weight in zip(vectors, factors, self.weights)
         ]
+
+
+class HeadLayerNorms:
+    """LayerNorm without a bias of heads with ``dim`` values, each of which has weights of its own.
+
+    ``parts``: of several vectors of a token the name, all heads, and this rank's. A checkpoint has the
+    weights of each head (``name.0.weight`` and so on) or those of all (``name.weight``). ``order``: in which
+    the values of a head come, where it is not the checkpoint's."""
+
+    def __init__(
+        self,
+        build: Build,
+        parts: Sequence[tuple[str, int, range]],
+        dim: int,
+        eps: float,
+        order: Tensor | None = None,
+    ) -> None:
+        self.weight = torch.zeros(sum(len(own) for _, _, own in parts), dim)
+        self.eps, first = eps, 0
+        for name, heads, own in parts:
+            names = [f"{name}.{head}.weight" for head in range(heads)]
+            build.stacks[f"{name}.weight"] = (
+                (heads, dim),
+                [StackPart(each, head, range(dim)) for head, each in enumerate(names)],
+            )
+            for head, each in enumerate(names):
+                at = first + head - own.start if head in own else None
+                build.declare(each, (dim,), partial(self._take, at, order))
+            first += len(own)
+
+    def _take(self, at: int | None, order: Tensor | None, source: SourceTensor) -> None:
+        if at is not None:
+            weight = source.dense()
+            self.weight[at].copy_(weight if order is None else weight[order.to(weight.device)])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [T, n]``, whose first columns are those heads; the others stay as they are."""
+        heads, rest = x.split([self.weight.numel(), x.shape[1] - self.weight.numel()], dim=1)
+        heads = heads.unflatten(1, self.weight.shape).float()
+        normed = layer_norm(heads, self.weight.shape[1:], eps=self.eps) * self.weight
+        return torch.cat([normed.to(x.dtype).flatten(1), rest], dim=1)
 
 
 Norm = RMSNorm | LayerNorm

@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple
 from sgla.kernels.routing import Clamped, Routing
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+# Of q and k: RMSNorm of each head, with one vector of weights or (unit) without, or of all heads as one;
+# heads: LayerNorm of each head, with weights of its own.
+QKNorm = Literal["", "head", "width", "unit", "heads"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Command R (HF ``CohereForCausalLM``), Command A (arXiv 2504.00698), GPT-J and Phi-2:
+"""Command R (HF ``CohereForCausalLM``), Command A (arXiv 2504.00698), GPT-J, Phi-2 and StableLM 2 12B:
 attention and MLP read the same norm, side by side."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
+from sgla.model import base, llama
 from sgla.model.base import Decoder
 
 
@@ -43,3 +44,10 @@ class Phi(Cohere):
     """Phi-1, 1.5 (arXiv 2309.05463) and 2: MLPs without a gate, with other names."""
 
     plain_names = ("fc1", "fc2")
+
+
+class StableLm(llama.Llama):
+    """StableLM: so, or one behind the other."""
+
+    def block(self, build: Build, name: str, index: int) -> base.Block:  # type: ignore[override]
+        return (Block if self.spec.parallel else llama.Block)(self, build, name, index)

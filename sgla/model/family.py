@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from sgla.layers.spec import QKNorm
 from sgla.model.gguf_words import Gguf
 from sgla.model.windows import Unrotated, Windows, everywhere, none
+
+QK_NORM = ("use_qk_norm", "qk_layernorm")  # keys that say whether a model has ``Family.qk_norm``
 
 
 class PredictorNames(NamedTuple):
@@ -66,7 +69,7 @@ class Family:
     also: tuple[str, ...] = ()  # other architectures that it runs
     qkv_bias: bool = False
     out_bias: bool = True  # where attention has a bias
-    qk_norm: Literal["", "head", "width", "unit"] = ""
+    qk_norm: QKNorm = ""  # if the key that says so, where the family has one, is true
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True
     norm_offset: float = 0.0

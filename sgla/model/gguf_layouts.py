@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sgla.hub.gguf_layout import HF_KEYS, HFTensor, Layout, Stored
-from sgla.model.family import Family
+from sgla.model.family import QK_NORM, Family
 from sgla.model.gguf_words import Gguf, one
 
 _QKV = (("q", "qd"), ("k", "kd"), ("v", "kd"))
@@ -131,10 +131,11 @@ def _attention(family: Family, gated: bool = False) -> Iterator[tuple[str, Store
     if out or family.biased:
         yield "attn_output.bias", one("self_attn.o_proj.bias", "d", flag=out)
     if family.qk_norm and family.qk_norm != "unit":
-        dims = "hh" if family.qk_norm == "head" else "qk"
-        flag = "use_qk_norm" if "use_qk_norm" in known else ""
-        yield "attn_q_norm.weight", one("self_attn.q_norm.weight", dims[0], flag=flag)
-        yield "attn_k_norm.weight", one("self_attn.k_norm.weight", dims[1], flag=flag)
+        q, k = {"head": ("h", "h"), "heads": ("nh", "Nh")}.get(family.qk_norm, ("q", "k"))
+        flag = next((key for key in QK_NORM if key in known), "")
+        each = ".{e}" if family.qk_norm == "heads" else ""
+        yield "attn_q_norm.weight", one(f"self_attn.q_norm{each}.weight", q, flag=flag)
+        yield "attn_k_norm.weight", one(f"self_attn.k_norm{each}.weight", k, flag=flag)
     if family.sinks:
         yield "attn_sinks.weight", one("self_attn.sinks", "n")
 

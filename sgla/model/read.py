@@ -9,11 +9,11 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader, shown
-from sgla.layers.spec import Activation, AttentionSpec, MoESpec
+from sgla.layers.spec import Activation, AttentionSpec, MoESpec, QKNorm
 from sgla.model.config_keys import check_keys, noted
 from sgla.model.dual import read_dual
 from sgla.model.encoder import EncoderSpec
-from sgla.model.family import Family
+from sgla.model.family import QK_NORM, Family
 from sgla.model.generic_spec import FACTS, generic_spec
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, UNBOUNDED, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, check_architecture, family_of, is_dual, is_encoder
@@ -156,7 +156,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         dtype=dtype_of(c),
         moe=_mixture(c, family, layers),
         predictors=_predictors(c, family),
-        qk_norm=family.qk_norm if "use_qk_norm" not in family.defaults or c.flag("use_qk_norm") else "",
+        qk_norm=_qk_norm(c, family),
         late_norm=family.late_norm,
         norm=family.norm,
         norm_bias=family.norm_bias,
@@ -256,6 +256,11 @@ def _eps(c: Reader, family: Family) -> float:
 
 def _flag(c: Reader, family: Family, *keys: str) -> bool:
     return any(c.flag(key) for key in keys if key in family.defaults)
+
+
+def _qk_norm(c: Reader, family: Family) -> QKNorm:
+    key = next((key for key in QK_NORM if key in family.defaults), None)
+    return family.qk_norm if key is None or (c.given(key) and c.flag(key)) else ""
 
 
 def _inner(c: Reader, family: Family, hidden: int) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sgla.layers.spec import Activation, AltUp, AttentionSpec, HyperConnections, MoESpec, PerLayerInputs
+from sgla.layers.spec import (
+    Activation,
+    AltUp,
+    AttentionSpec,
+    HyperConnections,
+    MoESpec,
+    PerLayerInputs,
+    QKNorm,
+)
 from sgla.quant.method import Method
 
 
@@ -27,8 +35,7 @@ class ModelSpec:
     mlp_bias: bool
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
-    # RMSNorm on each head of q and k, or on all of them as one.
-    qk_norm: Literal["", "head", "width", "unit"] = ""
+    qk_norm: QKNorm = ""
     learned: int = 0  # positions that have vectors
     parallel: bool = False  # attention and MLP stand side by side, where a family may have either
     one_norm: bool = False  # which both read

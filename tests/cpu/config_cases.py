@@ -1888,6 +1888,34 @@ HONOURED: dict[str, Case] = {
             use_qkv_bias=True,
         )
     ),
+    "stablelm-2-12b": Case(
+        decoder(
+            "StableLmForCausalLM",
+            "stablelm",
+            hidden_act="silu",
+            hidden_dropout=0.0,
+            layer_norm_eps=1e-5,
+            partial_rotary_factor=0.25,
+            qk_layernorm=True,
+            rope_scaling=None,
+            rope_theta=10000,
+            tie_word_embeddings=False,
+            use_parallel_residual=True,
+            use_qkv_bias=False,
+        )
+    ),
+    "command-r-plus": Case(
+        decoder(
+            "CohereForCausalLM",
+            "cohere",
+            hidden_act="silu",
+            layer_norm_eps=1e-5,
+            logit_scale=0.8333333333333334,
+            rope_theta=75000000.0,
+            use_qk_norm=True,
+            tie_word_embeddings=True,
+        )
+    ),
     **{
         f"smollm3 windows {words}": Case(
             decoder(
@@ -2559,9 +2587,6 @@ REFUSED: dict[str, Case] = {
         f"{name} {key}": Case(decoder(name, model_type, **{key: value}), key)
         for name, model_type, key, value in (
             ("Phi3ForCausalLM", "phi3", "partial_rotary_factor", 0.1),
-            ("StableLmForCausalLM", "stablelm", "use_parallel_residual", True),
-            ("StableLmForCausalLM", "stablelm", "qk_layernorm", True),
-            ("CohereForCausalLM", "cohere", "use_qk_norm", True),
             ("Starcoder2ForCausalLM", "starcoder2", "mlp_type", "gated"),
             ("SmolLM3ForCausalLM", "smollm3", "no_rope_layers", [1, 0]),
             ("SmolLM3ForCausalLM", "smollm3", "max_window_layers", 1),

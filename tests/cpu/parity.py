@@ -71,12 +71,13 @@ TIED = {"tie_word_embeddings": True}
 
 
 class Layouts(NamedTuple):
-    """What all layouts of an architecture share; then what the second, with other heads, and the third, with
-    other windows or another rope, have in place of the usual."""
+    """What all layouts of an architecture share; then what the second, with other heads, the third, with
+    other windows or another rope, and ``more`` have in place of the usual."""
 
     shared: dict[str, Any] = {}
     heads: dict[str, Any] = HEADS
     other: dict[str, Any] = {"rope_parameters": LINEAR}
+    more: tuple[dict[str, Any], ...] = ()
 
 
 GPT2 = {"intermediate_size": ..., "num_key_value_heads": ...}
@@ -136,9 +137,13 @@ LAYOUTS: dict[str, Layouts] = {
     "gemma": Layouts({"head_dim": 16} | TIED),
     "gemma2": Layouts({"head_dim": 16, "query_pre_attn_scalar": 24} | TIED, other=SLIDES),
     "vaultgemma": Layouts({"head_dim": 8, "query_pre_attn_scalar": 24} | TIED, other=SLIDES),
-    "stablelm": Layouts({"head_dim": None}, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}}),
+    "stablelm": Layouts(
+        {"head_dim": None},
+        other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}},
+        more=({"use_parallel_residual": True, "qk_layernorm": True},),
+    ),
     "starcoder2": Layouts(TIED, other=WINDOW),
-    "cohere": Layouts({"logit_scale": 0.5} | TIED),
+    "cohere": Layouts({"logit_scale": 0.5} | TIED, more=({"use_qk_norm": True},)),
     "cohere2": Layouts({"logit_scale": 0.5} | TIED, other=SLIDES),
     "phi": Layouts(heads=EVERY_HEAD, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.25}}),
     "gpt2": Layouts(
@@ -436,10 +441,10 @@ class Row(NamedTuple):
 
 def layouts(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and changes of ``checkpoints.SMALL``."""
-    shared, heads, other = LAYOUTS.get(model_type, Layouts())
+    shared, heads, other, more = LAYOUTS.get(model_type, Layouts())
     yield "6 heads", shared
-    yield said(heads), shared | heads
-    yield said(other), shared | other
+    for changes in (heads, other, *more):
+        yield said(changes), shared | changes
 
 
 def said(changes: dict[str, Any]) -> str:

@@ -137,6 +137,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "stablelm",
         {"use_qkv_bias": True, "head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3},
     ),
+    "stablelm, side by side": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "head_dim": None},
+    ),
+    "stablelm, normed heads": ("stablelm", {"qk_layernorm": True, "head_dim": None}),
     "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
     "nemotron": ("nemotron", {"head_dim": 16, "num_key_value_heads": 3}),
     "arcee": ("arcee", {"head_dim": 8}),
@@ -145,6 +150,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", WINDOWED),
     "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
+    "cohere, normed heads": (
+        "cohere",
+        {"use_qk_norm": True, "logit_scale": 0.5, "tie_word_embeddings": True},
+    ),
+    "cohere, one key": (
+        "cohere",
+        {"use_qk_norm": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
     "cohere2": ("cohere2", WINDOWED | {"logit_scale": 0.25, "tie_word_embeddings": True}),
     "olmo3": (
         "olmo3",
@@ -216,12 +229,15 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         ("olmo2", "auto"),
         pytest.param("gemma3n", "auto", marks=pytest.mark.slow),
         ("olmo2 with one key", "auto"),
+        ("stablelm, side by side", "auto"),
+        ("cohere, normed heads", "int8"),
+        ("cohere, one key", "auto"),
     ],
 )
 async def test_two_ranks_equal_one(name: str, cache: str, tmp_path: Path) -> None:
     """Rows in another order, slopes of heads, matrices that a checkpoint has fused, MLPs without a gate,
     layers that read others' keys and values (with scales of their heads), experts beside an MLP, norms over
-    the heads of all ranks, which may each have the one key."""
+    the heads of all ranks, which may each have the one key, norms with weights of each head."""
     model_type, changes = FAMILIES[name]
     save_checkpoint(tmp_path, model_type, **changes)
     source = open_source(tmp_path)

@@ -190,6 +190,9 @@ def converted(
         if arch == Arch.GEMMA3N and (stack := re.search(r"(altup_\w+)\.(\d)\.weight$", name)):
             experts.setdefault(f"model.{stack[1]}.weight", {})[int(stack[2])] = tensor
             continue
+        if arch == Arch.STABLELM and (head := re.search(r"\.norms\.(\d+)\.", name)):
+            experts.setdefault(name.replace(head[0], "."), {})[int(head[1])] = tensor
+            continue
         if name.endswith("correct_output_scale"):
             name += ".weight"
         if arch == Arch.GEMMA4 and name.endswith(
@@ -425,12 +428,24 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "granite": (Arch.GRANITE, "granite", GRANITE | {"mlp_bias": True, "attention_bias": True}, {}),
     "starcoder2": (Arch.STARCODER2, "starcoder2", TIED, {}),
     "cohere": (Arch.COMMAND_R, "cohere", TIED | {"logit_scale": 0.5}, {}),
+    "cohere, normed heads": (
+        Arch.COMMAND_R,
+        "cohere",
+        TIED | {"logit_scale": 0.5, "use_qk_norm": True},
+        {},
+    ),
     "cohere2": (Arch.COHERE2, "cohere2", TIED | WINDOWED | {"logit_scale": 0.25}, {}),
     "stablelm": (
         Arch.STABLELM,
         "stablelm",
         {"use_qkv_bias": True, "num_attention_heads": 3, "num_key_value_heads": 3},
         {},
+    ),
+    "stablelm, side by side": (
+        Arch.STABLELM,
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True},
+        {"use_parallel_residual": True},
     ),
     "smollm3": (Arch.SMOLLM3, "smollm3", TIED | {"num_hidden_layers": 5, "sliding_window": None}, {}),
     "exaone4": (
@@ -1034,7 +1049,6 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("phi3, longrope", "rope__scaling__attn_factor", None),
         ("phimoe", "rope__scaling__original_context_length", None),
         ("phimoe", "attention__layer_norm_rms_epsilon", None),
-        ("stablelm", "use_parallel_residual", True),
         ("glm4", "rope__dimension_sections", [8, 12, 12, 0]),
         ("cohere", "attention__sliding_window_pattern", 4),
         ("arcee", "expert_count", 4),

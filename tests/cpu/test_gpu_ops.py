@@ -47,6 +47,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "logit_scale": 0.5,
     },
+    "Command R+": {
+        "architectures": ["CohereForCausalLM"],
+        "model_type": "cohere",
+        "use_qk_norm": True,
+        "head_dim": None,
+    },
+    "StableLM 2 12B": {
+        "architectures": ["StableLmForCausalLM"],
+        "model_type": "stablelm",
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        "head_dim": None,
+    },
     "MiniCPM3ForCausalLM": {
         "model_type": "minicpm3",
         "head_dim": None,
@@ -539,6 +552,24 @@ def test_decode_attention_takes_heads_that_are_rotated_in_part(factor: float, wh
     assert work is not None
     assert ("heads + decode" in work.taken) is not bool(why)
     assert any(why in reason for rule, reason in work.refused if rule == "heads + decode") is bool(why)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_products_whose_heads_are_normed_each_are_not_joined_with_what_rotates(
+    normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels that rotate know one vector of weights, of RMSNorm: these norms stand before them."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    for part in (batch_gemm, prompt_gemm):
+        monkeypatch.setattr(part, "processors", lambda: 132)
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    driver = small_model("Command R+", **sizes, intermediate_size=3072, use_qk_norm=normed)
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", True, rewrite.Asked({"tokens": 2048, "sampled": 1, "rows": 1}))
+    assert work is not None
+    assert work.taken["heads"] == (0 if normed else 2)  # layers
+    stored = [node for node in work.nodes.values() if node.op is ops.qk_norm_rope_store]
+    assert [node.given["q_norm"] for node in stored] == [None, None] * normed
 
 
 @needs_interpreter

@@ -425,6 +425,8 @@ LATENT = HEADS | {
 GROUPED = HEADS | {"num_key_value_heads": 2}
 STARCODER2 = GROUPED | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 COHERE = GROUPED | {"architectures": ["CohereForCausalLM"], "model_type": "cohere"}
+STABLELM = GROUPED | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
+STABLELM |= {"qk_layernorm": True, "use_parallel_residual": True}
 TOY = GROUPED | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
 TOY_LATENT = HEADS | {"architectures": ["ToyLatentForCausalLM"], "model_type": "toy_latent", "head_dim": 32}
 LLAMA = GROUPED | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -437,6 +439,10 @@ TERNARY = LLAMA | {"quantization_config": {"quant_method": "toy-ternary"}}
         pytest.param(LATENT, "triton decode, triton prefill", {}, id="latent attention"),
         pytest.param(STARCODER2, "triton decode, triton prefill", {}, id="LayerNorm with biases"),
         pytest.param(COHERE, "triton decode, triton prefill", {}, id="LayerNorm without biases"),
+        pytest.param(
+            COHERE | {"use_qk_norm": True}, "triton decode, triton prefill", {}, id="LayerNorm of each head"
+        ),
+        pytest.param(STABLELM, "triton decode, triton prefill", {}, id="the same side by side"),
         pytest.param(TOY, "triton decode, triton prefill", {}, id="a family of its own"),
         pytest.param(TOY_LATENT, "triton decode, triton prefill", {}, id="latents of its own"),
         pytest.param(

@@ -19,6 +19,7 @@ _COHERE = _LAYER_NORMED | {
     "tie_word_embeddings": True,
     "attention_bias": False,
 }
+_IN_SEQUENCE = {"use_parallel_residual": False}
 _GPT2 = {
     "n_positions": "max_position_embeddings",
     "n_embd": "hidden_size",
@@ -69,12 +70,18 @@ FAMILIES = {
         ("stablelm",),
         _LAYER_NORMED
         | sizes(50304, 2560, 6912, 32, 32, 4096, 32)
-        | {"use_qkv_bias": False, "partial_rotary_factor": 0.25},
-        CAUSAL | {"use_parallel_residual": False, "qk_layernorm": False, "head_dim": None},
-        model="sgla.model.llama:Llama",
+        | {"use_qkv_bias": False, "partial_rotary_factor": 0.25}
+        | {"use_parallel_residual": False, "qk_layernorm": False},
+        CAUSAL | {"head_dim": None},
+        model="sgla.model.cohere:StableLm",
         nulls=HEAD_DIM,
+        renamed=((".q_layernorm.norms.", ".q_norm."), (".k_layernorm.norms.", ".k_norm.")),
         norm="layer",
-        gguf=(Gguf("stablelm"),),
+        qk_norm="heads",
+        gguf=(
+            Gguf("stablelm", missing=_IN_SEQUENCE),
+            Gguf("stablelm", ONE_NORM, when={"use_parallel_residual": True}),
+        ),
     ),
     "Starcoder2ForCausalLM": Family(
         ("starcoder2",),
@@ -110,11 +117,12 @@ FAMILIES = {
     ),
     "CohereForCausalLM": Family(
         ("cohere",),
-        _COHERE | sizes(256000, 8192, 22528, 40, 64, 8192),
-        CAUSAL | {"use_qk_norm": False},
+        _COHERE | sizes(256000, 8192, 22528, 40, 64, 8192) | {"use_qk_norm": False},
+        CAUSAL,
         model="sgla.model.cohere:Cohere",
-        nulls=KV_HEADS,
+        nulls=(*KV_HEADS, "use_qk_norm"),
         norm="layer",
+        qk_norm="heads",
         norm_bias=False,
         interleaved=True,
         gguf=(Gguf("command-r", ONE_NORM),),
