@@ -15,6 +15,7 @@ SglaError
   ConfigError               wrong flags or files: the command line prints it and exits 2
   OutOfMemory (ConfigError) says how many bytes are missing and which setting frees them
   WeightError (ConfigError) names the tensors
+  UnsupportedValue (ConfigError) of a key of config.json, for which transformers' module may have code
 """
 
 from __future__ import annotations
@@ -205,3 +206,8 @@ class OutOfMemory(ConfigError):
 
 class WeightError(ConfigError):
     code = "weight_error"
+
+
+class UnsupportedValue(ConfigError):
+    """A key of config.json has a value that its family's code does not compute, and transformers' class
+    does."""

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedValue
 from sgla.hub import source
 from sgla.hub.fetch import REMOTE
-from sgla.model.generic_spec import settled
+from sgla.model.generic_spec import FACTS, settled
+from sgla.model.read import read_spec
 from sgla.model.registry import layouts
 
 
@@ -31,7 +32,19 @@ def open_source(
     found = source.open_source(path, load_format, layouts())
     if overrides:
         found = replace(found, config=overridden(found.config, overrides))
-    return settled(found, impl, trusted, ranks)
+    return settled(found, impl, trusted, ranks, lacking(found.config))
+
+
+def lacking(config: Mapping[str, Any]) -> UnsupportedValue | None:
+    """Why the code here does not compute what ``config`` describes, though it knows the architecture. What
+    else is wrong shows where the configuration is read."""
+    try:
+        read_spec({key: value for key, value in config.items() if key != FACTS})
+    except UnsupportedValue as error:
+        return error
+    except ConfigError:
+        return None
+    return None
 
 
 def configured_source(path: str | Path, config: Config) -> source.ModelSource:

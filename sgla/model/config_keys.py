@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedValue
 from sgla.hub.reader import Reader, shown
 from sgla.model.family import Family
 from sgla.model.windows import dual_chunk
@@ -108,26 +108,32 @@ _FACTORS = frozenset({"multiplier", "scale", "scales", "scaling", "factor", "msc
 
 def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> list[str]:
     """The keys of ``config`` that nobody knows and whose names do not speak of mathematics. Raises
-    ConfigError for those that ask for something else than HF's class computes."""
+    ConfigError for those that ask for something else than HF's class computes; UnsupportedValue, if nothing
+    else is wrong, for what HF's class computes and is not computed here."""
     if (found := config.get("model_type")) is not None and found not in family.types:
         raise ConfigError(
             f"config.json: model_type {shown(found)} is not that of {architecture}, which is "
             f"{' or '.join(map(repr, family.types))}; transformers would run another class",
             param="model",
         )
-    unknown = []
+    unknown, lacking = [], None
     for key, value in config.items():
         name = key.strip("_")
         _check_kind(architecture, family, key, value)
         if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
             continue
         if key in family.fixed:
-            if value is not None and value != family.fixed[key]:
-                raise ConfigError(
-                    f"config.json: {key} {shown(value)} is not supported for {architecture}; "
-                    f"{family.fixed[key]!r} is",
-                    param="model",
-                )
+            if value is None or value == family.fixed[key]:
+                continue
+            kind = UnsupportedValue if key in family.honoured else ConfigError
+            refused = kind(
+                f"config.json: {key} {shown(value)} is not supported for {architecture}; "
+                f"{family.fixed[key]!r} is",
+                param="model",
+            )
+            if kind is ConfigError:
+                raise refused
+            lacking = lacking or refused
         elif key in family.same:
             other = family.same[key]
             if value is not None and value != (meant := {**family.defaults, **config}[other]):
@@ -145,6 +151,8 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
                 "trained without it",
                 param="model",
             )
+    if lacking is not None:
+        raise lacking
     return unknown
 
 

@@ -37,7 +37,8 @@ class PredictorNames(NamedTuple):
 class Family:
     """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it
     fills in. ``fixed``: keys it does not read, or reads in vain, each with the value that describes what the
-    class does. ``same``: keys it does not read, each with the one that says the same.
+    class does. ``honoured``: those of ``fixed`` that it does read, so that its module computes what is not
+    computed here. ``same``: keys it does not read, each with the one that says the same.
 
     ``nulls``: keys that may be null, beside ``NULLS``; with a null in any other, HF's class fails, or
     computes what is not computed here.
@@ -55,6 +56,7 @@ class Family:
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
+    honoured: tuple[str, ...] = ()
     nulls: tuple[str, ...] = ()
     model: str = ""
     attention: str = ""

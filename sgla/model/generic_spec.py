@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedValue
 from sgla.hub.source import ModelSource
 from sgla.layers.spec import AttentionSpec
 from sgla.model.families.refused import REFUSED
@@ -84,10 +84,13 @@ def generic_spec(facts: Mapping[str, Any]) -> GenericSpec:
     )
 
 
-def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> ModelSource:
+def settled(
+    source: ModelSource, impl: str, trusted: bool, ranks: int = 1, lacking: UnsupportedValue | None = None
+) -> ModelSource:
     """``source``, with facts if transformers' module is to run it. ``impl``: auto, native or transformers;
-    ``trusted``: code of the checkpoint may run; ``ranks``: how many are to share it. Raises ConfigError for
-    what the module cannot do right."""
+    ``trusted``: code of the checkpoint may run; ``ranks``: how many are to share it; ``lacking``: why the
+    code here does not compute an architecture that it knows. Raises ConfigError for what the module cannot do
+    right."""
     config = {key: value for key, value in source.config.items() if key != FACTS}
     source = replace(source, config=config)
     name = architecture_of(config)
@@ -96,13 +99,18 @@ def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> Mo
             f"architecture {name[:99]!r} has no code here; --model-impl auto tries transformers' module",
             param="model_impl",
         )
-    if impl == "native" or (impl == "auto" and is_known(name)):
+    if impl == "native" or (impl == "auto" and is_known(name) and lacking is None):
         return source
     if name in REFUSED:
         raise ConfigError(f"{name} is not supported: {REFUSED[name]}", param="model")
     try:
-        return replace(source, config={**config, FACTS: _shown(source, trusted, ranks)})
+        facts = _shown(source, trusted, ranks)
+        if impl == "auto" and lacking is not None:
+            facts["notes"].append(f"the code of this server does not: {lacking}")
+        return replace(source, config={**config, FACTS: facts})
     except ConfigError as refused:
+        if lacking is not None and impl == "auto":
+            raise ConfigError(f"{lacking}; through transformers: {refused}", param=refused.param) from None
         if impl == "transformers" or refused.param == "tp":
             raise
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedValue
 from sgla.hub.reader import Reader
 from sgla.layers.spec import AttentionSpec, RopeSpec
 from sgla.model.limits import HEADS, LAYERS, POSITIONS, WIDTH
@@ -95,7 +95,8 @@ def opt(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     if hidden % heads:
         raise c.error("hidden_size", f"a multiple of the {heads} heads (num_attention_heads)")
     if c.given("word_embed_proj_dim") and c.values["word_embed_proj_dim"] != hidden:
-        raise c.error("word_embed_proj_dim", f"that of hidden_size, {hidden}")
+        said = c.error("word_embed_proj_dim", f"that of hidden_size, {hidden}")
+        raise UnsupportedValue(said.message, param=said.param)
     return (AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5, None),) * layers
 
 

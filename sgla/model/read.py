@@ -7,7 +7,7 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedValue
 from sgla.hub.reader import Reader, shown
 from sgla.layers.spec import Activation, AttentionSpec, MoESpec, QKNorm
 from sgla.model.config_keys import check_keys, noted
@@ -291,7 +291,7 @@ def _activation(c: Reader, family: Family) -> Activation:
     if family.defaults.get(key) in _LEARNED:
         known = _LEARNED
     if not isinstance(found, str) or found not in known:
-        raise ConfigError(
+        raise (UnsupportedValue if isinstance(found, str) else ConfigError)(
             f"config.json: {key} {shown(found)} is not supported for "
             f"{c.architecture}; {', '.join(known)} are",
             param="model",

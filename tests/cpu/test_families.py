@@ -263,6 +263,26 @@ def test_slopes_are_those_of_transformers(heads: int) -> None:
         )
 
 
+@torch.no_grad()
+def test_mpt_has_the_slopes_that_its_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the code that comes with its checkpoints; transformers' takes 8, whatever is said."""
+    from transformers.models.mpt import modeling_mpt
+
+    model_type, sizes = FAMILIES["mpt"]
+    hf = save_checkpoint(tmp_path, model_type, **sizes | {"attn_config": {"alibi_bias_max": 16}})
+    found = Eager(load_model(open_source(tmp_path))).prompt_logprobs(PROMPTS)
+
+    def expected() -> torch.Tensor:
+        return torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+
+    assert (expected() - found).abs().max() > 1e-3
+    made = modeling_mpt.build_mpt_alibi_tensor
+    most = hf.config.attn_config.alibi_bias_max
+    own = lambda heads, length, _, device: made(heads, length, most, device)  # noqa: E731
+    monkeypatch.setattr(modeling_mpt, "build_mpt_alibi_tensor", own)
+    torch.testing.assert_close(found, expected(), rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [

@@ -28,6 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model import generic_spec
+from sgla.model.families import FAMILIES
 from sgla.model.families.refused import REFUSED
 from sgla.model.generic import Generic, probe
 from sgla.model.generic_compile import compile_steps
@@ -217,6 +218,86 @@ def test_what_another_process_refuses_keeps_its_reason(
 def test_native_code_comes_first(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     assert FACTS not in open_source(tmp_path).config
+
+
+GPT = {"intermediate_size": ..., "num_key_value_heads": ...}
+OPT = GPT | {"ffn_dim": 96, "tie_word_embeddings": True}
+LACKING: dict[str, tuple[str, dict[str, Any]]] = {
+    "do_layer_norm_before": ("opt", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "word_embed_proj_dim": ("opt", OPT | {"word_embed_proj_dim": 32}),
+    "_remove_final_layer_norm": ("opt", OPT | {"_remove_final_layer_norm": True}),
+    "enable_bias": ("opt", OPT | {"enable_bias": False}),
+    "layer_norm_elementwise_affine": ("opt", OPT | {"layer_norm_elementwise_affine": False}),
+    "qk_layernorm": ("phi", {"qk_layernorm": True}),
+    "attention_bias": ("gpt_neox", GPT | {"attention_bias": False}),
+    "mlp_bias": ("minicpm3", LATENT | {"mlp_bias": True, "tie_word_embeddings": True}),
+    "rope_interleave": ("deepseek_v3", LATENT | ROUTED | {"n_group": 4, "rope_interleave": False}),
+    "clip_qkv": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.3}),
+    "use_bias": ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "use_bias": True}),
+    "hidden_act": ("llama", {"hidden_act": "relu"}),
+}
+
+
+@pytest.mark.parametrize("key", LACKING)
+@torch.no_grad()
+def test_a_value_that_native_code_lacks_takes_the_module(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a line that says so; ``--model-impl native`` refuses it by name."""
+    probing.fork_probes(monkeypatch)
+    model_type, changes = LACKING[key]
+    hf = save_checkpoint(tmp_path, model_type, **changes)
+    model = load_model(open_source(tmp_path))
+    assert isinstance(model, Generic)
+    cost, why = model.spec.notes
+    assert "transformers' own module computes it" in cost
+    assert re.search(f"the code of this server does not: config.json.*: {key} ", why)
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+    torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-4)
+    with pytest.raises(ConfigError, match=f"{key} "):
+        read_decoder(open_source(tmp_path, impl="native").config)
+
+
+def test_every_value_that_modules_compute_is_tried() -> None:
+    keys = {key for family in FAMILIES.values() for key in family.honoured}
+    assert keys == LACKING.keys() - {"hidden_act", "word_embed_proj_dim"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 5}, "hidden_size is 48; it must be a multiple of the 5 heads"),
+        ({"do_layer_norm_before": False, "clip_qkv": 8.0}, "'clip_qkv' .8.0. may change what"),
+        ({"do_layer_norm_before": False, "sliding_window": 8}, "'sliding_window'"),
+        ({"do_layer_norm_before": None}, "do_layer_norm_before null is not supported"),
+        ({"is_encoder_decoder": True, "do_layer_norm_before": False}, "is_encoder_decoder True"),
+    ],
+)
+def test_what_is_wrong_is_refused_without_the_module(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes, keys that no class reads, and kinds of attention that nobody knows."""
+    monkeypatch.setattr("sgla.model.generic_spec.subprocess.run", None)
+    save_checkpoint(tmp_path, "opt", **OPT)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        read_decoder(open_source(tmp_path).config)
+
+
+def test_both_reasons_are_told_where_neither_computes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probing.fork_probes(monkeypatch)
+    save_checkpoint(tmp_path, "opt", **OPT | {"enable_bias": False})
+    with pytest.raises(ConfigError, match="enable_bias False.*; through transformers: .*no plan") as refused:
+        open_source(tmp_path, ranks=2)
+    assert refused.value.param == "tp"
+    path = tmp_path / "config.json"
+    method = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | method))
+    with pytest.raises(ConfigError, match="enable_bias False.*; through transformers: .*it is quantized"):
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(

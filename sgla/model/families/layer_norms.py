@@ -161,6 +161,7 @@ FAMILIES = {
         | sizes(51200, 2048, 8192, 24, 32, 2048)
         | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         CAUSAL | {"qk_layernorm": False},
+        honoured=("qk_layernorm",),
         model="sgla.model.cohere:Phi",
         nulls=KV_HEADS,
         renamed=((".self_attn.dense.", ".self_attn.o_proj."), ("model.final_layernorm.", "model.norm.")),
@@ -281,6 +282,12 @@ FAMILIES = {
             "enable_bias": True,
             "layer_norm_elementwise_affine": True,
         },
+        honoured=(
+            "do_layer_norm_before",
+            "_remove_final_layer_norm",
+            "enable_bias",
+            "layer_norm_elementwise_affine",
+        ),
         nulls=("word_embed_proj_dim",),
         names={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
         model="sgla.model.llama:Opt",
@@ -321,6 +328,7 @@ FAMILIES = {
         },
         _CAUSAL | {"attention_bias": True},
         {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        honoured=("attention_bias",),
         names={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
         model="sgla.model.neox:Neox",
         renamed=(
