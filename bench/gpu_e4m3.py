@@ -1,16 +1,18 @@
 """Time products with e4m3 weights of Qwen3-8B, and how they may be cut: one JSON line a measurement.
 
-    python bench/gpu_e4m3.py [few] [tiles] [--rows 1,64] [--table FILE]
+    python bench/gpu_e4m3.py [few] [tiles] [blocks] [--rows 1,64] [--table FILE]
 
 Up to 16 rows: the kernel with the norm before or the add behind. From 9 on: the product of a rounded x by our
 tiles, with the gate where one follows, and by the library; ``chain``: a layer's four products with what
-rounds between them. Times are medians of graph replays over weights larger than the L2 cache. ``--table``
-takes lines for ``sgla/kernels/gpu/tuned``.
+rounds between them. ``blocks``: the tiles with scales of groups, by cut, beside the library's product with a
+scale a channel. Times are medians of graph replays over weights larger than the L2 cache. ``--table`` takes
+lines for ``sgla/kernels/gpu/tuned``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from gpu_kernels import BF16, time_us
 from tune import cuts
 
+from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.gpu.tuning import LIBRARY, Algorithm, Line, Product, estimated
 from sgla.kernels.rehearsal import rehearsing
@@ -33,6 +36,7 @@ FEW = [  # tiles, half, stages, blocks a multiprocessor
     (2, False, 6, 1), (4, False, 3, 1),
 ]  # fmt: skip
 Body = Callable[[Any], Any]
+ERRORS: dict[tuple[int, str], dict[Any, Callable[[Any], float]]] = {}  # of products in blocks, relative
 
 
 def weights_of(n: int, k: int, size: int = 500 << 20) -> list[torch.Tensor]:
@@ -101,6 +105,45 @@ def tiles(m: int, role: str, most: int) -> dict[Any, Body]:
     return {algorithm: body(algorithm) for algorithm in dict.fromkeys(found)}
 
 
+def blocks(m: int, role: str) -> dict[Any, Body]:
+    """By cut of the tiles, what serves first; LIBRARY: with a scale a channel."""
+    n, k = SHAPES[role]
+    gated = role == "gate_up"
+    rounded = fp8.quantize(torch.randn(m, k, dtype=BF16, device="cuda"))
+    whole, scale = torch.ones(n, device="cuda"), torch.rand(n, k // 128, device="cuda") + 0.5
+    epilogue = batch_gemm.SILU if gated else batch_gemm.STORE
+    cut = batch_gemm.Config
+    found = [batch_gemm.grouped_config(m, n, k, gated)]
+    found += [cut(128, 1, 1, rows=rows, shares=shares) for rows in (128, 256) for shares in (False, True)]
+    found += [cut(192, 1, 1, rows=128, shares=shares) for shares in (False, True)]
+    found += [cut(128, split, 1, rows=128) for split in (2, 4) if m <= 256 and n <= 8192]
+
+    def body(config: batch_gemm.Config) -> Body:
+        scales = batch_gemm.Scales(rounded.scale, scale)
+
+        def ours(w: torch.Tensor) -> Any:
+            y = batch_gemm.linear(rounded.numbers, w, config, epilogue=epilogue, scales=scales)
+            return fp8.quantize(y) if gated else y
+
+        return ours
+
+    def library(w: torch.Tensor) -> Any:
+        y = fp8.linear(rounded, w, whole)
+        return fp8.act_mul_quantize(y, "silu") if gated else y
+
+    def error(w: torch.Tensor, config: batch_gemm.Config) -> float:
+        scales = batch_gemm.Scales(rounded.scale, scale)
+        y = batch_gemm.linear(rounded.numbers, w, config, epilogue=epilogue, scales=scales).float()
+        of_w = (w.float().view(n, -1, 128) * scale[:, :, None]).view(n, k)
+        expected = (rounded.numbers.float() * rounded.scale[:, None]) @ of_w.T
+        expected = ops.act_mul(expected, "silu") if gated else expected
+        return float((y - expected).norm() / expected.norm())
+
+    bodies: dict[Any, Body] = {config: body(config) for config in dict.fromkeys(found)}
+    ERRORS[m, role] = {config: functools.partial(error, config=config) for config in bodies}
+    return bodies | {LIBRARY: library}
+
+
 def layer(m: int, ours: bool) -> Callable[[Any], None]:
     """The products of a layer with what rounds between them; q, k and v stand for what attention returns."""
     ones = {size: torch.ones(size, device="cuda") for size in (4096, 6144, 24576)}
@@ -142,6 +185,16 @@ def emit(m: int, role: str, times: dict[Any, float], least: float) -> None:
     lines.emit(found)
 
 
+def emit_blocks(m: int, role: str, times: dict[Any, float], w: torch.Tensor) -> None:
+    """Every cut, whose error is told if it is not that of the result's rounding."""
+    found: dict[str, Any] = {"bench": "e4m3 blocks", "role": role, "m": m, "library_us": times[LIBRARY]}
+    cuts = {config: us for config, us in times.items() if config != LIBRARY}
+    found["us"] = {" ".join(map(str, map(int, config))): us for config, us in cuts.items()}
+    errors = {" ".join(map(str, map(int, c))): error(w) for c, error in ERRORS[m, role].items()}
+    found["wrong"] = {cut: round(error, 4) for cut, error in errors.items() if not error < 6e-3}
+    lines.emit(found)
+
+
 def cases_of(kinds: list[str], rows: list[int], most: int) -> Iterator[tuple[int, str, dict[Any, Body]]]:
     for role in SHAPES:
         for m in rows:
@@ -149,6 +202,8 @@ def cases_of(kinds: list[str], rows: list[int], most: int) -> Iterator[tuple[int
                 yield m, role, few(m, role)
             if m >= batch_gemm.MIN_ROWS and "tiles" in kinds:
                 yield m, role, tiles(m, role, most)
+            if m >= batch_gemm.MIN_ROWS and "blocks" in kinds:
+                yield m, role, blocks(m, role)
 
 
 def main() -> None:
@@ -179,6 +234,9 @@ def main() -> None:
             weights, of = [], role
             weights = weights_of(n, k)
         times = timed(bodies, weights, args.repeats)
+        if bodies.keys() & ERRORS.get((m, role), {}).keys():
+            emit_blocks(m, role, times, weights[0])
+            continue
         emit(m, role, times, max(n * k / 4.34e6, 2 * m * n * k / 1.4e9))
         found.append(line_of(m, role, times))
     if args.table is not None:

@@ -36,34 +36,37 @@ MOST = 6  # cuts told
 LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
-# Tiles and blocks of a warp, slices, warps beside each other, and whether a tile is added up behind the next.
+# Tiles and blocks of a warp, slices, warps beside each other, whether a tile is added up behind the next, and
+# stages that are asked for before the wait.
 CUTS = (
-    *((1, 2, 1, 1, False), (2, 2, 1, 1, False), (2, 2, 1, 1, True), (1, 4, 1, 1, False), (2, 4, 1, 1, True)),
-    *((1, 2, 2, 2, False), (1, 2, 2, 2, True), (2, 2, 2, 2, False), (2, 2, 2, 2, True), (1, 4, 2, 2, False)),
-    (1, 2, 4, 4, False),
+    *((1, 4, 1, 1, True, 8), (1, 4, 1, 1, True, 2), (1, 4, 1, 1, False, 8), (2, 4, 1, 1, True, 8)),
+    *((2, 4, 1, 1, True, 2), (4, 4, 1, 1, True, 8), (1, 2, 1, 1, False, 8), (2, 2, 1, 1, True, 8)),
+    *((1, 4, 2, 2, True, 8), (1, 4, 2, 2, False, 8), (2, 4, 2, 2, True, 8), (2, 4, 2, 2, False, 8)),
+    *((2, 4, 2, 2, True, 2), (2, 2, 2, 2, False, 8), (1, 2, 2, 2, False, 8), (2, 2, 2, 1, True, 8)),
+    *((1, 2, 4, 2, False, 8), (1, 4, 4, 4, True, 8)),
 )
 WIDE_CUTS = (
-    *((1, 2, 4, 1, False), (2, 2, 4, 1, False), (2, 2, 4, 1, True), (1, 2, 8, 2, False), (2, 2, 8, 2, False)),
-    *((1, 4, 4, 1, False), (1, 4, 6, 2, False), (1, 4, 3, 1, False), (1, 4, 2, 1, False)),
+    *((2, 2, 4, 1, False, 8), (2, 2, 4, 1, True, 8), (2, 2, 4, 1, False, 2), (1, 2, 4, 1, True, 8)),
+    *((1, 3, 4, 1, True, 8), (1, 3, 4, 1, False, 8), (2, 3, 4, 1, True, 8), (2, 3, 4, 1, False, 8)),
+    *((4, 3, 4, 1, True, 8), (1, 4, 3, 1, True, 8), (2, 4, 3, 1, True, 8), (1, 4, 6, 2, True, 8)),
+    *((1, 3, 8, 2, True, 8), (2, 3, 8, 2, False, 8), (2, 2, 8, 2, False, 8), (1, 4, 2, 1, False, 8)),
 )
 
 
 def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
-    for tiles, blocks, slices, beside, behind in WIDE_CUTS if layer.k > 8192 else CUTS:
+    for tiles, blocks, slices, beside, behind, early in WIDE_CUTS if layer.k > 8192 else CUTS:
         if rows > 4:
-            yield sg.Config(tiles, blocks, slices, beside, behind=behind)
+            yield sg.Config(tiles, blocks, slices, beside, behind=behind, early=early)
 
 
 def shared(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
-    """Of ``integer_gemm.cu``: what serves, and cuts that ask for a stage when it has been multiplied."""
+    """Of ``integer_gemm.cu``: what serves, and cuts whose blocks share k."""
     served = ig.default_config(gi.shape_of(layer, rows, "int4g128"))
     if rows > 4 or served is None:
         return
     yield served
-    for early in (8, 1, 0):
-        yield served._replace(after=True, early=early)
-    for warps, unit, early in itertools.product((4, 8), (4, 2), (8, 0)):
-        yield ig.Config(1, warps, 1, unit, early=early, after=True)
+    for warps, unit, slices in itertools.product((4, 8), (4, 2), (1, 2, 4)):
+        yield ig.Config(1, warps, slices, unit, early=1, after=True)
 
 
 def fits(shape: sg.Shape, config: sg.Config | ig.Config) -> bool:
