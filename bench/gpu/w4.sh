@@ -9,6 +9,7 @@
 #           a kernel needs that only reads. Those that are wrong are named
 #   mixture a step of one row of Qwen3-30B-A3B
 #   w4a16   W2 and steps of 4, 8 and 16 rows
+#   formats a layer's products of 1, 16 and 64 rows for each storage of weights
 LIMIT=${LIMIT:-170}
 . "$(dirname "$0")/parts.sh"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -34,6 +35,7 @@ for each in ${*:-cuts timeline w4a16 tests}; do
     timeline) part timeline 30 bench/gpu_timeline.py ;;
     cuts) part cuts 60 bench/gpu_stationary.py --rows 1,16 --chains 1,16 --seconds 25 ;;
     mixture) part mixture 80 bench/step.py --model "$T/qwen3-30b-a3b-w4a16" --batches 1 ;;
+    formats) part formats 75 bench/gpu_formats.py ;;
     w4a16) part w4a16 35 bench/offline.py --repeat 1 --model "$T/qwen3-8b-w4a16" --workloads W2,W5 --batches 4,8,16 ;;
     esac
 done

@@ -103,7 +103,8 @@ constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
-static_assert(!(E4M3 && (SCALED || ADD || DRAW)) && !(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > (BN > 128 ? 2 : 3)))));
+static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
+static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > (BN > 128 ? 2 : 3)))));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(SHARES && (!GROUPED || SPLIT > 1 || PAIRED || PASSES > 1 || SEND)));
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
@@ -208,7 +209,8 @@ struct Tile {
   __device__ __forceinline__ Tile(const Params& p, int i) {
     const int wide = across(p), tiles = wide * p.row_tiles;
     pass = PASSES == 1 ? 0 : i / tiles, i -= pass * tiles;
-    const int band = i / (BAND * wide), rows = min(BAND, p.row_tiles - band * BAND), j = i - band * BAND * wide;
+    const int band = i / (BAND * wide), rows = min(BAND, p.row_tiles - band * BAND),
+              j = i - band * BAND * wide;
     w = j / rows, row = (band * BAND + j % rows) * BN;
     if (SHARES) w = w * 2 + blockIdx.x % 2;
   }
@@ -563,8 +565,8 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
   if (threadIdx.x % 128 == 0) barrier_arrive(used);
 }
 
-// GROUPED: groups of warps give their products to the tensor cores in turn. Else all wait for products at the
-// same time and meet the scales at the same time, when the tensor cores have nothing to do.
+// GROUPED: groups of warps give their products to the tensor cores in turn. Else all wait for products at
+// the same time and meet the scales at the same time, when the tensor cores have nothing to do.
 constexpr bool TURNS = TAKE_TURNS && GROUPED && GROUPS > 1 && BN >= 128 && !PAIRED;
 constexpr int TURN_AT = 2;  // the barrier of the first group, where the last one arrives
 __device__ __forceinline__ void await_turn(int group) {

@@ -272,19 +272,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
 #pragma unroll
     for (int b = 0; b < KB; ++b)
 #pragma unroll
-      for (int group = 0; group < PER; ++group)
+      for (int group = 0; group < PER; ++group) {
+        constexpr u32 ONES = 0x3f803f80u;
+        float sum[4] = {};  // of rows g and g + 8 of x
 #pragma unroll
-        for (int j = 0; j < NT; ++j) {
-          constexpr u32 ONES = 0x3f803f80u;
-          float sum[4] = {};
-#pragma unroll
-          for (int s = 0; s < STEPS; ++s) {
-            const int step = group * STEPS + s;
-            mma(sum, ONES, ONES, ONES, ONES, x[j][b][step / 2][step % 2 * 2],
-                x[j][b][step / 2][step % 2 * 2 + 1]);
-          }
-          sums[b * PER + group][j] = {sum[0], sum[1]};
+        for (int s = 0; s < STEPS; ++s) {
+          const int q = (group * STEPS + s) / 2, at = (group * STEPS + s) % 2 * 2;
+          const u32(&lo)[4] = x[0][b][q], (&hi)[4] = x[NT - 1][b][q];
+          mma(sum, lo[at], hi[at], lo[at + 1], hi[at + 1], ONES, ONES);
         }
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+          sums[b * PER + group][j] = {__shfl_sync(~0u, sum[j * 2], t * 8),
+                                      __shfl_sync(~0u, sum[j * 2], t * 8 + 4)};
+      }
     if (SLICES > 1) cluster_wait();  // the others' barriers are there
     if (NORM) {
       int row = 0;

@@ -30,6 +30,8 @@ Few = integer_gemm.Config
         ("int4g128", 1, FLOAT32, Config(1, 4, 1, 1, 2, 2, late=True)),
         ("int4g128", 16, ADD, Config(2, 2, early=1, behind=True)),
         ("int4g128", 16, SILU, Config(1, 2, 2, 4)),
+        ("int4g128", 13, STORE, Config(4, 2, 2, 2, behind=True)),
+        ("int4m32", 7, SILU, Config(4, 3, early=2)),
         ("int4g128", 1, STORE, Few(1, 8, 1, 2, early=0, after=True)),
         ("int4m32", 3, ADD, Few(1, 4, 2, 2, early=1, after=True)),
         ("int4g128", 16, SILU, Few(1, 4, 2)),
