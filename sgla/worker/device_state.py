@@ -63,9 +63,9 @@ class DeviceTables:
     def apply(self, plan: StepPlan, sampler: DeviceSampler) -> None:
         """Take in the new rows, then the appended pages and pending tokens; on the device in stream order."""
         if plan.new:
+            self._admit_places(plan.new)
             self.host.admit(plan.new)
             self._admit(plan.new, sampler)
-            self._admit_places(plan.new)
             self.admissions += len(plan.new)
         if plan.page_slots:
             self._append(plan)
@@ -136,7 +136,7 @@ class DeviceTables:
         return data[: head.size].view(head.shape), data[head.size :], longest
 
     def _admit_places(self, rows: list[NewRow]) -> None:
-        """Where the adapters of new rows are, as far as that changes."""
+        """Where the adapters of new rows are, as far as that changes: before ``host`` knows them."""
         changed = [(new.slot, new.place) for new in rows if self.host.place[new.slot] != new.place]
         if self.place is not None and changed:
             slots, places = upload(np.array(changed, np.int32).T)

@@ -681,6 +681,9 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
         assert [group.window for group in facts.groups] == [0, WINDOW]
         poison(runner, core)
     answered = shown(run(runner, requests(), core))
+    if facts.adapters and "device" in settings:  # decode steps in graphs read these
+        tables = runner.steps.tables
+        assert tables.place.tolist() == tables.host.place.tolist() != [0] * len(tables.place)
     for tier in core.stats().tiers if "prefixes" in case or "states o" in case else []:
         assert tier.loaded > 12, tier
     return answered

@@ -135,6 +135,17 @@ def test_rows_of_many_adapters_are_as_each_alone(model: dict[str, Any], modules:
 
 
 @pytest.mark.gpu
+def test_rows_have_their_adapters_in_graphs_as_in_eager_steps() -> None:
+    """In float32; each alone, so that it is known which of its steps are graphs."""
+    runner, eager = (adapted_runner(dtype="float32") for _ in range(2))
+    assert runner.graphs._adapted
+    eager._captures = False
+    for one in requests()[1:4]:
+        expected = answers(eager, [one])[one.rid]
+        np.testing.assert_allclose(answers(runner, [one])[one.rid], expected, atol=2e-3)
+
+
+@pytest.mark.gpu
 def test_a_batch_without_adapters_has_the_same_bits_as_a_server_without() -> None:
     plain = [replace(one, adapter=0, namespace="") for one in requests()]
     with_room, without = adapted_runner(), adapted_runner(enable_lora=False, max_loras=8)
