@@ -116,7 +116,8 @@ def blocks(m: int, role: str) -> dict[Any, Body]:
     found = [batch_gemm.grouped_config(m, n, k, gated)]
     found += [cut(128, 1, 1, rows=rows, shares=shares) for rows in (128, 256) for shares in (False, True)]
     found += [cut(192, 1, 1, rows=128, shares=shares) for shares in (False, True)]
-    found += [cut(128, split, 1, rows=128) for split in (2, 4) if m <= 256 and n <= 8192]
+    if m <= batch_gemm.MAX_ROWS and n <= 8192:
+        found += [cut(128, split, 1, rows=rows) for split in (2, 4) for rows in (128, 256)]
 
     def body(config: batch_gemm.Config) -> Body:
         scales = batch_gemm.Scales(rounded.scale, scale)

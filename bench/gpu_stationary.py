@@ -43,7 +43,7 @@ CUTS = (
     *((2, 4, 1, 1, True, 2), (4, 4, 1, 1, True, 8), (1, 2, 1, 1, False, 8), (2, 2, 1, 1, True, 8)),
     *((1, 4, 2, 2, True, 8), (1, 4, 2, 2, False, 8), (2, 4, 2, 2, True, 8), (2, 4, 2, 2, False, 8)),
     *((2, 4, 2, 2, True, 2), (2, 2, 2, 2, False, 8), (1, 2, 2, 2, False, 8), (2, 2, 2, 1, True, 8)),
-    *((1, 2, 4, 2, False, 8), (1, 4, 4, 4, True, 8)),
+    *((1, 2, 4, 2, False, 8), (1, 4, 4, 4, True, 8), (1, 4, 4, 4, False, 8), (2, 4, 4, 4, True, 8)),
 )
 WIDE_CUTS = (
     *((2, 2, 4, 1, False, 8), (2, 2, 4, 1, True, 8), (2, 2, 4, 1, False, 2), (1, 2, 4, 1, True, 8)),
@@ -65,7 +65,9 @@ def shared(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
     if rows > 4 or served is None:
         return
     yield served
-    for warps, unit, slices in itertools.product((4, 8), (4, 2), (1, 2, 4)):
+    for warps, early in itertools.product((4, 8), (1, 2, 3)):
+        yield ig.Config(1, warps, 1, 2, early=early, after=True)
+    for warps, slices, unit in itertools.product((4, 8), (1, 2), (2, 4)):
         yield ig.Config(1, warps, slices, unit, early=1, after=True)
 
 

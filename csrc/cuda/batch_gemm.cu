@@ -704,7 +704,8 @@ __device__ __forceinline__ void leave() {
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
-  __shared__ __align__(16) float scales[FACTORS ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
+  __shared__ __align__(16) float scales[FACTORS ? BN : 1];
+  __shared__ __align__(16) float warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
   __shared__ u64 scaled;  // the barrier of the scales
   __shared__ __align__(16) DrawRows<DRAW ? BN : 1> draws;
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, inbox = ring + STAGES * STAGE_BYTES;
@@ -722,10 +723,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     barriers_visible();
   }
   __syncthreads();
-  if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  if (CLUSTER) cluster_arrive_relaxed();
   if (SHARES) cluster_arrive(), cluster_wait();
   if (threadIdx.x >= CONSUMERS) {
-    if (LENDS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 40));
+    if (LENDS) fewer_registers<GROUPS == 3 ? 32 : 40>();
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
     if (FACTORS && (threadIdx.x - CONSUMERS) / 32 == 1) {
       find_scales(p, scales, Tile(p, work.begin).row);
@@ -736,7 +737,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   }
   const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), p.x_rows * ROW_BYTES,
                       scales, warp_squares, &draws};
-  if (LENDS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 232));
+  if (LENDS) more_registers<GROUPS == 3 ? 160 : 232>();
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);
   else

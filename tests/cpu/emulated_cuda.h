@@ -12,11 +12,13 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #define __device__
 #define __forceinline__ inline
 #define __global__
+#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(bytes)
 #define __grid_constant__
@@ -177,6 +179,8 @@ inline void launch(int grid, int ranks, int threads_each, int cluster, void (*en
 inline float __uint_as_float(unsigned x) { return emulated::bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulated::bits<unsigned>(x); }
 inline int __float_as_int(float x) { return emulated::bits<int>(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
+template <class T> T atomicMax(T* to, T v) { return std::exchange(*to, std::max(*to, v)); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   const uint64_t from = uint64_t(b) << 32 | a;
   unsigned r = 0;
@@ -361,6 +365,7 @@ inline void cluster_arrive() {
   emulated::me->cluster_arrivals = emulated::cluster_turns;
   if (++emulated::cluster_count == int(emulated::threads.size())) emulated::cluster_count = 0, ++emulated::cluster_turns;
 }
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
 inline void cluster_wait() {
   while (emulated::cluster_turns == emulated::me->cluster_arrivals) emulated::give_way();
 }
@@ -459,6 +464,7 @@ template <class Map> void copy_2d(unsigned to, const Map& map, unsigned bar, int
 template <class Map> void copy_q(unsigned to, const Map& map, unsigned bar, int x, int y, int z) {
   copy_box(to, map, bar, (long long)x, (long long)y, (long long)z);
 }
+template <class... Each> void copy_panels(const Each&...) {}
 inline void fence_shared() {}
 
 // Products of groups of warps, done where they are issued. A warp has 16 rows of a in registers; b lies in
@@ -504,6 +510,25 @@ template <int SIZE> void wgmma_held_first(float (&d)[SIZE], const unsigned (&q)[
   held(d, q, k, true, false);
 }
 template <int SIZE> void wgmma_values(float (&d)[SIZE], const unsigned (&w)[4], uint64_t v) { held(d, w, v, false, true); }
+// Both from shared memory, in rows of 128 bytes of e4m3, of which an instruction takes 32.
+template <int SIZE> void of_bytes(float (&d)[SIZE], uint64_t a, uint64_t b, bool first) {
+  const int lane = emulated::me->number % 32, row = emulated::me->number % 128 / 32 * 16 + lane / 4;
+  auto number = [](uint64_t tile, int row, int k) {
+    const unsigned base = unsigned(tile & 0x3fff) << 4 | unsigned(emulated::me->block) << 20;
+    return of_e4m3(emulated::read<unsigned char>(swizzled(base + row * 128 + k, 128)));
+  };
+  float rows[2][32];
+  for (int i = 0; i < 64; ++i) rows[i / 32][i % 32] = number(a, row + i / 32 * 8, i % 32);
+  for (int i = 0; i < SIZE; ++i) {
+    double sum = first ? 0. : d[i];
+    for (int k = 0; k < 32; ++k)
+      sum += double(rows[i / 2 % 2][k]) * number(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+    d[i] = float(sum);
+  }
+}
+template <int SIZE> void wgmma_e4m3(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, false); }
+template <int SIZE> void wgmma_e4m3_first(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, true); }
+template <int SIZE> void wgmma(float (&)[SIZE], uint64_t, uint64_t) {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING, int SIZE> void wgmma_wait(float (&)[SIZE]) {}
