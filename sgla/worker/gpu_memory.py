@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -123,17 +124,26 @@ class Weights(NamedTuple):
 
 
 def splits(spec: ModelSpec, gpus: int) -> tuple[int, ...]:
-    """Numbers of ranks, up to ``gpus``, over which the heads can be split."""
+    """Numbers of ranks, up to ``gpus``, over which the heads can be split: of attention, and of states."""
 
     def fits(ranks: int) -> bool:
         try:
             for layer in set(spec.attention):
-                split_heads(layer.heads, layer.kv_heads, Shard(0, ranks))
+                layer.unit(partial(_share, ranks))
+                if layer.kept(1):
+                    split_heads(layer.heads, layer.kv_heads, Shard(0, ranks))
         except ConfigError:
             return False
         return True
 
     return tuple(ranks for ranks in SPLITS if ranks <= gpus and fits(ranks))
+
+
+def _share(ranks: int, heads: int) -> int:
+    """Of the heads of a state."""
+    if heads % ranks:
+        raise ConfigError(f"{heads} heads cannot be split over {ranks} ranks", param="tp")
+    return heads // ranks
 
 
 def ledger_of(peak: Peak, graphs: int) -> dict[str, int]:

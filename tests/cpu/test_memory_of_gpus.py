@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from config_cases import RUN
 from forked import run_script
 
 from sgla.attention import torch_ops
@@ -23,7 +24,7 @@ from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.layers.spec import StateTensor
 from sgla.model.drafting import draft_bytes
-from sgla.model.read import read_decoder
+from sgla.model.read import read_decoder, read_spec
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, LayerState, Pool, kv_groups
@@ -157,6 +158,14 @@ def test_only_ranks_that_can_be_are_advised() -> None:
     weights = Weights(plain, "bfloat16", None, 1, False, ())
     with pytest.raises(OutOfMemory, match="give --cpu-offload-gb 9, which is slow$"):
         weights.check(weights.bytes // 2)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_ranks_are_known_of_every_family(name: str) -> None:
+    """Some of whose layers keep states, which have no heads of attention, or nothing."""
+    found = read_spec(RUN[name].config)
+    if isinstance(found, ModelSpec):
+        assert set(splits(found, 8)) <= {2, 4, 8}
 
 
 @pytest.mark.parametrize(
