@@ -29,7 +29,7 @@ from sgla.worker.kv import memory_of
 from sgla.worker.lent import HostLending
 from sgla.worker.memory import cache_groups, mib
 from sgla.worker.parts import parts_of_units
-from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
+from sgla.worker.prompt_graphs import HISTORY, REAL, TOKENS, PromptGraphs
 from sgla.worker.tier_setup import Units, open_tiers
 from sgla.worker.warm_up import measure, warm_up
 
@@ -177,12 +177,13 @@ class GpuSetup(GpuModel):
         return graph_bytes(count, layers, prompts * largest // max(largest, self.steps.step_tokens))
 
     def _costs(self) -> list[StepCost]:
-        """Steps that run as a graph read prompts more cheaply than larger ones.
-        Not those of mixtures; several ranks were not measured."""
+        """Steps that run as a graph read prompts more cheaply than larger ones. Not those of mixtures. Stages
+        were not measured, nor ranks that share requests or prompts out."""
         every = StepCost(tokens=self.steps.step_tokens, tile=STEP_TILE)
-        if not self.steps.reads_in_graphs or self.steps.model.spec.moe or self.shard.count > 1:
+        apart = self.shard.count > self.shard.size or self.shard.lockstep is not None
+        if not self.steps.reads_in_graphs or self.steps.model.spec.moe or apart:
             return [every]
-        limit = self.prompts.limit
+        limit = min(self.prompts.limit, TOKENS[-1])
         tokens = min(limit, MIXED) if self.budget.ledger["weights"] > HEAVY else limit
         return [StepCost(tokens=tokens, prompts=REAL, longest=HISTORY, tile=STEP_TILE), every]
 
