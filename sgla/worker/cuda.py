@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,16 @@ from sgla.worker.state import column
 from sgla.worker.verify import DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
-NO_STATES = StateColumns(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 3), np.int32))
+NOBODY = np.zeros(0, np.int32)
+NO_STATES = StateColumns(NOBODY, NOBODY, np.zeros((0, 3), np.int32))
+
+
+class Alike(NamedTuple):
+    """The graph that all ranks take which compute a step together, each with its own part: rows, at least, of
+    one of decode rows, or tokens of one that reads prompts; none of either: no graph."""
+
+    rows: int = 0
+    tokens: int = 0
 
 
 class CudaRunner(GpuExperts):
@@ -45,34 +54,43 @@ class CudaRunner(GpuExperts):
 
     def _launch_part(self, plan: StepPlan, counted: bool) -> Flight | Computed:
         """Its own part of a step that ranks compute together. What each has to do stands in the plan, so all
-        call the same collectives, and those with decode rows alone take graphs of one size."""
+        call the same collectives, and take graphs of one size if there are any for all parts."""
         lockstep, parts = self.shard.lockstep, [part if part and part.slots else None for part in plan.parts]
         assert isinstance(lockstep, PlannedLockstep)
-        lockstep.counts = [int(column(part.q_lens).sum()) if part else 0 for part in parts]
+        counts = [int(column(part.q_lens).sum()) if part else 0 for part in parts]
+        there = [part for part in parts if part is not None]
+        alike = Alike() if counted else self._alike(there, max(counts))
+        own = parts[lockstep.rank]
+        lockstep.counts = None if any(alike) else counts  # in a graph all have as many
         try:
-            there = [part for part in parts if part is not None]
-            fits = not counted and all(self._decodes(part) for part in there)
-            size = max((len(part.slots) // 4 for part in there), default=0) if fits else 0
-            own = parts[lockstep.rank]
             if own is not None:
-                return self._launch(own, counted, size)
+                return self._launch(own, counted, alike)
             if there:
-                self._take_part(size)
+                self._take_part(alike)
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         finally:
             lockstep.counts = None
 
-    def _take_part(self, size: int) -> None:
-        """In a step without rows of this rank; ``size``: see ``_launch``."""
-        if size:
-            nobody = np.zeros(0, np.int32)
-            self.graphs.run(nobody, nobody, NO_STATES if self.steps.tables.states else None, least=size)
+    def _alike(self, parts: list[StepPlan], tokens: int) -> Alike:
+        """``tokens``: of the longest of the parts. A rank sees of the others what the plan says of them."""
+        if all(self._decodes(part) for part in parts):
+            return Alike(rows=max((len(part.slots) // 4 for part in parts), default=0))
+        if all(self._reads(part) for part in parts):
+            return Alike(tokens=tokens)
+        return Alike()
+
+    def _take_part(self, alike: Alike) -> None:
+        """In a step without rows of this rank."""
+        states = NO_STATES if self.steps.tables.states else None
+        if alike.rows:
+            self.graphs.run(NOBODY, NOBODY, states, least=alike.rows)
+        elif alike.tokens:
+            self.prompts.run(NOBODY, NOBODY, NOBODY, NOBODY.astype(np.uint8), states, least=alike.tokens)
         else:
             self.steps.take_part()
 
-    def _launch(self, plan: StepPlan, counted: bool, size: int | None = None) -> Flight | Computed:
-        """``size``: rows, at least, of the graph that all ranks take; 0: none; None: each has the same
-        plan."""
+    def _launch(self, plan: StepPlan, counted: bool, alike: Alike | None = None) -> Flight | Computed:
+        """``alike``: None where each rank has the same plan."""
         late = self._late(plan)
         self.copies.begin(plan.copies)
         self.copies.drop(plan.dropped)
@@ -97,16 +115,18 @@ class CudaRunner(GpuExperts):
                 return Computed(plan.step, self.canvases.denoise(plan))
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
-        graph = not counted and self._decodes(plan) if size is None else size > 0
+        graph = not counted and self._decodes(plan) if alike is None else alike.rows > 0
         graph = graph and not self._reads_pictures(slots, starts)
         if graph:
             self._await(late)
             states = state_columns(plan, slots, starts, self.steps.tables.host)
-            out, landed, pending = self.graphs.run(slots, starts, states, verify, size or 0)
+            least = 0 if alike is None else alike.rows
+            out, landed, pending = self.graphs.run(slots, starts, states, verify, least)
             count = rows if self.shard.samples else 0
             flight = self.flights.begin(plan, begin, out, count, landed, pending, [], verify)
         else:
-            out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
+            launched = self._extend(plan, slots, starts, verify, counted, late, alike)
+            out, count, scored, pending, extras = launched
             flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
             flight.extras = extras
         if self.outputs is not None:
@@ -157,6 +177,14 @@ class CudaRunner(GpuExperts):
             and not self._brings_states(plan)
         )
 
+    def _reads(self, plan: StepPlan) -> bool:
+        """There is a graph for what it reads of prompts, whatever rows ask for besides."""
+        if not (self._captures and self.steps.reads_in_graphs) or self._brings_states(plan):
+            return False
+        slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
+        states = state_columns(plan, slots, starts, self.steps.tables.host)
+        return self.prompts.takes(starts, q_lens, np.frombuffer(plan.flags, np.uint8), states)
+
     @torch.inference_mode()
     def release(self, flight: Flight) -> None:
         """Queue the rest of a step that is held. The steps before have been finished."""
@@ -185,26 +213,29 @@ class CudaRunner(GpuExperts):
         verify: Verify | None,
         counted: bool,
         late: list[Crossing],
+        alike: Alike | None,
     ) -> Launched:
         """A step with prompt tokens, or one that brings hidden states, or whose experts are counted. It waits
-        for what is ``late`` layer by layer, which a graph cannot."""
+        for what is ``late`` layer by layer, which a graph cannot. ``alike``: as that of ``_launch``."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        states = state_columns(plan, slots, starts, self.steps.tables.host)
-        graphs = self._captures and self.steps.reads_in_graphs and not counted
-        graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
-        if self.steps.adapted is not None and self.steps.adapted.any(slots):
-            graphs = False
-        if late or self._brings_states(plan) or self._reads_pictures(slots, starts):
-            graphs = False
-        if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
-            out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
-            launched, in_graph = Launched(out, count, [], pending, None), True
+        if alike is None:
+            adapted = self.steps.adapted is not None and self.steps.adapted.any(slots)
+            graph = not (counted or late or adapted or self._reads_pictures(slots, starts))
+            graph = graph and self._reads(plan)
+            graph = graph and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1])
+        else:
+            graph = alike.tokens > 0
+        if graph:
+            states = state_columns(plan, slots, starts, self.steps.tables.host)
+            least = 0 if alike is None else alike.tokens
+            out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify, least)
+            launched = Launched(out, count, [], pending, None)
         else:
             with self.steps.awaiting(partial(self._await, late) if late else None):
-                launched, in_graph = self.steps.run_eagerly(plan, verify, whole=counted), False
+                launched = self.steps.run_eagerly(plan, verify, whole=counted)
             self._await(late)
         if self.chains is not None and self.chains.reads_prompts:
-            order = prompts_last(q_lens, flags) if in_graph else eager_order(starts, q_lens)
+            order = prompts_last(q_lens, flags) if graph else eager_order(starts, q_lens)
             first = np.empty_like(q_lens)
             first[order] = q_lens[order].cumsum() - q_lens[order]
             prompts = (q_lens > 1) | ((flags & SAMPLE) == 0)

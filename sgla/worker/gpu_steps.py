@@ -119,11 +119,9 @@ class GpuSteps:
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
         picks = any(0 < layer.whole_until < self.context_len for layer in model.spec.attention)
-        # Prompts: not where ranks have other numbers of tokens, or stages might have them in another order.
-        apart = self.shard.lockstep is not None or self.shard.pipe is not None
         # Those of a graph would hear what was heard when it was captured.
         other = self.attention.prompts is None
-        self.reads_in_graphs = not (other or picks or apart or model.spec.heard or model.spec.canvas)
+        self.reads_in_graphs = not (other or picks or model.spec.heard or model.spec.canvas)
         guesses = tables is None and self.rows > self.slots
         self.sizes = sizes_up_to(self.rows, guesses)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
@@ -416,9 +414,9 @@ class GpuSteps:
 
     def share_much(self, slots: Any, starts: Any) -> bool:
         """Whether an eager step, which reads what rows share once,
-        beats a graph of a mixed step, which does not."""
+        beats a graph of a mixed step, which does not. The same in all stages."""
         plan = self._plan_prefixes(slots, starts)
-        return plan is not None and plan.gain * len(self.kv) > EAGER
+        return plan is not None and plan.gain * self.model.spec.layers > EAGER
 
     def logits_of(self, hidden: Any) -> Tensor:
         """Of this rank's part of the vocabulary."""

@@ -30,6 +30,7 @@ TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 # Of larger steps, where layers are many small kernels: those of mixtures, and of ranks. The host takes 40 to
 # 60 ms to launch those of Qwen3-30B-A3B, whatever the tokens: as long as they take with 8192.
 LARGE = (1536, 2048, 3072, 4096)
+BESIDE = 2048  # the same, where each rank brings as many to its MLPs: of two they are 4096 together
 # Tokens of the longest history of a prompt row: with more, eager steps are faster, whose attention splits
 # histories.
 HISTORY = 8192
@@ -46,8 +47,9 @@ class PromptGraphs:
     def __init__(self, steps: GpuSteps) -> None:
         self._steps = steps
         most = min(steps.step_tokens, steps.context_len) if steps.reads_in_graphs else 0
+        most = most if steps.shard.lockstep is None else min(most, BESIDE)
         # Not where a context is shared out, which no graph does.
-        large = steps.shard.context is None and (steps.model.spec.moe is not None or steps.shard.count > 1)
+        large = steps.shard.context is None and (steps.model.spec.moe is not None or steps.shard.size > 1)
         self.tokens = [n for n in (TOKENS + LARGE if large else TOKENS) if n <= most]
         self.decodes = [n for n in DECODES if n < steps.rows] + [steps.rows]
         self.pairs = sorted({self._pair(n, size) for n in self.decodes for size in self.tokens})
@@ -65,6 +67,10 @@ class PromptGraphs:
         self._cum = {w: torch.zeros(steps.rows + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self._out = torch.zeros(steps.rows, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._pipe = steps.shard.pipe
+        if self._pipe is not None:
+            wide, dtype = (self.limit, steps.model.spec.hidden), steps.model.embed.dtype
+            self._arrived, self._leaving = (torch.zeros(*wide, dtype=dtype, device="cuda") for _ in range(2))
 
     def _pair(self, count: int, size: int) -> tuple[int, int]:
         """The sizes of the graph for so many decode rows among ``size`` tokens. Of large ones none is without
@@ -175,6 +181,13 @@ class PromptGraphs:
 
     def _forward(self, n: int, size: int) -> None:
         """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows."""
+        if self._pipe is None:
+            self._compute(n, size)
+            return
+        with self._pipe.holding(self._arrived, self._leaving):
+            self._compute(n, size)
+
+    def _compute(self, n: int, size: int) -> None:
         steps, tables = self._steps, self._steps.tables
         lengths = self._lengths(n)
         columns = self._columns[: sum(lengths)].split(lengths)
@@ -204,6 +217,9 @@ class PromptGraphs:
             states=self._device_states(kept, n, size) if self._states else None,
         )
         with steps.ops.attending(InGraph(steps.attention, tiles.view(-1, 4))):
+            if not steps.shard.samples:
+                steps.forward.hidden(batch)
+                return
             found = steps.forward.step(batch, at, logits).logits
         if steps.hidden is not None and n:
             steps.hidden.keep(slots[:n], positions[:n])
@@ -224,22 +240,29 @@ class PromptGraphs:
         flags: Any,
         states: StateColumns | None = None,
         verify: Verify | None = None,
+        least: int = 0,
     ) -> tuple[Tensor, int, Pending | None]:
         """The tokens of the rows that sample, in their order,
-        how many they are, and ``Pending`` as ``DecodeGraphs.run``."""
+        how many they are, and ``Pending`` as ``DecodeGraphs.run``. ``least``: tokens that the graph has at
+        least. A stage before the last has none that sample."""
         decodes, owners = _decodes(q_lens, flags), np.arange(len(slots))
         if states is None and self._steps.drafts is None:
             owners, (slots, starts, q_lens, flags), decodes = spread(
                 slots, starts, q_lens, flags, decodes, self._steps.rows
             )
         sampled = np.flatnonzero(flags & SAMPLE)
-        count, new = int(decodes.sum()), len(sampled)
-        size = next(size for size in self.tokens if size >= q_lens.sum())
+        count, new, total = int(decodes.sum()), len(sampled), int(q_lens.sum())
+        size = next(size for size in self.tokens if size >= max(total, least))
         sizes = self._pair(count, size)
         self._fill(slots, starts, q_lens, decodes, sampled, sizes, states)
         if verify is not None:
             self._guess(verify, sizes[0])
+        if self._pipe is not None and not self._pipe.first:
+            self._pipe.receive(self._arrived[:total])
         self._graphs[sizes].replay()
+        if self._pipe is not None and not self._pipe.last:
+            self._pipe.send(self._leaving[:total])
+            return self._out, 0, None
         if self._steps.sampler.plain(slots[sampled]):
             return self._out, new, None
         on_host = (slots[sampled], (starts + q_lens)[sampled])

@@ -1,6 +1,6 @@
 """Ranks of runners for a GPU that compute without one, as those of ``interpreted_gpu.py``, and exchange data
-by gloo: each is a process that plans by itself what all do, and hears what all have got. Decode steps are
-graphs, whose replays are calls.
+by gloo: each is a process that plans by itself what all do, and hears what all have got. Steps are graphs
+where they can be, whose replays are calls.
 
 ``python interpreted_ranks.py CASE ...``: prints for each case what one rank answers on a CPU, and what the
 ranks do, as JSON.
@@ -44,6 +44,7 @@ from sgla.worker.start_gpu import cuda_runner
 
 MODEL = gpu.DECODER | {"max_position_embeddings": 256}
 EXPERTS = MODEL | MIXTURE | {"num_hidden_layers": 2}
+STATES = gpu.STATES_KEPT | {"max_position_embeddings": 256}
 LEAST = 4  # tokens of a rank from which on a step is shared out
 
 
@@ -55,6 +56,15 @@ def texts() -> list[Submit]:
         submit("drawn", [*shared, 1], 4, temperature=0.9, seed=3),
         submit("scored", [*shared, *range(30)], 4, logprobs=2, prompt_logprobs=1),
         submit("rules", [7] * 9, 4, temperature=0.7, top_k=0, frequency=0.5),
+    ]
+
+
+def plain_texts() -> list[Submit]:
+    """Of which nobody wants to know how likely prompts were, so that they are read in graphs."""
+    return [
+        submit("long", [(5 * i + 2) % 331 for i in range(70)], 4),
+        submit("beside", [11] * 20, 5, temperature=0.8, seed=1),
+        submit("one", [3], 7, logprobs=1),
     ]
 
 
@@ -74,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "whole experts": (EXPERTS, 2, {"tp": 2, "ep": 2}),
     "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),
     "attention by data": (EXPERTS, 2, {"tp": 2, "dp_attention": True}),
+    "attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
 }
 
@@ -84,20 +95,26 @@ def bring(runner: Any) -> None:
         invent(runner, number, rank)
 
 
-def texts_for(runner: Any) -> list[Submit]:
-    return gpu.adapted() if runner.facts.adapters else texts()
+def answers(runner: Any, core: Callable[[], Any], executor: Any = None) -> dict[str, Any]:
+    """Of all texts, those that prompts are read for in graphs behind the others."""
+    wanted = [gpu.adapted()] if runner.facts.adapters else [texts(), plain_texts()]
+    found: dict[str, Any] = {}
+    for each in wanted:
+        found |= gpu.shown(run(runner, each, core(), *([] if executor is None else [executor])))
+    return found
 
 
 class Replays:
-    """In place of ``Capture``."""
+    """In place of ``Capture``. ``made``: how many there were of decode rows, and ``read`` of prompts."""
 
-    made = 0
+    made, read = 0, 0
 
     def __call__(self, body: Any) -> Any:
         adapted = body.func.__self__._steps.adapted
 
         def replay() -> None:
-            Replays.made += 1
+            reads = isinstance(body.func.__self__, PromptGraphs)
+            Replays.made, Replays.read = Replays.made + (not reads), Replays.read + reads
             if adapted is not None:  # a graph has what there was when it was captured
                 adapted.rows.active = False
             body()
@@ -142,7 +159,6 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     gpus._refuses = lambda *_: "there are none"
     gpu_setup.Capture, gpu_model.rehearse = Replays, lambda *_: None
     Attention.captures = property(lambda self: True)
-    PromptGraphs.takes = lambda *_: False  # their attention is not torch's
     config = tiny_config(device="cuda", **COMMON | settings)
     runner = cuda_runner(config, source, rank, size, str(Path(store).parent), lambda progress: None)
     data, whole = config.dp_attention, config.ep > 1
@@ -152,17 +168,17 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     def again() -> dict[str, Any]:
         stages = {"stages": size, "depth": size + 1} if config.pp > 1 else {}
         stages["adapters"] = runner.facts.adapters
-        core = parted(runner.facts, size) if data else make_core(runner.facts, **stages)
-        return gpu.shown(run(runner, texts_for(runner), core, Alike(runner, data)))
+        make = partial(parted, runner.facts, size) if data else partial(make_core, runner.facts, **stages)
+        return answers(runner, make, Alike(runner, data))
 
     if config.cp > 1 or "num_experts" not in source.config:
-        return {"answers": [again()], "replays": Replays.made}
+        return {"answers": [again()], "replays": Replays.made, "read": Replays.read}
     runner.control(Control(verb="experts_start"))
-    answers, told = [again()], [None] * size
+    made, told = [again()], [None] * size
     dist.all_gather_object(told, runner.control(Control(verb="experts_dump")))
     counts, homes = counts_of({"ranks": told})
-    assert not Replays.made, "what is counted is no graph"
-    found: dict[str, Any] = {"answers": answers, "counts": counts}
+    assert not Replays.made + Replays.read, "what is counted is no graph"
+    found: dict[str, Any] = {"answers": made, "counts": counts}
     if whole:
         moved = {
             layer: balanced(numbers, size, config.redundant_experts) for layer, numbers in counts.items()
@@ -171,8 +187,8 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
         found["balance"] = [[balance(counts[layer], at[layer]) for at in (homes, moved)] for layer in counts]
         found["moved"] = moved != homes
     runner.control(Control(verb="experts_stop"))
-    answers.append(again())
-    return found | {"replays": Replays.made}
+    made.append(again())
+    return found | {"replays": Replays.made, "read": Replays.read}
 
 
 def forked(size: int, call: Callable[[int], Any]) -> list[Any]:
@@ -208,8 +224,8 @@ def main() -> None:
         if "num_experts" in model.config:
             runner.control(Control(verb="experts_start"))
         bring(runner)
-        core = make_core(runner.facts, adapters=runner.facts.adapters)
-        found[case] = {"cpu": gpu.shown(run(runner, texts_for(runner), core))}
+        make = partial(make_core, runner.facts, adapters=runner.facts.adapters)
+        found[case] = {"cpu": answers(runner, make)}
         if "num_experts" in model.config:
             found[case]["counts"] = runner.control(Control(verb="experts_dump"))["experts"]
     gpu.become_gpu()
