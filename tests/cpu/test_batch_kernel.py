@@ -1,5 +1,5 @@
-"""Products of many rows by weights of e4m3 with scales of groups: the CUDA kernel, emulated, against the dense
-product of what it is given."""
+"""Products of many rows by weights of e4m3 with scales of groups: the CUDA kernel, emulated, against the
+dense product of what it is given."""
 
 from __future__ import annotations
 
