@@ -17,7 +17,16 @@ from sgla.model.family import QK_NORM, Family
 from sgla.model.generic_spec import FACTS, generic_spec
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, UNBOUNDED, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, check_architecture, family_of, is_dual, is_encoder
-from sgla.model.ropes import ROPE, TRAINED, growth, magnified, ropes, stretched, without_sections
+from sgla.model.ropes import (
+    ROPE,
+    TRAINED,
+    growth,
+    magnified,
+    ropes,
+    stretched,
+    unmagnified,
+    without_sections,
+)
 from sgla.model.spec import ModelSpec
 from sgla.model.windows import dual_chunk
 from sgla.quant.methods import method_of, unsupported
@@ -202,6 +211,8 @@ def _attention(
         said = magnified(c) if family.mscales else said
         said = without_sections(said) if family.sections else said
         rope, local = ropes(said, head_dim, positions, _partial(family), family.local_theta)
+        if family.late_norm:
+            rope, local = unmagnified(rope), unmagnified(local)
         if family.longrope and rope.kind not in ("default", "factors", "longrope"):
             raise ConfigError(
                 f"config.json: rope scaling {rope.kind!r} is not supported for {c.architecture}; longrope is",

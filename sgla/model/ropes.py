@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from sgla.errors import ConfigError
@@ -135,6 +136,12 @@ def _base(p: Reader) -> float:
     if base <= 1:
         raise p.error("rope_theta", "above 1")
     return base
+
+
+def unmagnified(rope: RopeSpec) -> RopeSpec:
+    """The rotation without the factor that multiplies it, which a norm behind it takes out."""
+    plain = {"yarn": {"attention_factor": 1.0}, "longrope": {"magnitude": 1.0}}
+    return replace(rope, scaling=rope.scaling | plain.get(rope.kind, {}))
 
 
 def stretched(c: Reader, dim: int) -> Reader:

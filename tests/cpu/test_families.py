@@ -196,6 +196,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     ),
+    "hunyuan, yarn, whose factor its norms take out": (
+        "hunyuan_v1_dense",
+        {"head_dim": 8, "rope_parameters": YARN},
+    ),
 }
 
 
