@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import struct
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -302,7 +303,7 @@ class Preparer:
 
     def _chat(self, job: Job) -> list[int]:
         # As in transformers, BOS is the template's business.
-        return self._encode(self.render(job), add_special_tokens=False, param="messages")
+        return self._encode(self.render(job), False, "messages", job.namespace)
 
     def _before(self, job: Job) -> list[int]:
         """The ids before a gap, which may be none."""
@@ -383,9 +384,13 @@ class Preparer:
         short = len(text) <= 16 * self.limits.context_len
         return text if short else text[: 2 * self.limits.context_len * self.tokenizer.longest_token]
 
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, param: str, space: str | None = None) -> list[int]:
+        """``space``: of a conversation, whose turns may be known there."""
         self._check_length(text)
-        tokens = self._ids(self.tokenizer.encoding(text, add_special_tokens))
+        if space is None:
+            tokens = self._ids(self.tokenizer.encoding(text, add_special_tokens))
+        else:
+            tokens = self._ids(self.tokenizer.conversation(text, space))
         if not tokens:
             raise InvalidField("the prompt is empty; send at least one token", param=param)
         if max(tokens) >= self.limits.vocab_size:
@@ -394,11 +399,11 @@ class Preparer:
             raise BadRequest(f"the model has no embedding for the token {shown!r} (id {wrong})", param=param)
         return tokens
 
-    def _ids(self, encoding: Encoding) -> list[int]:
+    def _ids(self, encoded: Encoding | array[int]) -> list[int]:
         """Raises ContextTooLong for so many that other threads would wait for the list."""
-        if len(encoding) > self.limits.context_len + CUT:
-            raise ContextTooLong.of(self.limits.context_len, len(encoding), 0)
-        return encoding.ids
+        if len(encoded) > self.limits.context_len + CUT:
+            raise ContextTooLong.of(self.limits.context_len, len(encoded), 0)
+        return encoded.tolist() if isinstance(encoded, array) else encoded.ids
 
     def _max_new(self, prompt: int, max_tokens: int | None, clip: bool) -> int:
         limit = self.limits.context_len

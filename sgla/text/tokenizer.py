@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from sgla.text.conversion import readable
 from sgla.text.decoding import Decoding, decoding_of
 from sgla.text.gguf_vocab import backend_from_gguf
 from sgla.text.tables import Bytes, Piece, Pieces, Table
+from sgla.text.turns import LEAST, turns_of
 from sgla.text.vocabulary_files import backend_from_files
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class Tokenizer:
         size = max([self.vocab_size, *(i + 1 for i in added)])
         self._bytes = Bytes(shown, size), Bytes(kept, size)
         self._pieces = Pieces(shown, size), Pieces(kept, size)
+        self._turns = turns_of(backend, partial(self._encode, add_special_tokens=False))
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -91,6 +94,13 @@ class Tokenizer:
         """``encode`` before there is a list of its ``ids``, which has other threads wait for some 40 ns a
         token; ``len`` tells how many these are."""
         return self._encode([text], add_special_tokens)[0]
+
+    def conversation(self, text: str, space: str = "") -> tokenizers.Encoding | array[int]:
+        """``encoding`` without special tokens around it, of a text that begins as others did: see ``Turns``,
+        also for ``space``."""
+        if self._turns is None or len(text) < LEAST:
+            return self.encoding(text, False)
+        return self._turns.encode(text, space)
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         try:

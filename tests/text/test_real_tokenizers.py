@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,20 @@ def test_ids_and_texts_equal_transformers(both: tuple[Tokenizer, Any]) -> None:
     named = ours.bos_id, ours.eos_id, ours.unk_id, ours.pad_id
     assert named == (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id, theirs.pad_token_id)
     assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("both", NAMES, indirect=True)
+def test_conversations_have_the_tokens_of_the_whole_text(both: tuple[Tokenizer, Any]) -> None:
+    ours, _ = both
+    texts, chance = hard_texts(ours), random.Random(3)
+    turns = ["<|im_start|>", "<|im_end|>", *map(ours.backend.id_to_token, sorted(ours.special_ids)[:20])]
+    for _ in range(20):
+        text = "".join(chance.choice(texts) + chance.choice(turns) for _ in range(60))
+        assert len(text) > 4096
+        for _ in range(2):
+            found = ours.conversation(text)
+            ids = found.tolist() if isinstance(found, array) else found.ids
+            assert ids == ours.encode(text, False)
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], chance: random.Random, skip: bool) -> str:
