@@ -36,27 +36,55 @@ MOST = 6  # cuts told
 LAYERS = {layer.name: layer for layer in gi.LAYERS}
 
 
-# Tiles and blocks of a warp, slices, warps beside each other, whether a tile is added up behind the next, and
-# stages that are asked for before the wait.
+# Tiles and blocks of a warp, slices, warps beside each other, whether a tile is added up behind the next,
+# stages that are asked for before the wait, and blocks on a multiprocessor.
 CUTS = (
-    *((1, 4, 1, 1, True, 8), (1, 4, 1, 1, True, 2), (1, 4, 1, 1, False, 8), (2, 4, 1, 1, True, 8)),
-    *((2, 4, 1, 1, True, 2), (4, 4, 1, 1, True, 8), (1, 2, 1, 1, False, 8), (2, 2, 1, 1, True, 8)),
-    *((1, 4, 2, 2, True, 8), (1, 4, 2, 2, False, 8), (2, 4, 2, 2, True, 8), (2, 4, 2, 2, False, 8)),
-    *((2, 4, 2, 2, True, 2), (2, 2, 2, 2, False, 8), (1, 2, 2, 2, False, 8), (2, 2, 2, 1, True, 8)),
-    *((1, 2, 4, 2, False, 8), (1, 4, 4, 4, True, 8), (1, 4, 4, 4, False, 8), (2, 4, 4, 4, True, 8)),
+    (1, 4, 1, 1, True, 8, 1),
+    (1, 4, 1, 1, False, 8, 1),
+    (2, 4, 1, 1, True, 8, 1),
+    (2, 4, 1, 1, True, 2, 1),
+    (4, 4, 1, 1, True, 8, 1),
+    (1, 2, 1, 1, False, 8, 1),
+    (2, 2, 1, 1, True, 8, 1),
+    (2, 2, 2, 2, False, 8, 1),
+    (1, 4, 2, 2, True, 8, 1),
+    (1, 4, 2, 2, False, 8, 1),
+    (2, 4, 2, 2, True, 8, 1),
+    (2, 4, 2, 2, False, 8, 1),
+    (2, 4, 2, 2, True, 2, 1),
+    (1, 4, 4, 4, True, 8, 1),
+    (1, 4, 4, 4, False, 8, 1),
+    (2, 4, 4, 4, True, 8, 1),
+    (1, 2, 2, 1, True, 8, 2),
+    (2, 2, 2, 1, True, 8, 2),
+    (1, 2, 4, 2, True, 8, 2),
+    (1, 2, 4, 2, False, 8, 2),
+    (2, 2, 4, 2, True, 8, 2),
 )
 WIDE_CUTS = (
-    *((2, 2, 4, 1, False, 8), (2, 2, 4, 1, True, 8), (2, 2, 4, 1, False, 2), (1, 2, 4, 1, True, 8)),
-    *((1, 3, 4, 1, True, 8), (1, 3, 4, 1, False, 8), (2, 3, 4, 1, True, 8), (2, 3, 4, 1, False, 8)),
-    *((4, 3, 4, 1, True, 8), (1, 4, 3, 1, True, 8), (2, 4, 3, 1, True, 8), (1, 4, 6, 2, True, 8)),
-    *((1, 3, 8, 2, True, 8), (2, 3, 8, 2, False, 8), (2, 2, 8, 2, False, 8), (1, 4, 2, 1, False, 8)),
+    (2, 2, 4, 1, False, 8, 1),
+    (2, 2, 4, 1, True, 8, 1),
+    (2, 2, 4, 1, False, 2, 1),
+    (1, 2, 4, 1, True, 8, 1),
+    (1, 3, 4, 1, True, 8, 1),
+    (1, 3, 4, 1, False, 8, 1),
+    (2, 3, 4, 1, True, 8, 1),
+    (2, 3, 4, 1, False, 8, 1),
+    *((1, 4, 3, 1, True, 8, 1), (2, 4, 3, 1, True, 8, 1), (1, 4, 6, 2, True, 8, 1), (1, 3, 8, 2, True, 8, 1)),
+    (2, 2, 8, 2, False, 8, 1),
+    (1, 4, 2, 1, False, 8, 1),
+    (1, 2, 6, 1, True, 8, 2),
+    (2, 2, 6, 1, True, 8, 2),
+    *((1, 2, 8, 1, True, 8, 2), (2, 2, 8, 1, True, 8, 2)),
 )
 
 
 def cuts(rows: int, layer: gi.Layer) -> Iterator[sg.Config]:
-    for tiles, blocks, slices, beside, behind, early in WIDE_CUTS if layer.k > 8192 else CUTS:
+    for tiles, blocks, slices, beside, behind, early, per_sm in WIDE_CUTS if layer.k > 8192 else CUTS:
         if rows > 4:
-            yield sg.Config(tiles, blocks, slices, beside, behind=behind, early=early)
+            yield sg.Config(
+                tiles, blocks, slices, beside, per_sm=per_sm, resident=per_sm, behind=behind, early=early
+            )
 
 
 def shared(rows: int, layer: gi.Layer) -> Iterator[ig.Config]:
