@@ -71,11 +71,13 @@ struct Params {
   // the longest first.
   const int4* tiles;   // merge_parts: first token in q, tokens, first part, parts
   const int4* parts;   // null, or of each tile: its first and last block of keys, its part (-1: all keys)
+  const int* order;    // null, or of each turn what each block does: a tile times heads and a head, or -1
   float* sums;         // of parts: [part][KV heads][PART]; CHUNKED: [blocks][KEPT][CONSUMERS]
   int tile_count, table_stride, kv_heads, page_size;
   float scale;  // with log2(e)
   int chunk;    // CHUNKED: blocks of keys
   float v_scale;  // of the pages' values
+  int turns;      // of `order`
 };
 
 __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head,
@@ -146,13 +148,15 @@ struct Shared {
   }
 };
 
-// The block's tile of this number: all go through the list to and fro, so that each gets long and short ones.
-// CHUNKED: a chunk of it.
+// The block's tile of this number: what `order` says, or all go through the list to and fro, so that each
+// gets long and short ones. CHUNKED: a chunk of it.
 struct Work {
   int number, slot, token, start, count, head, first = 0, last, part = -1;  // first, last: blocks of keys
   __device__ __forceinline__ Work(const Params& p, int number) : number(number) {
-    const int at = number * gridDim.x + (number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    const int4 tile = at < p.tile_count * p.kv_heads ? p.tiles[at / p.kv_heads] : int4{0, 0, 0, 0};
+    int at = number * gridDim.x + (number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (p.order) at = number < p.turns ? p.order[number * gridDim.x + blockIdx.x] : -1;
+    const bool there = 0 <= at && at < p.tile_count * p.kv_heads;
+    const int4 tile = there ? p.tiles[at / p.kv_heads] : int4{0, 0, 0, 0};
     slot = tile.x, token = tile.y, start = tile.z, count = tile.w, head = at % p.kv_heads;
     last = (end() - 1) / BN;
     if (p.parts && count) {

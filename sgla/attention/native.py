@@ -109,6 +109,7 @@ class NativeExtend:
         self._paged = False  # whether some are not
         self._tiles, self._processors = torch.empty(0), device.multiprocessors
         self._cuts: prompt_attention.Cuts | None = None
+        self._order: Tensor | None = None
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
@@ -135,8 +136,15 @@ class NativeExtend:
         self.in_place, self._paged = bool(whole.any()), not whole.all()
         tiles = cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile)
         counts = prompt_attention.parts_of(tiles, self._shape.kv_heads, self._processors)
+        self._cuts = self._order = None
         if counts is None:
-            self._cuts, self._tiles = None, to_gpu(tiles)
+            order = prompt_attention.order_of(tiles, self._shape.kv_heads, self._processors)
+            if order is None:
+                self._tiles = to_gpu(tiles)
+                return
+            sent = to_gpu(np.concatenate([tiles.reshape(-1), order.reshape(-1)]))
+            self._tiles = sent[: tiles.size].view(tiles.shape)
+            self._order = sent[tiles.size :].view(order.shape)
             return
         made = prompt_attention.cut(tiles, counts)
         sent = to_gpu(np.concatenate(made))
@@ -147,7 +155,7 @@ class NativeExtend:
         pages = Pages(kv.k, kv.v, batch.pages(kv.group), kv.v_scale) if self._paged else None
         rows = Beside(*kv_beside(q, self._shape)) if self.in_place else None
         scale = scoring.scale * (kv.k_scale if self._paged else 1.0)
-        prompt_attention.attend(q, pages, rows, self._tiles, scale, out, self._cuts)
+        prompt_attention.attend(q, pages, rows, self._tiles, scale, out, self._cuts, order=self._order)
 
 
 class PagedExtend(NativeExtend):

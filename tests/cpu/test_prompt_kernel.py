@@ -1,5 +1,6 @@
 """The CUDA kernel of prompts, emulated: chunks give the same bits in prompts, in pieces of them and in decode
-rows, and pages of e4m3 what torch makes of them. A few blocks share the tiles."""
+rows, so do tiles in any order, and pages of e4m3 give what torch makes of them. A few blocks share the
+tiles."""
 
 from __future__ import annotations
 
@@ -96,6 +97,29 @@ def test_chunks_give_the_same_bits(kv_heads: int, group: int, dim: int, length: 
     live = lens > 0
     assert torch.equal(got[live], whole[chosen[live]])
     assert got[~live].isnan().all()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_any_order_gives_the_same_bits(chunked: bool) -> None:
+    kv_heads, group, dim, start, count = 2, 4, 64, 300, 70
+    q = torch.randn(count, kv_heads * group * dim).to(BF16)
+    rows = [torch.randn(start + count, kv_heads, dim).to(BF16) for _ in "kv"]
+    there, tiles = paged(rows), tiles_of([start], [count], group)
+    kept = torch.full((prompt_attention.kept_by_blocks(dim),), torch.nan)
+    chunks, made = Chunks(2, kept) if chunked else None, torch.from_numpy(tiles)
+    outs = []
+    dealt, _ = prompt_attention._dealt(-(-(tiles[:, 2] + tiles[:, 3]) // KEYS), kv_heads, 1, BLOCKS)
+    one = np.full((kv_heads * len(tiles), 2), -1, np.int32)  # all by the second of two blocks
+    one[:, 1] = np.random.permutation(len(one))
+    for order in (None, dealt, one):
+        out = torch.full_like(q, torch.nan)
+        given = None if order is None else torch.from_numpy(order)
+        prompt_attention.attend(q, there, None, made, dim**-0.5, out, chunks=chunks, order=given)
+        outs.append(out)
+    wanted = expected(q.view(count, -1, dim), rows[0], rows[1], start)
+    torch.testing.assert_close(outs[0].float(), wanted, atol=6e-3, rtol=2e-2)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.parametrize(

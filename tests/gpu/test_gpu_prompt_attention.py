@@ -97,3 +97,29 @@ def test_parts_of_tiles_equal_the_whole(kv_heads: int, group: int, dim: int, sta
             out = torch.full_like(flat, torch.nan)
             prompt_attention.attend(flat, there, beside, tiles_, dim**-0.5, out, cuts)
             torch.testing.assert_close(out.float(), wanted.flatten(1), atol=6e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_any_order_gives_the_same_bits(together: int) -> None:
+    """Of prompts behind histories, and of one beside q."""
+    torch.manual_seed(together)
+    kv_heads, group, dim, page = 8, 4, 128, 16
+    starts, counts = np.array([5000, 0]), np.array([2100, 700])
+    length, tokens = int(starts[0] + counts[0]), int(counts.sum())
+    pages = -(-length // page)
+    pools = [torch.randn(pages + 1, kv_heads, page, dim, device="cuda", dtype=BF16) for _ in "kv"]
+    table = torch.zeros(2, pages, dtype=torch.int32, device="cuda")
+    table[SLOT] = torch.randperm(pages, device="cuda") + 1
+    there = Pages(pools[0].transpose(1, 2), pools[1].transpose(1, 2), table)
+    beside = Beside(*(torch.randn(tokens, kv_heads, dim, device="cuda", dtype=BF16) for _ in "kv"))
+    q = torch.randn(tokens, kv_heads * group * dim, device="cuda", dtype=BF16)
+    tiles = cut(np.array([SLOT, -1]), starts, counts, 0, prompt_attention.tile_tokens(group))
+    blocks = -(-(tiles[:, 2] + tiles[:, 3]) // prompt_attention.KEYS)
+    order, _ = prompt_attention._dealt(blocks, kv_heads, together, processors())
+    outs = [torch.full_like(q, torch.nan) for _ in range(4)]
+    for given, out in zip((None, order, order, order), outs):
+        made = None if given is None else to_gpu(given)
+        prompt_attention.attend(q, there, beside, to_gpu(tiles), dim**-0.5, out, order=made)
+    assert not outs[0].isnan().any()
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])

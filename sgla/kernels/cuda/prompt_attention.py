@@ -24,6 +24,7 @@ THREADS = 384
 MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
 PART = 2  # blocks of keys that take as long as what a part costs besides
 MOST = 16  # parts of a tile
+CACHED = 1 << 15  # keys of a head, with their values, that the L2 cache keeps while tiles read them
 LOG2E = 1.4426950408889634
 P = ctypes.c_void_p
 Int32s = npt.NDArray[Any]
@@ -32,12 +33,13 @@ Int32s = npt.NDArray[Any]
 class _Params(ctypes.Structure):
     _fields_ = (
         *((name, TensorMap) for name in ("q", "k", "v", "k_beside", "v_beside")),
-        *((name, P) for name in ("out", "page_table", "tiles", "parts", "sums")),
+        *((name, P) for name in ("out", "page_table", "tiles", "parts", "order", "sums")),
         *((name, ctypes.c_int) for name in ("tile_count", "table_stride", "kv_heads", "page_size")),
         ("scale", ctypes.c_float),
         ("chunk", ctypes.c_int),
         ("v_scale", ctypes.c_float),
-        ("pad", ctypes.c_int * 15),  # tensor maps are aligned to 64 bytes
+        ("turns", ctypes.c_int),
+        ("pad", ctypes.c_int * 12),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -137,6 +139,38 @@ def _last_end(blocks: Int32s, counts: Int32s, kv_heads: int, processors: int) ->
     return int(rounds.sum(0).max())
 
 
+def order_of(tiles: Int32s, kv_heads: int, processors: int) -> Int32s | None:
+    """For ``attend``: which of the ``tiles``, the longest first, each processor takes when, where heads whose
+    keys are too many for the L2 cache are to be read one behind the other, or a few. None: all heads of a
+    tile at once, which ends no later."""
+    blocks = -(-(tiles[:, 2] + tiles[:, 3]) // KEYS)
+    if len(tiles) * kv_heads < processors or blocks[0] * KEYS * kv_heads <= CACHED:
+        return None
+    found, best = None, 1.01 * _last_end(blocks, np.ones_like(blocks), kv_heads, processors)
+    for together in (1 << n for n in range(kv_heads.bit_length())):
+        if kv_heads % together == 0 and (together == 1 or blocks[0] * KEYS * together <= CACHED):
+            order, end = _dealt(blocks, kv_heads, together, processors)
+            if end < best:
+                found, best = order, end
+    return found
+
+
+def _dealt(blocks: Int32s, kv_heads: int, together: int, processors: int) -> tuple[Int32s, int]:
+    """An order of ``attend`` in which so many heads are read ``together``, and when its last processor has
+    done its blocks of keys. In each turn who has done least gets the longest tile."""
+    tile = np.arange(len(blocks))[None, :, None] * kv_heads
+    items = (tile + np.arange(kv_heads).reshape(-1, 1, together)).reshape(-1)
+    turns = np.concatenate([np.full(-len(items) % processors, -1), items]).reshape(-1, processors)
+    long = np.where(turns < 0, 0, blocks[turns // kv_heads])
+    ends = np.zeros(processors, np.int64)
+    for turn, lengths in zip(turns, long):
+        to, given = np.argsort(ends, kind="stable"), np.argsort(-lengths, kind="stable")
+        turn[to], ends[to] = turn[given], ends[to] + lengths[given]
+    late = turns[0] < 0  # these have nothing in the first turn
+    turns[:, late] = np.roll(turns[:, late], -1, 0)
+    return np.ascontiguousarray(turns, np.int32), int(ends.max())
+
+
 class Cut(NamedTuple):
     """Tiles, of which some have parts: see ``Cuts``."""
 
@@ -200,12 +234,15 @@ def attend(
     out: Tensor,
     cuts: Cuts | None = None,
     chunks: Chunks | None = None,
+    order: Tensor | None = None,
 ) -> None:
     """q bf16 ``[T, Hq * hd]`` -> ``out``, the same shape, contiguous. ``tiles`` int32[n, 4]: slot (-1: keys
     and values are in ``beside``, else in ``pages``), first token in q, its position, how many tokens (at most
     ``tile_tokens``; 0: this tile and those behind it are not there); long histories should come first. Tokens
     that are in no tile are left as they are. With ``chunks`` a token's result depends on nothing but it and
-    what is before it; ``cuts`` must be None then. With pages of e4m3 all tiles are of ``pages``."""
+    what is before it; ``cuts`` must be None then. With pages of e4m3 all tiles are of ``pages``.
+    ``order`` int32[turns, blocks]: what each block does in each turn, the number of a tile times KV heads and
+    a KV head, or -1 from some turn on; each must be there once."""
     dim, group = _heads(q, pages, beside)
     sums = None
     if cuts is not None:
@@ -218,10 +255,14 @@ def attend(
     params = _params(q, pages, beside, tiles, scale, out, sums, ROWS)
     params.parts = None if cuts is None else cuts.parts.data_ptr()
     params.chunk = 0 if chunks is None else chunks.blocks
+    grid = min(processors(), tiles.shape[0] * params.kv_heads)
+    if order is not None:
+        assert cuts is None
+        params.order, (params.turns, grid) = order.data_ptr(), order.shape
     kind = "FP8" if pages is not None and pages.fp8 else "" if chunks is None else "CHUNKED"
     assert kind != "FP8" or beside is None
     kernel = _kernel(dim, group, kind)
-    kernel.launch(min(processors(), tiles.shape[0] * params.kv_heads), THREADS, params)
+    kernel.launch(grid, THREADS, params)
     if cuts is not None:
         params.tiles = cuts.merges.data_ptr()
         _merging(dim, group).launch(len(cuts.merges) * params.kv_heads * SHARES, MERGERS, params)
@@ -272,7 +313,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float) -
         _map(x.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), (64, 1, ROWS)) for x in (q, k, v)
     ]
     params = _Params(
-        *maps, *maps[1:], out.data_ptr(), None, tiles.data_ptr(), None, None,
+        *maps, *maps[1:], out.data_ptr(), None, tiles.data_ptr(), None, None, None,
         tiles.shape[0], 0, heads, 1, scale * LOG2E, 0, 1.0,
     )  # fmt: skip
     grid = min(processors(), tiles.shape[0] * heads)
@@ -324,7 +365,7 @@ def _params(
         _map(q.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), box),
         *(in_rows if pages is None else in_pages),
         *(in_pages if beside is None else in_rows),
-        out.data_ptr(), table, tiles.data_ptr(), None, None if sums is None else sums.data_ptr(),
+        out.data_ptr(), table, tiles.data_ptr(), None, None, None if sums is None else sums.data_ptr(),
         tiles.shape[0], stride, kv_heads, page_size, scale * LOG2E, 0,
         1.0 if pages is None else pages.v_scale,
     )  # fmt: skip
