@@ -30,7 +30,7 @@ constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU, HEADS = EPIL
 // Tokens and weight rows of a tile; columns of a stage; weight rows of a copy.
 constexpr int BM = 128, BN = 256, BK = 64, BOX = 128;
 constexpr int X_BYTES = BM * BK * 2, BOX_BYTES = BOX * BK * 2, STAGE_BYTES = X_BYTES + 2 * BOX_BYTES;
-constexpr int CLUSTER = 2, BAND = 8;  // blocks; tiles of a cluster's tokens that are worked on together
+constexpr int CLUSTER = 2;  // blocks
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
 constexpr int COLS = GATED ? BN / 2 : BN;  // of the result, in a tile
 constexpr int BLOCKS = BN / 32;            // of a thread's columns: eight of each 32
@@ -48,6 +48,7 @@ struct Params {
   // Beside: k and v are wanted in `out` too.
   int token_stride, head_stride, page_size, q_heads, kv_heads, beside;
   int m, n, k, out_stride, tiles, row_tiles;  // row_tiles: of a cluster
+  int band;           // of a cluster's tiles of tokens: so many are worked on together
   int turned, every;  // TURN: columns, and how many of them have the angles of a token, a multiple of 8
   float eps;
 };
@@ -79,9 +80,9 @@ __device__ __forceinline__ void release(u32 bar) {
 struct Tile {
   int w, row;
   __device__ __forceinline__ Tile(const Params& p, int i) {
-    const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND),
-              j = i - band * BAND * p.tiles;
-    w = j / rows, row = ((band * BAND + j % rows) * CLUSTER + blockIdx.x % CLUSTER) * BM;
+    const int band = i / (p.band * p.tiles), rows = min(p.band, p.row_tiles - band * p.band),
+              j = i - band * p.band * p.tiles;
+    w = j / rows, row = ((band * p.band + j % rows) * CLUSTER + blockIdx.x % CLUSTER) * BM;
   }
 };
 

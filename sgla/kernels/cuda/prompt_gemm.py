@@ -17,6 +17,7 @@ from sgla.kernels.ops import KVLayer
 HEADS, TURN = 5, 6  # EPILOGUE, beside those of batch_gemm
 TOKENS, COLUMNS = 128, 256  # of a tile
 CLUSTER, STAGES = 2, 4
+BAND = 8  # about so many tiles of a cluster's tokens share the weights that the L2 cache has
 THREADS = 384
 SHARED = STAGES * (128 * (TOKENS + COLUMNS) + 16) + 1024
 
@@ -36,11 +37,11 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_int)
             for name in (
                 "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k",
-                "out_stride", "tiles", "row_tiles", "turned", "every",
+                "out_stride", "tiles", "row_tiles", "band", "turned", "every",
             )
         ),
         ("eps", ctypes.c_float),
-        ("pad", ctypes.c_int * 13),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 12),  # tensor maps are aligned to 64 bytes
     )  # fmt: skip
 
 
@@ -142,12 +143,17 @@ def _launch(
         w=_weight_map(weight.data_ptr(), n, k),
         x=_map(x.data_ptr(), (k, m), (2 * k,), (64, TOKENS)),
         m=m, n=n // 2 if epilogue in (SILU, GELU) else n, k=k,
-        out_stride=out.stride(0), tiles=tiles, row_tiles=row_tiles,
+        out_stride=out.stride(0), tiles=tiles, row_tiles=row_tiles, band=_band(row_tiles),
     )  # fmt: skip
     for name, value in {"out": out, **fields}.items():
         setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
     clusters = min(tiles * row_tiles, processors() // CLUSTER)
     _kernel(epilogue, dim).launch(clusters * CLUSTER, THREADS, params)
+
+
+def _band(row_tiles: int) -> int:
+    """Of the bands, all but the last one; that is no small rest, which would read all weights for itself."""
+    return -(-row_tiles // max(1, round(row_tiles / BAND)))
 
 
 _map = lru_cache(1 << 10)(tensor_map)
