@@ -46,12 +46,16 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> t
     return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
 
 
-def paged(rows: list[torch.Tensor], v_scale: float = 1.0) -> Pages:
-    """k and v ``[T, Hkv, hd]`` in shuffled pages; what no token has stored is no number."""
+def paged(rows: list[torch.Tensor], v_scale: float = 1.0, shuffled: bool = True) -> Pages:
+    """k and v ``[T, Hkv, hd]`` in shuffled pages, or in such as follow each other but for two in the second
+    block of keys; what no token has stored is no number."""
     length, heads, dim = rows[0].shape
     count = -(-length // PAGE)
     table = torch.zeros(2, count, dtype=torch.int32)
-    table[SLOT] = torch.randperm(count) + 1
+    numbers = torch.arange(count)
+    if not shuffled and count > 10:
+        numbers[9], numbers[10] = 10, 9
+    table[SLOT] = (torch.randperm(count) if shuffled else numbers) + 1
     at, kind = torch.arange(length), torch.uint8 if rows[0].dtype == FP8 else torch.int16
     pools = []
     for values in rows:
@@ -99,12 +103,12 @@ def test_chunks_give_the_same_bits(kv_heads: int, group: int, dim: int, length: 
     assert got[~live].isnan().all()
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_any_order_gives_the_same_bits(chunked: bool) -> None:
-    kv_heads, group, dim, start, count = 2, 4, 64, 300, 70
+@pytest.mark.parametrize(("chunked", "dim"), [(False, 64), (True, 64), (False, 128)])
+def test_any_order_gives_the_same_bits(chunked: bool, dim: int) -> None:
+    kv_heads, group, start, count = 2, 4, 300, 70
     q = torch.randn(count, kv_heads * group * dim).to(BF16)
     rows = [torch.randn(start + count, kv_heads, dim).to(BF16) for _ in "kv"]
-    there, tiles = paged(rows), tiles_of([start], [count], group)
+    there, tiles = paged(rows, shuffled=False), tiles_of([start], [count], group)
     kept = torch.full((prompt_attention.kept_by_blocks(dim),), torch.nan)
     chunks, made = Chunks(2, kept) if chunked else None, torch.from_numpy(tiles)
     outs = []
@@ -125,10 +129,11 @@ def test_any_order_gives_the_same_bits(chunked: bool) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "start", "count"), [(2, 4, 64, 300, 70), (1, 7, 128, 127, 40)]
 )
-def test_pages_of_e4m3(kv_heads: int, group: int, dim: int, start: int, count: int) -> None:
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_pages_of_e4m3(kv_heads: int, group: int, dim: int, start: int, count: int, shuffled: bool) -> None:
     q = torch.randn(count, kv_heads * group * dim).to(BF16)
     rows = [torch.randn(start + count, kv_heads, dim).to(FP8) for _ in "kv"]
-    there, tiles = paged(rows, 0.25), tiles_of([start], [count], group)
+    there, tiles = paged(rows, 0.25, shuffled), tiles_of([start], [count], group)
     wanted = expected(q.view(count, -1, dim), rows[0].float() * 0.5, rows[1].float() * 0.25, start)
     blocks = -(-(tiles[:, 2] + tiles[:, 3]) // KEYS)
     for counts in (np.ones_like(blocks), np.minimum(blocks, 3)):
