@@ -295,8 +295,8 @@ struct Loader {
     }
   }
 
-  // Whether the pages of the lanes that are asked follow each other; those of a block that is not full do not,
-  // as the last ones are page 0.
+  // Whether the pages of the lanes that are asked follow each other. Those of a block that is not full do
+  // not, as the last ones are page 0.
   __device__ __forceinline__ bool run(int page, bool asked) const {
     const int first = __shfl_sync(~0u, page, 0);
     return p.runs && !__any_sync(~0u, asked && page != first + lane % PIECES);
