@@ -230,7 +230,18 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "tokenizer.ggml.new is not supported",
     ),
     "an unknown split": (but("tokenizer.ggml.pre", STRING, text("new")), "'new' is not known"),
-    "another kind of tokenizer": (but("tokenizer.ggml.model", STRING, text("t5")), "'t5'"),
+    "another kind of tokenizer": (but("tokenizer.ggml.model", STRING, text("rwkv")), "'rwkv'"),
+    "pieces without scores": (but("tokenizer.ggml.model", STRING, text("t5")), "no scores"),
+    "words without marks": (but("tokenizer.ggml.model", STRING, text("bert")), r"lacks \[UNK\]"),
+    "words beyond the vocabulary": (but("tokenizer.ggml.cls_token_id", U32, u32(6)), "cls_token_id is 6"),
+    "a charsmap of texts": (
+        but("tokenizer.ggml.precompiled_charsmap", ARRAY, strings("a")),
+        "precompiled_charsmap is a list",
+    ),
+    "a charsmap of merges": (
+        but("tokenizer.ggml.precompiled_charsmap", ARRAY, u32(I32) + u64(3) + struct.pack("<3i", 1, 2, 999)),
+        "precompiled_charsmap is not supported with tokens of kind 'gpt2'",
+    ),
     "a template that is none": (but("tokenizer.chat_template", U32, u32(1)), "chat_template is 1"),
 }
 

@@ -22,7 +22,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_blocks import LazyTensor, storage_of
 from sgla.hub.gguf_deltas import heads_in_order
 from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
-from sgla.hub.gguf_keys import read_sampling, read_vocabulary, token_id
+from sgla.hub.gguf_keys import CHARSMAP, POOLED, SQUEEZED, read_sampling, read_vocabulary, token_id
 from sgla.hub.gguf_layout import HFTensor, Layout
 from sgla.hub.gguf_model import GGUFModel
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT
@@ -31,6 +31,7 @@ from sgla.hub.quantized import parts_of
 # Ends of a turn that some files do not list as eos_token_id, by the token's text.
 _END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"}
 MOST_FACTORS = 1 << 16
+FLOATS = "{}: the quantized matrices of an encoder become floating-point numbers"
 
 Layouts = Mapping[str, tuple[Layout, ...]]  # by the architecture's name
 
@@ -117,7 +118,7 @@ class GGUFFile:
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
         config["torch_dtype"] = "float16" if self._is_float16() else "float32"
-        if kept := self._kept_parts():
+        if (kept := self._kept_parts()) and not layout.encoder:
             config["quantization_config"] = {"quant_method": "gguf", "kept": kept}
         return config
 
@@ -125,7 +126,16 @@ class GGUFFile:
     def notes(self) -> tuple[str, ...]:
         """What a user may want to know of the file. Raises as ``config`` does."""
         assert self.config
-        return self._model.notes
+        floats = self.layout.encoder and self._kept_parts()
+        return (*self._model.notes, *([FLOATS.format(self.path.name)] if floats else []))
+
+    @property
+    def pooled(self) -> str:
+        """How hidden states become one vector, as it says; empty for what makes text. Raises as ``config``
+        does."""
+        assert self.config
+        kind = POOLED.get(self.metadata.get(f"{self.architecture}.pooling_type", 0), "")
+        return kind or ("mean" if self.layout.encoder else "")
 
     def _is_float16(self) -> bool:
         """Whether matrices are float16, whose bits bfloat16 cannot keep."""
@@ -183,7 +193,8 @@ class GGUFFile:
         """The vocabulary: model, pre, tokens, token_type,
         merges, scores, the special ids, flags and chat template.
 
-        Absent entries are ``None``. ``model`` is ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+        Absent entries are ``None``. ``model`` is ``gpt2`` (byte-level BPE), ``llama`` (SentencePiece), ``t5``
+        (SentencePiece's Unigram) or ``bert`` (WordPiece).
         ``chat_template`` is its source, or sources by name. Raises ConfigError for keys that are not
         supported.
         """
@@ -203,8 +214,13 @@ class GGUFFile:
             ("eot", "eot"),
             ("unk", "unknown"),
             ("pad", "padding"),
+            ("cls", "cls"),
+            ("sep", "seperator"),
+            ("mask", "mask"),
         ):
             raw[f"{short}_token_id"] = keys.get(f"tokenizer.ggml.{name}_token_id")
+        raw["charsmap"] = keys.get(CHARSMAP)
+        raw["squeezed"] = keys.get(SQUEEZED)
         raw["add_bos"] = keys.get("tokenizer.ggml.add_bos_token")
         raw["add_eos"] = keys.get("tokenizer.ggml.add_eos_token")
         template, before = keys.get("tokenizer.chat_template"), "tokenizer.chat_template."

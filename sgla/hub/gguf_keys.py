@@ -295,16 +295,24 @@ def rules(layout: Layout) -> dict[str, Rule]:
     if layout.altup:
         table |= {SPARSE: Text(float), "altup.active_idx": COUNT, "altup.num_inputs": FEW}
         table |= {"attention.shared_kv_layers": COUNT, "embedding_length_per_layer_input": SIZE}
+    if layout.pooled:
+        table["pooling_type"] = Only((0, *POOLED))
+    if layout.encoder:
+        table |= {"attention.causal": Only((False,)), "pooling_type": Only((0, 1, 2))}
     if layout.permuted:
         table["tensor_data_layout"] = Only(("Meta AI original pth",))
     return table | {key: Only(values) for key, values in layout.only.items()}
 
 
+POOLED = {1: "mean", 2: "cls", 3: "last"}  # values of pooling_type, and how hidden states become one vector
 _FILES: dict[str, Rule] = {
     "general.type": Only(("model",)),
     "general.quantization_version": Only((2,)),
     "split.count": Only((0, 1)),
 }
+SEPARATED = "tokenizer.ggml.add_sep_token"  # whether one stands between two texts
+SQUEEZED = "tokenizer.ggml.remove_extra_whitespaces"
+CHARSMAP = "tokenizer.ggml.precompiled_charsmap"  # bytes that say how characters are replaced
 _TOKENIZER: dict[str, Rule] = {
     "tokenizer.ggml.model": Text(),
     "tokenizer.ggml.pre": Text(),
@@ -314,9 +322,10 @@ _TOKENIZER: dict[str, Rule] = {
     "tokenizer.ggml.merges": Text(str),
     "tokenizer.ggml.add_bos_token": FLAG,
     "tokenizer.ggml.add_eos_token": FLAG,
-    "tokenizer.ggml.add_sep_token": Only((False,)),
+    SEPARATED: FLAG,
     "tokenizer.ggml.add_space_prefix": FLAG,
-    "tokenizer.ggml.remove_extra_whitespaces": Only((False,)),
+    CHARSMAP: Text(int),
+    SQUEEZED: FLAG,
     "tokenizer.ggml.token_type_count": SIZE,  # of encoders
     "tokenizer.huggingface.json": Text(),  # says the same again
     "tokenizer.chat_template": Text(),
@@ -432,6 +441,10 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"the key {key} is not supported, and it may change the tokens of a text")
             found[key] = _check(key, value, rule)
     tokens = found.get("tokenizer.ggml.tokens", [])
+    kind = found.get("tokenizer.ggml.model")
+    for key, kinds in ((SEPARATED, ("bert", "t5")), (SQUEEZED, ("t5",)), (CHARSMAP, ("t5",))):
+        if kind not in kinds and found.get(key):
+            raise ConfigError(f"the key {key} is not supported with tokens of kind {str(kind)[:60]!r}")
     for key, value in found.items():
         if key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores") and len(value) != len(tokens):
             raise ConfigError(f"{key} has {len(value)} values for {len(tokens)} tokens")

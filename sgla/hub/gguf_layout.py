@@ -25,7 +25,8 @@ class HFTensor(NamedTuple):
     experts read, E what they read. Of indexers H heads, D values of one, I of all. K are values where keys
     have another width. Of Mamba 1 i, c, w and j, S values of a channel's state, R what time steps are made
     of, T the same with B and C. Of gated delta nets i, c, w, j, z and p as of Mamba 2, Z twice z; Q are
-    queries with their gates. Of Kimi's delta nets w, j, z and p as of Mamba 2."""
+    queries with their gates. Of Kimi's delta nets w, j, z and p as of Mamba 2. Of encoders Y types of
+    tokens."""
 
     name: str
     dims: str
@@ -98,6 +99,10 @@ class Layout:
     xielu: bool = False  # the metadata has numbers of the activation of each layer
     longrope: bool = False
     mscales: bool = False  # HF's longrope says by what cosines and sines are multiplied
+    pooled: bool = False  # vectors are made of it, too
+    encoder: bool = False  # tokens see all others, and there is no output layer
+    top: Mapping[str, Stored] = field(default_factory=dict)  # of an encoder: tensors of no layer
+    layers: str = "model.layers"  # what the names of layers begin with
 
     def hf_key(self, key: str) -> str:
         """HF's name of a key of the metadata; empty if the class reads none."""

@@ -34,6 +34,7 @@ from sgla.hub.gguf_mimo import wider, wider_sizes
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
+TYPES = "token_types.weight"
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 # Of each pair files have one tensor or both others.
 _HALVES = {
@@ -122,6 +123,7 @@ class GGUFModel:
             "W": keys.get(PER_LAYER_WIDTH, 0),
             "X": keys.get(PER_LAYER_WIDTH, 0) * self.layers,
             "V": self._rows("per_layer_token_embd.weight"),
+            "Y": self._rows(TYPES),
             "L": latent,
             "E": latent or hidden,
         }
@@ -147,7 +149,8 @@ class GGUFModel:
         return self.sizes
 
     def _rows(self, name: str) -> int:
-        return self._tensors[name].shape[0] if name in self._tensors else 0
+        shape = self._tensors[name].shape if name in self._tensors else (0, 0)
+        return shape[0] if len(shape) > 1 else 1
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -178,6 +181,8 @@ class GGUFModel:
         config[layout.hf_key("block_count")] = self.layers
         if self._has_head_bias and not layout.head_bias:
             config["lm_head_bias"] = True
+        if layout.encoder:
+            config["type_vocab_size"] = self.sizes["Y"]
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 0
         config |= self._flags
@@ -314,7 +319,15 @@ class GGUFModel:
     @cached_property
     def expected(self) -> dict[str, tuple[HFTensor, ...]]:
         """The name of each tensor that the file must have -> the tensors of HF's class that it holds."""
-        expected = {name: stored.tensors for name, stored in TOP.items()}
+        expected = {name: stored.tensors for name, stored in (self.layout.top or TOP).items()}
+        return (expected if self.layout.encoder else self._of_decoder(expected)) | {
+            f"blk.{i}.{name}": tuple(p._replace(name=f"{self.layout.layers}.{i}.{p.name}") for p in targets)
+            for i in range(self.layers)
+            for name, targets in self._expected_of(i).items()
+        }
+
+    def _of_decoder(self, expected: dict[str, tuple[HFTensor, ...]]) -> dict[str, tuple[HFTensor, ...]]:
+        """Of no layer."""
         if "attn_norm.bias" not in self.layout.tensors:
             del expected["output_norm.bias"]
         top = (POSITIONS if self.layout.learned else {}) | (PER_LAYER if self.sizes.get("W") else {})
@@ -327,11 +340,6 @@ class GGUFModel:
             expected |= dict.fromkeys((SHORT, LONG), (HFTensor("", "t"),))
         if self._has_head_bias or self.layout.head_bias:
             expected["output.bias"] = (HFTensor("lm_head.bias", "v"),)
-        for i in range(self.layers):
-            expected |= {
-                f"blk.{i}.{name}": tuple(p._replace(name=f"model.layers.{i}.{p.name}") for p in targets)
-                for name, targets in self._expected_of(i).items()
-            }
         return expected
 
     def _expected_of(self, layer: int) -> dict[str, tuple[HFTensor, ...]]:

@@ -17,6 +17,19 @@ _OF_EXPERTS = {name for key, names in HF_KEYS.items() if key.startswith("expert_
 
 def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
     known = frozenset(family.defaults) - (_OF_EXPERTS if gguf.dense else set())
+    if gguf.top:
+        return Layout(
+            gguf.name,
+            architecture,
+            family.types[0],
+            known,
+            family.fixed,
+            gguf.tensors,
+            eps="attention.layer_norm_epsilon",
+            encoder=True,
+            top=gguf.top,
+            layers=gguf.layers,
+        )
     rope = family.defaults.get("rope_parameters") or {}
     return Layout(
         gguf.name,
@@ -53,6 +66,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         xielu=family.defaults.get("hidden_act") == "xielu",
         learned=family.learned,
         head_bias=family.head_bias,
+        pooled=family.pooled,
     )
 
 

@@ -76,15 +76,49 @@ GEMMA3N = {
     "laurel_r.weight": one("laurel.linear_right.weight", "dU"),
     "laurel_post_norm.weight": one("laurel.post_laurel_norm.weight", "d"),
 }
+
+
+def _linear(name: str, hf: str, dims: str) -> dict[str, Stored]:
+    return {
+        f"{name}.weight": one(f"{hf}.weight", dims),
+        f"{name}.bias": one(f"{hf}.bias", dims[0]),
+    }
+
+
+BERT_TOP = {
+    "token_embd.weight": one("embeddings.word_embeddings.weight", "vd"),
+    "token_types.weight": one("embeddings.token_type_embeddings.weight", "Yd"),
+    "position_embd.weight": one("embeddings.position_embeddings.weight", "Pd"),
+    **_linear("token_embd_norm", "embeddings.LayerNorm", "d"),
+}
+BERT = {
+    **_linear("attn_q", "attention.self.query", "dd"),
+    **_linear("attn_k", "attention.self.key", "dd"),
+    **_linear("attn_v", "attention.self.value", "dd"),
+    **_linear("attn_output", "attention.output.dense", "dd"),
+    **_linear("attn_output_norm", "attention.output.LayerNorm", "d"),
+    **_linear("ffn_up", "intermediate.dense", "fd"),
+    **_linear("ffn_down", "output.dense", "df"),
+    **_linear("layer_output_norm", "output.LayerNorm", "d"),
+}
+NOMIC_TOP = {name: stored for name, stored in BERT_TOP.items() if name != "position_embd.weight"}
+NOMIC = {
+    **{f"attn_{part}.weight": one(f"self_attn.{part}_proj.weight", "dd") for part in "qkv"},
+    "attn_output.weight": one("self_attn.o_proj.weight", "dd"),
+    **{f"ffn_{part}.weight": one(f"mlp.{part}_proj.weight", "fd") for part in ("gate", "up")},
+    "ffn_down.weight": one("mlp.down_proj.weight", "df"),
+    **_linear("attn_output_norm", "post_attention_layernorm", "d"),
+    **_linear("layer_output_norm", "post_mlp_layernorm", "d"),
+}
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 
 
 @dataclass(frozen=True)
 class Gguf:
     """How the GGUF files of a family differ from most. ``norms``: of a layer, in HF's words; ``mlp``: HF's
-    up and down without a gate. ``joined``: ``ffn_up`` is gate and up. ``tensors``: more of a layer. The
-    others are those of ``Layout``. ``shared``: the MLP is what mixtures of the family share; ``dense``: none
-    of its layers is a mixture."""
+    up and down without a gate. ``joined``: ``ffn_up`` is gate and up. ``tensors``: more of a layer; of an
+    encoder, which has ``top``, all. The others are those of ``Layout``. ``shared``: the MLP is what mixtures
+    of the family share; ``dense``: none of its layers is a mixture."""
 
     name: str
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
@@ -110,3 +144,5 @@ class Gguf:
     dense: bool = False
     longrope: bool = False
     windows_optional: bool = False
+    top: Mapping[str, Stored] = field(default_factory=dict)
+    layers: str = "model.layers"

@@ -1,7 +1,8 @@
 """Whether a model answers with vectors instead of text, and how:
 from its config.json and the sentence-transformers files.
 
-Loads no torch. The files: ``modules.json`` lists the modules behind the transformer;
+Loads no torch. A GGUF file has a key for it. The files: ``modules.json`` lists the modules behind the
+transformer;
 ``1_Pooling/config.json`` says how hidden states become one, ``2_Dense/config.json`` describes a linear layer,
 ``2_Normalize`` has none; ``sentence_bert_config.json`` has the longest input (``max_seq_length``).
 """
@@ -54,7 +55,8 @@ def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
         if task not in ("auto", "embed"):
             raise ConfigError(f"--task {task} does not fit {architecture}", param="task")
         return dual_pooling(architecture, config)
-    found = _task(architecture, source.folder)
+    stated = source.gguf().pooled if source.gguf_path is not None else ""
+    found = "embed" if stated else _task(architecture, source.folder)
     if task == "auto":
         task = found
     if task in ("generate", "rerank"):
@@ -65,7 +67,7 @@ def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
         raise ConfigError(f"--task {task} does not fit {architecture}", param="task")
     if task == "classify":
         return _classifier(architecture, config, source.folder)
-    return _embedder(architecture, config, source.folder)
+    return _embedder(architecture, config, source.folder, stated)
 
 
 def _task(architecture: str, folder: Path) -> str:
@@ -76,12 +78,13 @@ def _task(architecture: str, folder: Path) -> str:
     return "embed" if body_of(architecture) is not None else "generate"
 
 
-def _embedder(architecture: str, config: dict[str, Any], folder: Path) -> Pooling:
+def _embedder(architecture: str, config: dict[str, Any], folder: Path, stated: str = "") -> Pooling:
     """Without a list of modules: the mean as sentence-transformers takes it, or a decoder's last token, of
-    length 1 as OpenAI's embeddings are."""
+    length 1 as OpenAI's embeddings are; so are those of a GGUF file, pooled as it says (``stated``), whatever
+    lies beside it."""
     encoder = is_encoder(architecture)
-    modules = _modules(folder)
-    kind = "mean" if encoder else "last"
+    modules = [] if stated else _modules(folder)
+    kind = stated or ("mean" if encoder else "last")
     width = read_spec(config).hidden
     size, normalize, dense = width, not modules, []
     for name, path in modules:
@@ -101,7 +104,7 @@ def _embedder(architecture: str, config: dict[str, Any], folder: Path) -> Poolin
         size=size,
         normalize=normalize,
         dense=dense,
-        dimensions=_dimensions(architecture, config, folder, bool(modules), size),
+        dimensions=_dimensions(architecture, config, folder, bool(modules or stated), size),
         encoder=encoder,
         max_length=_max_length(folder),
     )

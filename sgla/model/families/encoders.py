@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sgla.model.families.keys import HEAD_DIM
 from sgla.model.family import Family
+from sgla.model.gguf_words import BERT, BERT_TOP, NOMIC, NOMIC_TOP, Gguf
 
 _BERT = {
     "vocab_size": 30522,
@@ -75,6 +76,7 @@ FAMILIES = {
         _SAME,
         nulls=("pad_token_id",),
         classifier=("pooler.dense", "tanh", "classifier"),
+        gguf=(Gguf("bert", tensors=BERT, top=BERT_TOP, layers="encoder.layer"),),
     ),
     "DistilBert": Family(
         ("distilbert",),
@@ -177,6 +179,7 @@ FAMILIES = {
             (".norm1.", ".post_attention_layernorm."),
             (".norm2.", ".post_mlp_layernorm."),
         ),
+        gguf=(Gguf("nomic-bert", tensors=NOMIC, top=NOMIC_TOP, layers="layers"),),
     ),
     "Gte": Family(
         ("gte",),

@@ -1,0 +1,173 @@
+"""GGUF files that answer with vectors: tiny random checkpoints, converted as llama.cpp's
+``convert_hf_to_gguf.py`` does, against HF transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_prompts
+from gguf import MODEL_ARCH as Arch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+from test_pooling import BERT, DECODER, LENGTHS, ROBERTA, ROTARY, answers, hidden, save_model
+
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import ModelSource
+from sgla.loading.source import open_source
+from sgla.model.pooling import read_pooling
+from sgla.model.read import read_spec
+
+KEYS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+MEAN, CLS, LAST = 1, 2, 3
+WIDE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
+# Architecture of the file, HF's kind, its sizes, how the file pools, and that in words.
+MODELS: dict[str, tuple[Arch, str, dict[str, Any], int, str]] = {
+    "bert": (Arch.BERT, "bert", BERT, MEAN, "mean"),
+    "bert, the first token": (Arch.BERT, "bert", BERT, CLS, "cls"),
+    "xlm-roberta": (Arch.BERT, "xlm-roberta", ROBERTA, CLS, "cls"),
+    "nomic": (Arch.NOMIC_BERT, "nomic_bert", ROTARY, MEAN, "mean"),
+    "qwen3": (Arch.QWEN3, "qwen3", DECODER | {"tie_word_embeddings": True}, LAST, "last"),
+}
+POOLS = {"mean": lambda h: h.mean(0), "cls": lambda h: h[0], "last": lambda h: h[-1]}
+
+
+def write(
+    folder: Path,
+    hf: Any,
+    name: str,
+    quantized: Type | None = None,
+    drop: str = "-",
+    keys: Mapping[str, Any] = {},
+) -> Path:
+    """``quantized``: the type of matrices of layers; ``drop``: a tensor that is left out; ``keys``: of the
+    metadata, others than in files, None for none."""
+    arch, model_type, _, pooling, _ = MODELS[name]
+    config = hf.config.to_dict()
+    encoder = arch != Arch.QWEN3
+    path = folder / f"{len(list(folder.iterdir()))}.gguf"
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    found = {theirs: config[ours] for ours, theirs in KEYS.items() if config.get(ours) is not None}
+    found |= {"pooling_type": pooling} | ({"attention.causal": False} if encoder else {})
+    if rope := config.get("rope_parameters"):
+        found["rope.freq_base"] = float(rope["rope_theta"])
+    offset = config["pad_token_id"] + 1 if model_type == "xlm-roberta" else 0
+    found["context_length"] -= offset
+    for key, value in (found | dict(keys)).items():
+        if value is not None:
+            kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+            writer.add_key_value(f"{writer.arch}.{key}", value, kind)
+    if encoder:
+        writer.add_token_type_count(config["type_vocab_size"])
+    writer.add_tokenizer_model("bert")
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for hf_name, tensor in load_file(folder / "model.safetensors").items():
+        hf_name = hf_name.removeprefix("bert.").removeprefix("roberta.")
+        if hf_name.startswith("pooler."):
+            continue
+        theirs = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        assert theirs, hf_name
+        values = tensor.numpy()[offset if theirs == "position_embd.weight" else 0 :]
+        if theirs.startswith(drop):
+            continue
+        if quantized is not None and theirs.startswith("blk.") and values.ndim == 2:
+            writer.add_tensor(theirs, quantize(values, quantized), raw_dtype=quantized)
+        else:
+            writer.add_tensor(theirs, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_vectors_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Pooled as the file says, whatever lies beside it."""
+    _, model_type, sizes, _, kind = MODELS[name]
+    hf = save_model(tmp_path, model_type, "AutoModel", **sizes)
+    (tmp_path / "modules.json").write_text("[1]")
+    path = write(tmp_path, hf, name)
+    pooling = read_pooling(open_source(path))
+    assert pooling is not None
+    assert (pooling.kind, pooling.normalize, pooling.encoder) == (kind, True, kind != "last")
+    prompts = [[token + 2 for token in prompt] for prompt in random_prompts(LENGTHS)]  # none is padding
+    prompts = [[min(token, 300) for token in prompt] for prompt in prompts]
+    for native in (False, True):
+        found = answers(path, prompts, native_kernels=native)
+        for prompt, vector in zip(prompts, found):
+            np.testing.assert_allclose(vector, POOLS[kind](hidden(hf, prompt)).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16])
+def test_quantized_matrices_become_floats(kind: Type, tmp_path: Path) -> None:
+    hf = save_model(tmp_path, "nomic_bert", "AutoModel", **ROTARY | WIDE)
+    path = write(tmp_path, hf, "nomic", kind)
+    with torch.no_grad():
+        for name, parameter in hf.named_parameters():
+            if parameter.dim() == 2 and "embeddings" not in name:
+                values = dequantize(quantize(parameter.numpy(), kind), kind)
+                parameter.copy_(torch.from_numpy(values.reshape(parameter.shape)))
+    prompts = random_prompts([5, 17])
+    for prompt, vector in zip(prompts, answers(path, prompts)):
+        np.testing.assert_allclose(vector, hidden(hf, prompt).mean(0).numpy(), atol=1e-4)
+    source = open_source(path)
+    assert [note.partition(": ")[2] for note in source.notes] == (
+        ["the quantized matrices of an encoder become floating-point numbers"] * (kind != Type.F16)
+    )
+    assert not read_spec(source.config).notes
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "drop", "message"),
+    [
+        ("bert", {"pooling_type": 4}, "-", "bert.pooling_type is 4, .* must be 0 or 1 or 2"),
+        ("bert", {"attention.causal": True}, "-", "bert.attention.causal is True"),
+        ("bert", {"attention.layer_norm_epsilon": None}, "-", "lacks bert.attention.layer_norm_epsilon"),
+        ("bert", {"attention.max_alibi_bias": 8.0}, "-", "max_alibi_bias is 8.0"),
+        ("bert", {"context_length": 32}, "-", "position_embd.weight has shape"),
+        ("bert", {}, "token_types", "1 missing: token_types.weight"),
+        ("bert", {}, "blk.1.attn_q.bias", "1 missing: blk.1.attn_q.bias"),
+        ("nomic", {"attention.head_count": 5}, "-", "heads|divide"),
+        ("nomic", {"rope.dimension_count": 6}, "-", "rope.dimension_count is 6"),
+        ("qwen3", {"pooling_type": 4}, "-", "pooling_type is 4, .* must be 0 or 1 or 2 or 3"),
+    ],
+)
+def test_what_a_file_says_otherwise_is_refused(
+    name: str, keys: dict[str, Any], drop: str, message: str, tmp_path: Path
+) -> None:
+    _, model_type, sizes, _, _ = MODELS[name]
+    hf = save_model(tmp_path, model_type, "AutoModel", **sizes)
+    with pytest.raises((ConfigError, WeightError), match=message):
+        read_spec(open_source(write(tmp_path, hf, name, drop=drop, keys=keys)).config)
+
+
+def test_a_decoder_that_says_nothing_of_vectors_makes_text(tmp_path: Path) -> None:
+    hf = save_model(tmp_path, "qwen3", "AutoModel", **MODELS["qwen3"][2])
+    source: ModelSource = open_source(write(tmp_path, hf, "qwen3", keys={"pooling_type": None}))
+    assert read_pooling(source) is None
+    pooling = read_pooling(source, "embed")
+    assert pooling is not None
+    assert pooling.kind == "last"
+    with pytest.raises(ConfigError, match="makes no text"):
+        read_pooling(
+            open_source(write(tmp_path, save_model(tmp_path, "bert", "AutoModel", **BERT), "bert")),
+            "generate",
+        )
