@@ -99,27 +99,38 @@ def test_parts_of_tiles_equal_the_whole(kv_heads: int, group: int, dim: int, sta
             torch.testing.assert_close(out.float(), wanted.flatten(1), atol=6e-3, rtol=2e-2)
 
 
-@pytest.mark.parametrize("together", [1, 2, 8])
-def test_any_order_gives_the_same_bits(together: int) -> None:
-    """Of prompts behind histories, and of one beside q."""
-    torch.manual_seed(together)
+@pytest.mark.parametrize("kind", [BF16, torch.float8_e4m3fn])
+def test_any_order_and_any_pages_give_the_same_bits(kind: torch.dtype) -> None:
+    """Of a prompt behind a history, in pages that follow each other and in others, and, of bfloat16, of one
+    beside q."""
+    torch.manual_seed(1)
     kv_heads, group, dim, page = 8, 4, 128, 16
     starts, counts = np.array([5000, 0]), np.array([2100, 700])
-    length, tokens = int(starts[0] + counts[0]), int(counts.sum())
-    pages = -(-length // page)
-    pools = [torch.randn(pages + 1, kv_heads, page, dim, device="cuda", dtype=BF16) for _ in "kv"]
-    table = torch.zeros(2, pages, dtype=torch.int32, device="cuda")
-    table[SLOT] = torch.randperm(pages, device="cuda") + 1
-    there = Pages(pools[0].transpose(1, 2), pools[1].transpose(1, 2), table)
+    slots, tokens = np.array([SLOT, -1]), int(counts.sum())
+    pages = -(-int(starts[0] + counts[0]) // page)
+    held = [torch.randn(pages, kv_heads, page, dim, device="cuda").to(kind) for _ in "kv"]
     beside = Beside(*(torch.randn(tokens, kv_heads, dim, device="cuda", dtype=BF16) for _ in "kv"))
+    if kind != BF16:
+        slots, starts, counts, beside = slots[:1], starts[:1], counts[:1], None
     q = torch.randn(tokens, kv_heads * group * dim, device="cuda", dtype=BF16)
-    tiles = cut(np.array([SLOT, -1]), starts, counts, 0, prompt_attention.tile_tokens(group))
+    tiles = cut(slots, starts, counts, 0, prompt_attention.tile_tokens(group))
     blocks = -(-(tiles[:, 2] + tiles[:, 3]) // prompt_attention.KEYS)
-    order, _ = prompt_attention._dealt(blocks, kv_heads, together, processors())
-    outs = [torch.full_like(q, torch.nan) for _ in range(4)]
-    for given, out in zip((None, order, order, order), outs):
-        made = None if given is None else to_gpu(given)
-        prompt_attention.attend(q, there, beside, to_gpu(tiles), dim**-0.5, out, order=made)
-    assert not outs[0].isnan().any()
+    orders = [None, *(prompt_attention._dealt(blocks, kv_heads, n, processors())[0] for n in (1, 2, 8))]
+    apart = torch.arange(pages, device="cuda")
+    apart[100], apart[101] = 101, 100
+    outs = []
+    for numbers in (torch.randperm(pages, device="cuda"), torch.arange(pages, device="cuda"), apart):
+        table = torch.zeros(2, pages, dtype=torch.int32, device="cuda")
+        table[SLOT] = numbers + 1
+        pools = [torch.empty(pages + 1, kv_heads, page, dim, device="cuda", dtype=kind) for _ in "kv"]
+        for pool, values in zip(pools, held):
+            pool.view(torch.uint8)[numbers + 1] = values.view(torch.uint8)
+        there = Pages(pools[0].transpose(1, 2), pools[1].transpose(1, 2), table)
+        for order in orders:
+            out = torch.zeros_like(q)
+            made = None if order is None else to_gpu(order)
+            prompt_attention.attend(q, there, beside, to_gpu(tiles), dim**-0.5, out, order=made)
+            outs.append(out)
+    assert outs[0][: int(counts.sum())].float().abs().sum(1).all()
     for out in outs[1:]:
         assert torch.equal(out, outs[0])
