@@ -131,11 +131,11 @@ class GGUFFile:
 
     @property
     def pooled(self) -> str:
-        """How hidden states become one vector, as it says; empty for what makes text. Raises as ``config``
-        does."""
+        """How hidden states become one vector, as it says; empty for what makes text or classifies. Raises as
+        ``config`` does."""
         assert self.config
-        kind = POOLED.get(self.metadata.get(f"{self.architecture}.pooling_type", 0), "")
-        return kind or ("mean" if self.layout.encoder else "")
+        kind = self.metadata.get(f"{self.architecture}.pooling_type", 0)
+        return POOLED.get(kind, "mean" if self.layout.encoder and not kind else "")
 
     def _is_float16(self) -> bool:
         """Whether matrices are float16, whose bits bfloat16 cannot keep."""

@@ -299,6 +299,7 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table["pooling_type"] = Only((0, *POOLED))
     if layout.encoder:
         table |= {"attention.causal": Only((False,)), "pooling_type": Only((0, 1, 2))}
+        table["classifier.output_labels"] = Text(str)
     if layout.permuted:
         table["tensor_data_layout"] = Only(("Meta AI original pth",))
     return table | {key: Only(values) for key, values in layout.only.items()}

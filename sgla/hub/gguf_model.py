@@ -34,7 +34,8 @@ from sgla.hub.gguf_mimo import wider, wider_sizes
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
-TYPES = "token_types.weight"
+TYPES, CLASSES = "token_types.weight", "cls.output.weight"
+MAX_CLASSES = 1 << 16
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 # Of each pair files have one tensor or both others.
 _HALVES = {
@@ -124,6 +125,7 @@ class GGUFModel:
             "X": keys.get(PER_LAYER_WIDTH, 0) * self.layers,
             "V": self._rows("per_layer_token_embd.weight"),
             "Y": self._rows(TYPES),
+            "C": self._rows(CLASSES),
             "L": latent,
             "E": latent or hidden,
         }
@@ -182,7 +184,7 @@ class GGUFModel:
         if self._has_head_bias and not layout.head_bias:
             config["lm_head_bias"] = True
         if layout.encoder:
-            config["type_vocab_size"] = self.sizes["Y"]
+            config |= {"type_vocab_size": self.sizes["Y"]} | self._classes()
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 0
         config |= self._flags
@@ -244,6 +246,19 @@ class GGUFModel:
         for key, width in said.items():
             if not layout.hf_key(key) and keys.get(key, width) != width:
                 raise ConfigError(f"{self.architecture}.{key} is {keys[key]}, and only {width} is supported")
+
+    def _classes(self) -> dict[str, Any]:
+        """Of an encoder with a head: how many, and their names. Raises ConfigError."""
+        if CLASSES not in self.layout.top:
+            return {}
+        count = self.sizes["C"]
+        names = self.keys.get("classifier.output_labels") or [f"LABEL_{i}" for i in range(count)]
+        if count > MAX_CLASSES or len(names) != count:
+            raise ConfigError(
+                f"{self.architecture}.classifier.output_labels has {len(names)} names, and there are {count} "
+                f"classes; at most {MAX_CLASSES} are supported"
+            )
+        return {"num_labels": count, "id2label": {str(i): name for i, name in enumerate(names)}}
 
     def _kinds(self) -> dict[str, Any]:
         if FREQS not in self._tables:

@@ -20,11 +20,13 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
     if gguf.top:
         return Layout(
             gguf.name,
-            architecture,
+            f"{architecture}{gguf.head}",
             family.types[0],
             known,
             family.fixed,
             gguf.tensors,
+            only={key: (value,) for key, value in gguf.when.items()},
+            when=gguf.when,
             eps="attention.layer_norm_epsilon",
             encoder=True,
             top=gguf.top,

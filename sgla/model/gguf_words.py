@@ -101,6 +101,10 @@ BERT = {
     **_linear("ffn_down", "output.dense", "df"),
     **_linear("layer_output_norm", "output.LayerNorm", "d"),
 }
+BERT_HEAD = {
+    **_linear("cls", "pooler.dense", "dd"),
+    **_linear("cls.output", "classifier", "Cd"),
+}
 NOMIC_TOP = {name: stored for name, stored in BERT_TOP.items() if name != "position_embd.weight"}
 NOMIC = {
     **{f"attn_{part}.weight": one(f"self_attn.{part}_proj.weight", "dd") for part in "qkv"},
@@ -110,6 +114,7 @@ NOMIC = {
     **_linear("attn_output_norm", "post_attention_layernorm", "d"),
     **_linear("layer_output_norm", "post_mlp_layernorm", "d"),
 }
+RANKED = 4  # value of pooling_type: there is a classification head
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 
 
@@ -146,3 +151,4 @@ class Gguf:
     windows_optional: bool = False
     top: Mapping[str, Stored] = field(default_factory=dict)
     layers: str = "model.layers"
+    head: str = "Model"  # ends the name of an encoder's class

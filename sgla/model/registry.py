@@ -70,7 +70,7 @@ def _listed() -> str:
 def layouts() -> dict[str, tuple[Layout, ...]]:
     """What the GGUF files of each architecture hold, by the architecture's name in the file."""
     found: dict[str, tuple[Layout, ...]] = {}
-    encoders = {f"{name}Model": FAMILIES[name] for name in _ENCODERS}
+    encoders = {name: FAMILIES[name] for name in _ENCODERS}
     for architecture, family in (_GENERATING | encoders).items():
         if architecture in family.also:
             continue

@@ -36,7 +36,7 @@ KEYS = {
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-MEAN, CLS, LAST = 1, 2, 3
+MEAN, CLS, LAST, RANK = 1, 2, 3, 4
 WIDE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
 # Architecture of the file, HF's kind, its sizes, how the file pools, and that in words.
 MODELS: dict[str, tuple[Arch, str, dict[str, Any], int, str]] = {
@@ -62,10 +62,11 @@ def write(
     arch, model_type, _, pooling, _ = MODELS[name]
     config = hf.config.to_dict()
     encoder = arch != Arch.QWEN3
+    classes = "SequenceClassification" in hf.config.architectures[0]
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     found = {theirs: config[ours] for ours, theirs in KEYS.items() if config.get(ours) is not None}
-    found |= {"pooling_type": pooling} | ({"attention.causal": False} if encoder else {})
+    found |= {"pooling_type": RANK if classes else pooling} | ({"attention.causal": False} if encoder else {})
     if rope := config.get("rope_parameters"):
         found["rope.freq_base"] = float(rope["rope_theta"])
     offset = config["pad_token_id"] + 1 if model_type == "xlm-roberta" else 0
@@ -73,7 +74,8 @@ def write(
     for key, value in (found | dict(keys)).items():
         if value is not None:
             kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
-            writer.add_key_value(f"{writer.arch}.{key}", value, kind)
+            item = GGUFValueType.STRING if isinstance(value, list) else None
+            writer.add_key_value(f"{writer.arch}.{key}", value, kind, item)
     if encoder:
         writer.add_token_type_count(config["type_vocab_size"])
     writer.add_tokenizer_model("bert")
@@ -108,12 +110,33 @@ def test_vectors_equal_transformers(name: str, tmp_path: Path) -> None:
     pooling = read_pooling(open_source(path))
     assert pooling is not None
     assert (pooling.kind, pooling.normalize, pooling.encoder) == (kind, True, kind != "last")
-    prompts = [[token + 2 for token in prompt] for prompt in random_prompts(LENGTHS)]  # none is padding
-    prompts = [[min(token, 300) for token in prompt] for prompt in prompts]
+    prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(LENGTHS)]  # none is padding
     for native in (False, True):
         found = answers(path, prompts, native_kernels=native)
         for prompt, vector in zip(prompts, found):
             np.testing.assert_allclose(vector, POOLS[kind](hidden(hf, prompt)).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("names", [None, ["bad"], ["bad", "good", "best"]])
+@torch.no_grad()
+def test_scores_equal_transformers(names: list[str] | None, tmp_path: Path) -> None:
+    """Of rerankers, and of others with names for their classes."""
+    count = len(names or "1")
+    auto, sizes = "AutoModelForSequenceClassification", ROBERTA | {"num_labels": count}
+    hf = save_model(tmp_path, "xlm-roberta", auto, **sizes)
+    path = write(tmp_path, hf, "xlm-roberta", keys={"classifier.output_labels": names})
+    pooling = read_pooling(open_source(path))
+    assert pooling is not None
+    assert (pooling.task, pooling.size) == ("classify", count)
+    assert pooling.labels == (names or ["LABEL_0"])
+    assert pooling.activation == ("sigmoid" if count == 1 else "softmax")
+    prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(LENGTHS)]
+    for prompt, vector in zip(prompts, answers(path, prompts)):
+        np.testing.assert_allclose(vector, hf(torch.tensor([prompt])).logits[0].numpy(), atol=1e-4)
+    with pytest.raises(ConfigError, match="has 2 names, and there are"):
+        open_source(write(tmp_path, hf, "xlm-roberta", keys={"classifier.output_labels": ["a", "b"]}))
+    with pytest.raises(WeightError, match="1 missing: cls.weight"):
+        open_source(write(tmp_path, hf, "xlm-roberta", drop="cls.weight"))
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16])
@@ -138,7 +161,9 @@ def test_quantized_matrices_become_floats(kind: Type, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "drop", "message"),
     [
-        ("bert", {"pooling_type": 4}, "-", "bert.pooling_type is 4, .* must be 0 or 1 or 2"),
+        ("bert", {"pooling_type": 3}, "-", "bert.pooling_type is 3, .* must be 0 or 1 or 2"),
+        ("nomic", {"pooling_type": 4}, "-", "nomic-bert.pooling_type is 4, .* must be 0 or 1 or 2"),
+        ("bert", {"pooling_type": 4}, "-", "4 missing: cls.weight"),
         ("bert", {"attention.causal": True}, "-", "bert.attention.causal is True"),
         ("bert", {"attention.layer_norm_epsilon": None}, "-", "lacks bert.attention.layer_norm_epsilon"),
         ("bert", {"attention.max_alibi_bias": 8.0}, "-", "max_alibi_bias is 8.0"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sgla.model.families.keys import HEAD_DIM
 from sgla.model.family import Family
-from sgla.model.gguf_words import BERT, BERT_TOP, NOMIC, NOMIC_TOP, Gguf
+from sgla.model.gguf_words import BERT, BERT_HEAD, BERT_TOP, NOMIC, NOMIC_TOP, RANKED, Gguf
 
 _BERT = {
     "vocab_size": 30522,
@@ -76,7 +76,17 @@ FAMILIES = {
         _SAME,
         nulls=("pad_token_id",),
         classifier=("pooler.dense", "tanh", "classifier"),
-        gguf=(Gguf("bert", tensors=BERT, top=BERT_TOP, layers="encoder.layer"),),
+        gguf=(
+            Gguf("bert", tensors=BERT, top=BERT_TOP, layers="encoder.layer"),
+            Gguf(
+                "bert",
+                tensors=BERT,
+                top=BERT_TOP | BERT_HEAD,
+                layers="encoder.layer",
+                head="ForSequenceClassification",
+                when={"pooling_type": RANKED},
+            ),
+        ),
     ),
     "DistilBert": Family(
         ("distilbert",),
