@@ -4,7 +4,9 @@
 
 Seconds to the first token of a prompt of ``--tokens``, alone, and beside ``--streams`` that go on behind 512
 tokens each; gaps between the tokens of these while the prompt is read, and while nothing is. Steps are
-limited by the same inter-token target as those of a server. Weights are random.
+limited by the same inter-token target as those of a server. Weights are random. ``--steps FILE`` gets a
+line for each step that reads a prompt beside streams: when its result came, its tokens and the pairs of its
+attention, milliseconds predicted and taken, and for how many before it the device had nothing to do.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import random
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,6 +26,8 @@ import lines
 from sgla import Engine, SamplingParams
 from sgla.bench.report import percentile
 from sgla.clock import now
+from sgla.messages import Delta, StepResult
+from sgla.sched.core import Core
 
 BEFORE = 2.0  # seconds that the streams go on before the prompt comes
 LEAD = 512  # tokens of their prompts
@@ -44,6 +49,22 @@ class Streams:
     def gaps(self, begin: float, end: float) -> list[float]:
         """Milliseconds between tokens, of those that came in this time."""
         return [1e3 * (b - a) for times in self.came for a, b in pairwise(times) if begin <= b <= end]
+
+
+class Steps(list[tuple[float | int, ...]]):
+    """What the scheduler hears of its steps from now on."""
+
+    def __init__(self) -> None:
+        retire = Core.retire
+
+        def retired(core: Core, result: StepResult, now: float) -> list[Delta]:
+            step = core._queues.flights[0]
+            if step.mixed:
+                taken = (core._costs.predict(step.tokens, step.work), result.seconds, result.gap)
+                self.append((round(now, 4), step.tokens, step.work, *(round(1e3 * x, 2) for x in taken)))
+            return retire(core, result, now)
+
+        Core.retire = retired  # type: ignore[assignment, method-assign]
 
 
 class Bench:
@@ -98,6 +119,7 @@ class Bench:
             "itl_p99_ms": round(percentile(beside, 0.99), 3),
             "itl_max_ms": round(max(beside, default=0.0), 3),
             "quiet_itl_ms": round(percentile(before, 0.5), 3),
+            "quiet_itl_p99_ms": round(percentile(before, 0.99), 3),
             "tokens_beside": len(beside),
             "longest": streams.longest(begun, end),
         }
@@ -114,13 +136,17 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=100_000)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--extra", default="{}", help="more settings of the engine, as JSON")
+    parser.add_argument("--steps", help="file for what each step took")
     args = parser.parse_args()
+    steps = Steps() if args.steps else []
     bench = Bench(args)
     with bench.engine:
         for repeat in range(args.repeat):
             found = asyncio.run(bench.run())
             head = {"bench": "arrival", "model": args.model, "tokens": args.tokens, "streams": args.streams}
             lines.emit(head | {"rep": repeat, "extra": args.extra} | found)
+    if args.steps:
+        Path(args.steps).write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
 if __name__ == "__main__":
