@@ -603,9 +603,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   at.head = block % KV_HEADS;
   at.split = block / KV_HEADS;
   at.len = max(p.kv_len[0], 1);
-  at.tiles = (at.len + TILE - 1) / TILE;
-  at.few = at.tiles <= min(FEW, SPLITS) * WARPS;
-  at.blocks = min(at.few ? (at.tiles + WARPS - 1) / WARPS : at.tiles, SPLITS);
+  share_out(at);
   at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
   const float4* turns =
       reinterpret_cast<const float4*>(p.cos_sin + (long long)p.positions[0] * HD) + self.lane % 16;

@@ -1,4 +1,5 @@
-"""A decode step of one row as one kernel of two ranks: the CUDA kernel, emulated, against torch."""
+"""A decode step of one row as one kernel, of a dense model and of a mixture on two ranks: the CUDA kernels,
+emulated, against torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import decode_step, mixture_step
-from sgla.kernels.cuda.decode_step import BLOCKS, DecodeStep, StepInbox, told
+from sgla.kernels.cuda.decode_step import BLOCKS, DecodeStep, DenseShape, LayerWeights, StepInbox, told
 from sgla.kernels.cuda.mixture_step import MixtureShape
 from sgla.kernels.ops import KVLayer
 
@@ -146,3 +147,77 @@ def test_two_ranks_equal_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         params.clear()
         libraries[0].run(ctypes.byref(given), RANKS, BLOCKS)
         assert (torch.cat(parts, 1)[0] - expected).norm() < 0.015 * expected.norm()
+
+
+class Dense:
+    """A dense model with random weights and a random history."""
+
+    def __init__(self, shape: DenseShape, tokens: int) -> None:
+        hidden, pages = shape.hidden, -(-tokens // 16)
+        self.shape, self.layers = shape, list[LayerWeights]()
+        for _ in range(LAYERS):
+            products = weight(shape.qkv, hidden), weight(hidden, shape.heads * HD)
+            mlp = weight(2 * shape.inner, hidden), weight(hidden, shape.inner)
+            norms = (1 + 0.1 * torch.randn(n) for n in (hidden, hidden, HD, HD))
+            self.layers.append(LayerWeights(*products, *mlp, *norms))
+        self.embedding, self.head = weight(VOCAB, hidden), weight(VOCAB, hidden)
+        self.norm = 1 + 0.1 * torch.randn(hidden)
+        self.table = torch.zeros(4, pages + 3, dtype=torch.int32)
+        self.table[SLOT, :pages] = 1 + torch.randperm(pages).int()
+        angles = torch.arange(tokens)[:, None] / 1e4 ** (torch.arange(0, HD, 2) / HD)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).contiguous()
+        self.pool = torch.randn(LAYERS, 2, pages + 1, shape.kv_heads, 16, HD).to(BF16)
+        kv = [KVLayer(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self.pool]
+        parts = self.embedding, self.head, self.norm, self.cos_sin
+        self.step = DecodeStep(shape, self.layers, kv, *parts, EPS, HD**-0.5)
+
+    def oracle(self, token: int, length: int) -> Tensor:
+        shape = self.shape
+        h, angles = self.embedding[token].float(), self.cos_sin[length - 1]
+        for w, pages in zip(self.layers, self.pool, strict=True):
+            heads = (w.qkv.float() @ ops.rms_norm(h, w.input_norm, EPS)).view(-1, HD)
+            q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
+            assert w.q_norm is not None
+            assert w.k_norm is not None
+            q, k = (
+                rotate(ops.rms_norm(q, w.q_norm, EPS), angles),
+                rotate(ops.rms_norm(k, w.k_norm, EPS), angles),
+            )
+            mine = self.table[SLOT, : -(-length // 16)].long()
+            past = pages[:, mine].transpose(2, 3).flatten(1, 2)[:, : length - 1].float()
+            keys, values = torch.cat([past[0], k[None]]), torch.cat([past[1], v[None]])
+            scores = torch.einsum("hgd,nhd->hgn", q.view(shape.kv_heads, -1, HD), keys) * HD**-0.5
+            h = h + w.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
+            gate, up = (w.gate_up.float() @ ops.rms_norm(h, w.mlp_norm, EPS)).chunk(2)
+            h = h + w.down.float() @ (F.silu(gate) * up)
+        return self.head.float() @ ops.rms_norm(h, self.norm, EPS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+def test_a_dense_step_equals_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that follow each other: tokens that one block of a head attends to, few, and more than few do."""
+    torch.manual_seed(0)
+    libraries, params = [], list[Any]()
+
+    class Emulated:
+        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int) -> None:
+            threads = 32 * shape.warps
+            libraries.append(compile_kernel(file, name, defines, threads, BLOCKS, tmp_path))
+
+        def launch(self, grid: int, threads: int, given: Any) -> None:
+            params.append(given)
+
+    monkeypatch.setattr(decode_step, "Kernel", Emulated)
+    shape = DenseShape(1024, 16, 8, 1024, True, 16)
+    decode_step._kernel.cache_clear()
+    model = Dense(shape, 1440)
+    decode_step._kernel.cache_clear()
+    for token, length in ((7, 17), (8, 200), (9, 600), (10, 1300)):
+        ids, slots, kv_len, positions = (
+            torch.tensor([x], dtype=torch.int32) for x in (token, SLOT, length, length - 1)
+        )
+        expected, logits = model.oracle(token, length), torch.full((1, VOCAB), float("nan"))
+        model.step(ids, positions, slots, kv_len, model.table, logits)
+        libraries[0].run(ctypes.byref(params.pop()), 1, BLOCKS)
+        assert (logits[0] - expected).norm() < 0.015 * expected.norm()
