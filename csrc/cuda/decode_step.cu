@@ -330,7 +330,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     const u32 before = tag;
 #ifdef STAMPS
     self.layer = l;
-    self.stamps = reinterpret_cast<long long*>(p.words + COPY_WORDS * (COPIES > PART_COPIES ? COPIES : PART_COPIES));
+    constexpr int most = COPIES > PART_COPIES ? COPIES : PART_COPIES;
+    self.stamps = reinterpret_cast<long long*>(p.words + COPY_WORDS * most);
 #endif
     tag = (tag + 1) & 0xff;
     if (at.split < at.blocks) {  // they are read while others use the memory

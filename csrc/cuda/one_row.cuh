@@ -413,7 +413,9 @@ struct Place {
 __device__ __forceinline__ int first_tile(const Place& at, int warp) {
   return at.few ? at.split * (WARPS * TILES_EACH) + warp : warp * SPLITS + at.split;
 }
-__device__ __forceinline__ int next_tile(const Place& at) { return TILES_EACH > 1 && at.few ? WARPS : WARPS * SPLITS; }
+__device__ __forceinline__ int next_tile(const Place& at) {
+  return TILES_EACH > 1 && at.few ? WARPS : WARPS * SPLITS;
+}
 __device__ __forceinline__ int last_tile(const Place& at) {
   return TILES_EACH > 1 && at.few ? min(at.tiles, (at.split + 1) * (WARPS * TILES_EACH)) : at.tiles;
 }
