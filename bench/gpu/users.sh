@@ -6,6 +6,7 @@
 #   documents  Qwen3-8B: prompts of 32,768 tokens (W8) and of 4,096 (W3); wide: in steps of 8,448 tokens (40 s each)
 #   whole      Llama-3.1-8B: one prompt of 130,816 tokens, the longest that leaves room for an answer (40 s)
 #   flood      prompts of 100 tokens while prompts of 16,000 are read (40 s)
+#   arrival    Llama-3.1-8B: a prompt of 100,000 tokens beside 32 streams; when their longest gaps end (40 s)
 #   schemas    a batch of 64 in which one request has a new schema (35 s)
 #   partition  decode rows and prompts on multiprocessors of their own (40 s)
 #   chats      W9 and W10 over HTTP (60 s)
@@ -16,12 +17,12 @@ LIMIT=${LIMIT:-500}
 . "$(dirname "$0")/parts.sh"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 eight=bench/models/qwen3-8b llama=bench/models/llama-3.1-8b device=cuda
-document=32768 longest=131072 short=33100 flood=16000 outputs=128 rates=32,64,96 agents=60000 turns=30 context=8192
+document=32768 longest=131072 beside=100000 short=33100 flood=16000 outputs=128 rates=32,64,96 agents=60000 turns=30 context=8192
 words=$(mktemp -d)
 trap 'rm -rf "$words"' EXIT
 if [ "${SMALL:-}" ]; then
     eight=$words/small llama=$words/small device=cpu
-    document=512 longest=2048 short=4200 flood=800 outputs=16 rates=2,4 agents=3500 turns=3 context=4096
+    document=512 longest=2048 beside=20000 short=4200 flood=800 outputs=16 rates=2,4 agents=3500 turns=3 context=4096
     mkdir -p "$words/small"
     $python - "$words/small/config.json" <<'P'
 import json, sys
@@ -38,7 +39,7 @@ vocab=$($python -c 'import json, sys; print(min(100000, json.load(open(sys.argv[
 with() { printf '{"device": "%s"%s}' "$device" "${1:-}"; }
 text_of() { printf ', "tokenizer": "%s/%s"' "$words" "$(basename "$1")"; }
 
-for each in ${*:-orders documents wide whole flood schemas partition chats agents}; do
+for each in ${*:-orders documents wide whole flood arrival schemas partition chats agents}; do
     case $each in
     orders) part orders 40 bench/gpu_kernels.py orders ;;
     documents | wide)
@@ -52,6 +53,10 @@ for each in ${*:-orders documents wide whole flood schemas partition chats agent
             --documents 1 --repeat 1 --vocab "$vocab" --extra "$(with "$(text_of "$llama")")"
         ;;
     flood) part flood 60 bench/flood.py --model "$eight" --long $flood --vocab "$vocab" --extra "$(with)" ;;
+    arrival)
+        part arrival 60 bench/arrival.py --model "$llama" --tokens $beside --repeat 1 --alone 1 --vocab "$vocab" \
+            --extra "$(with "$(text_of "$llama")")"
+        ;;
     schemas)
         part schemas 60 bench/grammar.py --model "$eight" --batch 64 --tokens $outputs --repeat 5 --others \
             --extra "$(with "$(text_of "$eight"), \"load_format\": \"dummy\", \"context_length\": 8192")"
