@@ -70,6 +70,10 @@ class Integers(Weight):
     @classmethod
     def pack(cls, dense: Tensor) -> Self:
         n, k = dense.shape
+        if dense.is_cuda:  # a kernel instead of two hundred, which is what many small experts wait for
+            from sgla.kernels.triton import integers
+
+            return cls(n, k, *integers.pack(dense, cls.bits, cls.group, cls.whole))
         most = (1 << cls.bits) - 1
         groups = F.pad(dense.float(), (0, -k % cls.group)).view(-1, cls.group)
         found = [_fit(part, most) for part in groups.split(TOGETHER)]

@@ -80,6 +80,22 @@ def test_kernels_equal_the_oracle(kind: str) -> None:
         assert torch.equal(integers.unpack(w, torch.float32), w.dequant())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same on the device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_packs_as_torch_does(kind: str) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    pytest.importorskip("triton")
+    from sgla.kernels.triton import integers
+
+    found: Any = storage(kind)
+    for n, k in ((40, 384), (5, 200), (17, 1000)):
+        dense = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).bfloat16()
+        dense[0, :128], dense[1], dense[2] = 0, dense[1].abs(), 1e-9 * dense[2]
+        w = pack(dense, kind)
+        for made, expected in zip(integers.pack(dense, *KINDS[kind], found.whole), w.tensors, strict=True):
+            assert torch.equal(made, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(32, 8), (200, 1000), (6144, 4096), (8192, 29568), (64, 32768)])
 def test_a_cut_for_few_rows_fits_every_weight(kind: str, n: int, k: int) -> None:

@@ -28,6 +28,16 @@ def weight(n: int, k: int, kind: str) -> Any:
     return pack(torch.randn(n, k, device="cuda") * torch.logspace(-2, 0, k, device="cuda"), kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_is_packed_as_on_a_cpu(kind: str) -> None:
+    """But where two spans have nearly the same error."""
+    dense = torch.randn(500, 1000).bfloat16()
+    (words, constants), expected = pack(dense.cuda(), kind).tensors, pack(dense, kind)
+    same = constants.cpu() == expected.tensors[1]
+    assert same.float().mean() > 0.999
+    assert torch.equal(words.cpu()[same.all(1)], expected.tensors[0][same.all(1)])
+
+
 def few_rows(w: Any, m: int, linear: Any = integer_gemm.linear) -> Iterator[tuple[float, float]]:
     """How far products of each kind are from the oracle, and what is allowed."""
     n, k = w.n, w.k

@@ -249,6 +249,72 @@ def _unpack(
     )
 
 
+@triton.jit
+def _rounded(x):
+    """To the nearest whole number, of float32 below 2 ** 22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _of_span(x, low, high, best, scale, zero, SPAN: tl.constexpr, MOST: tl.constexpr):
+    """The constants of groups, and their error, if the numbers reach over this much of their span."""
+    tried = ((high - low) * (SPAN / MOST)).to(tl.float16).to(tl.float32)
+    divisor = tl.where(tried == 0, 1.0, tried)
+    offset = tl.minimum(tl.maximum(_rounded(tl.div_rn(low * -SPAN, divisor)), 0.0), MOST)
+    q = _rounded(tl.div_rn(x, divisor[:, None])) + offset[:, None]
+    off = (tl.minimum(tl.maximum(q, 0.0), MOST) - offset[:, None]) * tried[:, None] - x
+    error = tl.sum(off * off, 1)
+    better = error < best
+    return tl.where(better, error, best), tl.where(better, tried, scale), tl.where(better, offset, zero)
+
+
+@triton.jit
+def _pack(
+    dense, words, constants, n, k, stride, blocks, BITS: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of N rows, as ``quant/integers.py`` has it."""
+    _begin(PDL)
+    PER: tl.constexpr = 128 // GROUP
+    MOST: tl.constexpr = (1 << BITS) - 1
+    at, first, each = tl.program_id(0) % blocks, tl.program_id(0) // blocks * N, tl.arange(0, N * PER)
+    row, place = first + each // PER, (each % PER)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    column = at * 128 + place
+    inside = (row < n)[:, None] & (column < k)
+    x = tl.load(dense + row.to(tl.int64)[:, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
+    low, high = tl.minimum(tl.min(x, 1), 0.0), tl.maximum(tl.max(x, 1), 0.0)
+    best, zero = tl.full([N * PER], float("inf"), tl.float32), tl.zeros([N * PER], tl.float32)
+    best, scale, zero = _of_span(x, low, high, best, zero, zero, 1.0, MOST)
+    if BITS == 4:
+        best, scale, zero = _of_span(x, low, high, best, scale, zero, 0.95, MOST)
+        best, scale, zero = _of_span(x, low, high, best, scale, zero, 0.9, MOST)
+        best, scale, zero = _of_span(x, low, high, best, scale, zero, 0.85, MOST)
+        best, scale, zero = _of_span(x, low, high, best, scale, zero, 0.8, MOST)
+        best, scale, zero = _of_span(x, low, high, best, scale, zero, 0.75, MOST)
+    divisor = tl.where(scale == 0, 1.0, scale)
+    q = _rounded(tl.div_rn(x, divisor[:, None])) + zero[:, None]
+    q = tl.where(column < k, tl.minimum(tl.maximum(q, 0.0), MOST).to(tl.int32), 0)
+    own = first + tl.arange(0, N)
+    live = (own < n)[:, None]
+    if BITS == 4:
+        q = tl.reshape(q << (place // 8 % 4 * 4 + place % 2 * 16), [N, 4, 4, 4, 2])  # word, p, lane, channel
+        made = tl.reshape(tl.permute(tl.sum(tl.sum(q, 4), 2), (0, 2, 1)), [N, 16])
+    else:
+        q = tl.reshape((q ^ 128) << (place // 8 % 2 * 8 + place % 2 * 16), [N, 2, 4, 2, 4, 2])
+        made = tl.reshape(tl.permute(tl.sum(tl.sum(q, 5), 3), (0, 1, 3, 2)), [N, 32])
+    to = own.to(tl.int64)[:, None] * blocks + at
+    tl.store(words + to * (4 * BITS) + tl.arange(0, 4 * BITS)[None, :], made, mask=live)
+    if BITS == 8:
+        zero -= 128.0
+    elif WHOLE:
+        zero += 128.0
+    upper = zero.to(tl.bfloat16 if WHOLE else tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    both = upper | (scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+    group = at * PER + each % PER
+    to = row.to(tl.int64) * (blocks * PER) + group
+    tl.store(constants + to, tl.where(group * GROUP < k, both, 0), mask=row < n)
+
+
 def tile_for(m: int, n: int, k: int, itemsize: int, deterministic: bool = False) -> Tile:
     """An estimate. ``deterministic``: one for every number of rows."""
     device = this_device()
@@ -301,6 +367,20 @@ def linear(
             BLOCK=JOINED, num_warps=4, **_pdl(),
         )  # fmt: skip
     return out
+
+
+def pack(dense: Tensor, bits: int, group: int, whole: bool) -> tuple[Tensor, Tensor]:
+    """Words and constants of a matrix ``[n, k]`` of any floating-point type; where two spans have nearly the
+    same error they may be those of the other than ``quant/integers.py`` takes."""
+    (n, k), dense = dense.shape, dense if dense.stride(1) == 1 else dense.contiguous()
+    blocks = cdiv(k, BLOCK)
+    sizes = blocks * 4 * bits, blocks * (BLOCK // group)
+    words, constants = (torch.empty(n, size, dtype=torch.int32, device=dense.device) for size in sizes)
+    _pack[(cdiv(n, 4) * blocks,)](
+        dense, words, constants, n, k, dense.stride(0), blocks, BITS=bits, GROUP=group, WHOLE=whole, N=4,
+        num_warps=4, **_pdl(),
+    )  # fmt: skip
+    return words, constants
 
 
 def unpack(weight: Integers, dtype: torch.dtype) -> Tensor:
