@@ -73,7 +73,7 @@ class CostModel:
     def coefficients(self) -> Coefficients:
         """Seconds per step, per token and per pair."""
         if self._fit is None:
-            moments = [sum(column) for column in zip(*self._bins.values())]
+            moments = [math.fsum(column) for column in zip(*self._bins.values())]
             a, b, c = _fit(moments) if moments else (0.0, 0.0, 0.0)
             self._fit = (a, b / TOKENS_UNIT, c / WORK_UNIT)
         return self._fit
@@ -115,7 +115,8 @@ class CostModel:
 
 
 def _fit(m: list[float]) -> Coefficients:
-    """Nonnegative least squares in three unknowns: the best of the seven supports."""
+    """Nonnegative least squares in three unknowns: the best of the seven supports. Exact sums, which all
+    versions of Python round alike: a step log plans the same steps again."""
     gram = ((m[0], m[1], m[2]), (m[1], m[3], m[4]), (m[2], m[4], m[5]))
     best, best_gain = (0.0, 0.0, 0.0), 0.0
     for size in (1, 2, 3):
@@ -123,7 +124,7 @@ def _fit(m: list[float]) -> Coefficients:
             solution = _solve([[gram[i][j] for j in support] for i in support], [m[6 + i] for i in support])
             if solution is None or min(solution) < 0:
                 continue
-            gain = sum(value * m[6 + i] for i, value in zip(support, solution))
+            gain = math.fsum(value * m[6 + i] for i, value in zip(support, solution))
             if gain > best_gain * (1 + 1e-9):
                 full = [0.0, 0.0, 0.0]
                 for i, value in zip(support, solution):
@@ -145,7 +146,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
             return None
     solution = [0.0] * n
     for k in reversed(range(n)):
-        rest = sum(matrix[k][j] * solution[j] for j in range(k + 1, n))
+        rest = math.fsum(matrix[k][j] * solution[j] for j in range(k + 1, n))
         solution[k] = (right[k] - rest) / matrix[k][k]
     return solution
 
