@@ -183,6 +183,9 @@ class Prompts(Protocol):
     ) -> None:
         """q ``[T, Hq * hd]``; ``out``, the same shape, is written for the tokens that are in a tile."""
 
+    def lost(self, tiles: Int32s) -> float:
+        """Microseconds of a layer by which ``Extend``, which may split histories, is faster; inf: unknown."""
+
 
 def cut(slots: Int32s, starts: Int32s, q_lens: Int32s, first: int, tile: int) -> Int32s:
     """int32[n, 4]: slot, token in q (``first`` is that of the first row), its position, and how many tokens.
@@ -318,6 +321,9 @@ class PromptsByLayer(_Parts[Prompts]):
         self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
     ) -> None:
         self.of(q, kv).forward(q, kv, page_table, tiles, scoring, out)
+
+    def lost(self, tiles: Int32s) -> float:
+        return max(part.lost(tiles) for part in self._parts.values())
 
 
 def by_layer(parts: Mapping[Heads, Attention]) -> Attention:

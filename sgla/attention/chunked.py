@@ -3,10 +3,12 @@ histories are cut at the same places, see ``csrc/cuda/prompt_attention.cu``."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, Int32s, cut
 from sgla.attention.native import NativeExtend, to_gpu
 from sgla.device import Device
 from sgla.kernels.cuda import prompt_attention
@@ -85,3 +87,6 @@ class ChunkedPrompts:
     ) -> None:
         pages = Pages(kv.k, kv.v, page_table)
         prompt_attention.attend(q, pages, None, tiles, scoring.scale, out, chunks=self._chunks)
+
+    def lost(self, tiles: Int32s) -> float:
+        return math.inf

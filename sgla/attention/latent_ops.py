@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch
+from sgla.attention.base import AttentionShape, DeviceBatch, Int32s
 from sgla.attention.triton_ops import TritonExtend
 from sgla.device import Device
 from sgla.kernels.cuda import latent_attention
@@ -88,6 +90,9 @@ class LatentPrompts:
     ) -> None:
         content = kv.v.shape[3]
         latent.extend(q, kv.k, content, page_table, tiles, scoring.scale, out, self._cut, kv.k_scale)
+
+    def lost(self, tiles: Int32s) -> float:
+        return math.inf
 
 
 class LatentExtend(TritonExtend):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention import cascade
-from sgla.attention.base import RISING, AttentionShape, DeviceBatch, cut, kv_beside
+from sgla.attention.base import RISING, AttentionShape, DeviceBatch, Int32s, cut, kv_beside
 from sgla.device import Device
 from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
@@ -79,6 +79,7 @@ class NativeDecode:
 class NativePrompts:
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self.tile = prompt_attention.tile_tokens(shape.group)
+        self._shape, self._processors = shape, device.multiprocessors
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
@@ -90,6 +91,9 @@ class NativePrompts:
     ) -> None:
         pages = Pages(kv.k, kv.v, page_table, kv.v_scale)
         prompt_attention.attend(q, pages, None, tiles, scoring.scale * kv.k_scale, out)
+
+    def lost(self, tiles: Int32s) -> float:
+        return prompt_attention.lost(tiles, self._shape.kv_heads, self._shape.head_dim, self._processors)
 
 
 def no_pages(shape: AttentionShape) -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, Int32s, cut
 from sgla.attention.torch_ops import until_of
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
@@ -85,6 +86,9 @@ class TritonPrompts:
             scoring.slopes,
             origin,
         )
+
+    def lost(self, tiles: Int32s) -> float:
+        return math.inf
 
 
 class TritonExtend:

@@ -18,7 +18,7 @@ from sgla.kernels.gpu.states import CHUNK, DeviceStates, Stretches, marks_of, st
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
-from sgla.worker.gpu_steps import GpuSteps
+from sgla.worker.gpu_steps import EAGER, GpuSteps
 from sgla.worker.graphs import STAGES, Capture
 from sgla.worker.verify import Verify
 
@@ -31,8 +31,8 @@ TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 # 60 ms to launch those of Qwen3-30B-A3B, whatever the tokens: as long as they take with 8192.
 LARGE = (1536, 2048, 3072, 4096)
 BESIDE = 2048  # the same, where each rank brings as many to its MLPs: of two they are 4096 together
-# Tokens of the longest history of a prompt row: with more, eager steps are faster, whose attention splits
-# histories.
+# Tokens of the longest history of a prompt row: with more, eager steps may be faster, whose attention splits
+# histories: if that saves more than their launch costs.
 HISTORY = 8192
 DECODES = (0, 64, 256)  # decode rows among these tokens, at most; or as many as there may be
 # A row of few tokens behind a history is read faster as so many decode rows of its slot, which split it, than
@@ -103,7 +103,17 @@ class PromptGraphs:
         prompts = ~_decodes(q_lens, flags)
         few = int(prompts.sum()) <= REAL and int(q_lens.sum()) <= self.limit
         few = few and (states is None or prompts[states.marks[:, 0]].sum() <= SEGMENTS - REAL)
-        return few and (starts[prompts] < HISTORY).all() and not (flags & (PROMPT_LOGPROBS | POOL)).any()
+        if not few or (flags & (PROMPT_LOGPROBS | POOL)).any():
+            return False
+        starts, q_lens = starts[prompts], q_lens[prompts]
+        return bool((starts < HISTORY).all()) or self._lost(starts, q_lens) < EAGER
+
+    def _lost(self, starts: Any, q_lens: Any) -> float:
+        """Microseconds that attention to these rows takes longer than in an eager step."""
+        attention = self._steps.attention.prompts
+        assert attention is not None
+        tiles = cut(np.zeros_like(starts), starts, q_lens, 0, self._tile)
+        return attention.lost(tiles) * len(self._steps.kv)
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels."""

@@ -3,6 +3,7 @@ the plan."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from sgla.kernels.cuda.prompt_attention import lost
 from sgla.messages import SAMPLE
 from sgla.worker.batch import StateColumns
 from sgla.worker.prompt_graphs import (
@@ -30,7 +32,9 @@ SLOTS, TILE = 300, 32
 
 def without_a_gpu() -> Any:
     graphs = PromptGraphs.__new__(PromptGraphs)
-    graphs._steps = SimpleNamespace(slots=SLOTS)  # type: ignore[assignment]
+    attention = SimpleNamespace(prompts=SimpleNamespace(lost=lambda tiles: lost(tiles, 8, 128, 132)))
+    steps = SimpleNamespace(slots=SLOTS, kv=[None] * 36, attention=attention)
+    graphs._steps = steps  # type: ignore[assignment]
     graphs.tokens, graphs.limit, graphs._tile = list(TOKENS), TOKENS[-1], TILE
     graphs._tiles, graphs._states, graphs.decodes = TOKENS[-1] // TILE + REAL, True, [*DECODES, SLOTS]
     size = sum(graphs._lengths(SLOTS))
@@ -137,7 +141,11 @@ def test_what_is_left_to_eager_steps() -> None:
     none = np.zeros(1, np.int32)
     assert graphs.takes(none, np.array([TOKENS[-1]], np.int32), one)
     assert not graphs.takes(none, np.array([TOKENS[-1] + 1], np.int32), one)
-    assert not graphs.takes(none + HISTORY, np.array([2], np.int32), one)
+    for tokens, taken in ((2, False), (256, False), (400, True), (512, True), (700, False), (1024, True)):
+        assert graphs.takes(none + 2 * HISTORY, np.array([tokens], np.int32), one) == taken
+        assert graphs.takes(none + HISTORY - 1, np.array([tokens], np.int32), one)
+    graphs._steps.attention = SimpleNamespace(prompts=SimpleNamespace(lost=lambda tiles: math.inf))
+    assert not graphs.takes(none + HISTORY, np.array([512], np.int32), one)
     assert graphs.takes(none.repeat(REAL), np.full(REAL, 2, np.int32), one.repeat(REAL))
     assert not graphs.takes(none.repeat(REAL + 1), np.full(REAL + 1, 2, np.int32), one.repeat(REAL + 1))
     assert graphs.takes(none.repeat(251), np.array([1] * 250 + [9], np.int32), one.repeat(251))

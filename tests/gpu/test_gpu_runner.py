@@ -262,6 +262,34 @@ def test_a_graph_for_prompts_and_decode_rows_equals_eager(
     assert sum(same) >= 16
 
 
+def test_a_graph_behind_a_long_history_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more tokens than graphs take where attention gains by splitting it, beside a decode row."""
+    monkeypatch.setattr(sys.modules[__name__], "PAGES", 640)
+    runner = make(context_length=16 * PAGES, max_running_requests=4)
+    prompts = {0: prompt(0, 90), 1: prompt(1, 10 * 1024)}
+
+    def found() -> tuple[list[int], list[torch.Tensor]]:
+        new = [new_row(slot, tokens) for slot, tokens in prompts.items()]
+        runner.execute(plan(0, [(0, 0, 90, SAMPLE)], new))
+        for at in range(0, 9 * 1024, 1024):
+            runner.execute(plan(1, [(1, at, 1024, 0)]))
+        rows = [(0, 90, 1, SAMPLE), (1, 9 * 1024, 500, 0)]
+        tokens = np.frombuffer(runner.execute(plan(2, rows)).tokens, np.int32).tolist()
+        pages = torch.arange(1 + PAGES + 576, 1 + PAGES + 576 + 31, device="cuda")
+        return tokens, [x[pages].float() for layer in runner.steps.kv for x in (layer.k, layer.v)]
+
+    assert runner.prompts.takes(np.array([90, 9 * 1024]), np.array([1, 500]), np.array([SAMPLE, 0], np.uint8))
+    with monkeypatch.context() as patch:
+        kept = twice(runner.prompts, patch, "_graphs", runner.prompts._forward)
+        captured = found()
+    assert len(kept) == 11
+    assert_same_bits(kept[-1], 1)
+    monkeypatch.setattr(runner.prompts, "limit", 0)
+    eager = found()
+    for one, other in zip(captured[1], eager[1]):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
 def test_a_large_graph_of_a_mixture_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of more tokens than other models have graphs for, alone and beside decode rows."""
     monkeypatch.setattr("sgla.worker.prompt_graphs.LARGE", (1536,))

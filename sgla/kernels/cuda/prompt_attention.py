@@ -26,6 +26,7 @@ MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that s
 PART = 2  # blocks of keys that take as long as what a part costs besides
 MOST = 16  # parts of a tile
 CACHED = 1 << 15  # keys of a head, with their values, that the L2 cache keeps while tiles read them
+BLOCK = 1.7  # microseconds of a block of keys of 128 values: 650 TFLOP/s
 LOG2E = 1.4426950408889634
 P = ctypes.c_void_p
 Int32s = npt.NDArray[Any]
@@ -131,6 +132,16 @@ def parts_of(tiles: Int32s, kv_heads: int, processors: int) -> Int32s | None:
         if end < best:
             best, found = end, counts
     return found
+
+
+def lost(tiles: Int32s, kv_heads: int, head_dim: int, processors: int) -> float:
+    """Microseconds, about, that the ``tiles`` take longer than if they were cut into ``parts_of`` them."""
+    counts = parts_of(tiles, kv_heads, processors)
+    if counts is None:
+        return 0.0
+    blocks = -(-(tiles[:, 2] + tiles[:, 3]) // KEYS)
+    whole, cut = (_last_end(blocks, n, kv_heads, processors) for n in (np.ones_like(blocks), counts))
+    return BLOCK * head_dim / 128 * (whole - cut)
 
 
 def _last_end(blocks: Int32s, counts: Int32s, kv_heads: int, processors: int) -> int:
