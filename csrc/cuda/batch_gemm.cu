@@ -25,6 +25,10 @@
 // sums of a stage, in registers of their own, meet it there.
 //
 // SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu).
+//
+// ADAPTED: rows have adapters, see kernels/lora.py. Behind the weights come, through the same ring, the parts
+// of `b` that belong to the tile: of each adapter once. What x is shrunk to is made by a kernel beside this
+// one, which counts what it has done; warps of their own wait for that, and the sums take b times it in.
 #include "wgmma.cuh"
 #include "gumbel.cuh"
 #include "inbox.cuh"
@@ -83,6 +87,9 @@
 #ifndef SEND  // 0: none
 #define SEND 0
 #endif
+#ifndef ADAPTED  // ranks of adapters in 16s; 0: rows have none
+#define ADAPTED 0
+#endif
 
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int ROW_BYTES = 128, BK = ROW_BYTES / (E4M3 ? 1 : 2);  // one row of a swizzled tile
@@ -96,7 +103,8 @@ constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * 
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
 // Those that load give registers to those that multiply.
 constexpr bool LENDS = TIGHT || (GROUPED && (BN > 128 || (GROUPS == 3 && BN == 128)));
-constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32);
+constexpr int GATHERERS = ADAPTED ? 128 : 0;  // threads that wait for what x is shrunk to
+constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32) + GATHERERS;
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
@@ -108,6 +116,10 @@ static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > (BN > 128 ? 2 :
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(SHARES && (!GROUPED || SPLIT > 1 || PAIRED || PASSES > 1 || SEND)));
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
+// Of an adapter: 16 ranks of what the tile has of b, and how many such pieces are in a stage. What x is
+// shrunk to differs by parts of the layer: those of gate and up, or of 64 rows of w.
+constexpr int PIECE = BM * 32, PIECES = STAGE_BYTES / PIECE, SETS = GATED ? 2 : GROUPS, RANKS = ADAPTED * 16;
+static_assert(!(ADAPTED && (E4M3 || DRAW || PAIRED || NARROW || PASSES > 1 || PANELS > 1 || BN > 64)));
 // Sums that a block gets from its cluster.
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;
 
@@ -133,6 +145,15 @@ struct Params {
   long long half;    // words of one of the two inboxes
   int rank;
 #endif
+#if ADAPTED
+  TensorMap b;          // columns of 64 or, GATED, 32 rows of w, ranks of all places, such columns; GATED: 2
+  const int* places;    // [m], 0: none
+  const int* runs;      // [m][3], as ``Tiles.runs`` of kernels/lora.py
+  const u32* shrunk;    // [m], how many parts of a run are shrunk
+  const float* inner;   // [splits][m][layers][ranks], see ``shrink`` of kernels/triton/lora.py
+  int ends[4];          // of the layers beside each other, in rows of w
+  int layers, splits, ranks, wanted;  // wanted: parts of a run
+#endif
 };
 
 #if SEND
@@ -154,6 +175,43 @@ __device__ __forceinline__ void send(const Params& p, u32 y0, u32 y1, int row, i
                    : "memory");
 }
 #endif
+
+// Words of global memory that count: what there were before this one, and those so far.
+__device__ __forceinline__ u32 arrive(u32* count) {
+  u32 old;
+  asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
+               : "=r"(old)
+               : "l"(count)
+               : "memory");
+  return old;
+}
+__device__ __forceinline__ u32 arrived(const u32* count) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(count) : "memory");
+  return v;
+}
+// Four sums for a block of the cluster, whose barrier hears of it.
+__device__ __forceinline__ void tell4(u32 to, u32 bar, int rank, const float* d) {
+  asm volatile("{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, "
+               "%2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, "
+               "%6}, [bar];\n}" ::"r"(to), "r"(bar), "r"(rank), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3])
+               : "memory");
+}
+__device__ __forceinline__ float4 lds_float4(u32 from) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void discard(const float4* line) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 
 // Panels of 64 of k: dims k in a panel, row, panel.
 __device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, u32 bar, int panel, int row,
@@ -201,6 +259,10 @@ __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, in
   else
     copy_2d(to, map, bar, k, row, policy);
 }
+
+#if ADAPTED
+#include "adapted.cuh"
+#endif
 
 // A tile of x, of BN rows from `row` on, and of w, and a pass over them. Those that are worked on at the same
 // time share rows in the L2 cache.
@@ -250,7 +312,8 @@ __device__ __forceinline__ void load_first(const Params& p, u32 ring, u32 full, 
 }
 
 // And for all else.
-__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work) {
+__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work,
+                                     Slot<STAGES>& slot) {
   const u64 policy = policy_once();
   const int ahead = min(STAGES, work.count), bytes = W_BYTES + PANELS * p.x_rows * ROW_BYTES;
   const Tile one(p, work.begin);
@@ -258,7 +321,6 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   pdl_launch();
   for (int i = 0; i < ahead; ++i)
     copy_x(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, work.first + i, one.row, p.x_rows);
-  Slot<STAGES> slot;
   if (ahead == STAGES) slot.parity = 1; else slot.stage = ahead;
   for (int at = work.begin, i = ahead; at < work.total; at += work.step, i = 0) {
     const Tile tile(p, at);
@@ -462,25 +524,14 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       } else if (GLOBAL) {
         __stcg(place(to, work.rank, j), make_float4(d[0], d[1], d[2], d[3]));
       } else {
-        asm volatile("{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, "
-                     "%2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
-                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, "
-                     "%6}, [bar];\n}" ::"r"(from((work.rank - to + SPLIT) % SPLIT, j)),
-                     "r"(e.delivered), "r"(to), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3])
-                     : "memory");
+        tell4(from((work.rank - to + SPLIT) % SPLIT, j), e.delivered, to, d);
       }
     }
   if (GLOBAL) {
     meet_at<CONSUMERS>(1);
     if (threadIdx.x == 0) {
-      u32 old, now;
-      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
-                   : "=r"(old)
-                   : "l"(p.counts + e.index)
-                   : "memory");
-      const u32 goal = (old / SPLIT + 1) * SPLIT;
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + e.index) : "memory");
-      while (int(now - goal) < 0);
+      const u32 goal = (arrive(p.counts + e.index) / SPLIT + 1) * SPLIT;
+      while (int(arrived(p.counts + e.index) - goal) < 0) {}
     }
     meet_at<CONSUMERS>(1);
   } else {
@@ -494,10 +545,7 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       if (GLOBAL)
         v = __ldcg(place(work.rank, (work.rank + i) % SPLIT, j));
       else
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "r"(from(i, j))
-                     : "memory");
+        v = lds_float4(from(i, j));
       sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
     }
   // 10 MB that nobody reads again: written back they would slow down the attention behind.
@@ -508,17 +556,20 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       for (int i = 1; i < SPLIT; ++i)
 #pragma unroll
         for (int j = 0; j < SHARE; j += 4)
-          asm volatile("discard.global.L2 [%0], 128;" ::"l"(place(work.rank, (work.rank + i) % SPLIT, j))
-                       : "memory");
+          discard(place(work.rank, (work.rank + i) % SPLIT, j));
   }
 }
 
+typedef DrawRows<DRAW ? BN : 1> Draws;
 // What consumers find in shared memory: stages and their barriers, and what else there is.
 struct Shared {
   u32 ring, full, empty, inbox, delivered, scaled;
   int x_panel;  // bytes
   float *scales, *warp_squares;
-  DrawRows<DRAW ? BN : 1>* draws;
+  Draws* draws;
+#if ADAPTED
+  Adapters* adapters;
+#endif
 };
 
 template <int SIZE>
@@ -648,6 +699,9 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
     exchange(p, acc, sum, work,
              Exchange{shared.inbox, shared.delivered, tile.w * p.row_tiles + tile.row / BN});
   }
+#if ADAPTED
+  add_adapters(sum, *shared.adapters, shared.ring, shared.full, shared.empty, slot, unit);
+#endif
   if (FACTORS) barrier_wait(shared.scaled, 0);
   if (E4M3 && !GROUPED)
 #pragma unroll
@@ -655,7 +709,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   if constexpr (ADD) {
     store_add(p, sum, kept, columns, tile.w, n, row, shared.warp_squares);
   } else if (DRAW && told.draws) {
-    DrawRows<DRAW ? BN : 1>& draws = *shared.draws;
+    Draws& draws = *shared.draws;
     if (threadIdx.x < p.m && told.known > draws.best[threadIdx.x]) {
       const float least = least_of(score_of(told.known), draws.one[threadIdx.x]);
       if (draws.least[threadIdx.x] < least) draws.least[threadIdx.x] = least;
@@ -707,7 +761,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   __shared__ __align__(16) float scales[FACTORS ? BN : 1];
   __shared__ __align__(16) float warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
   __shared__ u64 scaled;  // the barrier of the scales
-  __shared__ __align__(16) DrawRows<DRAW ? BN : 1> draws;
+  __shared__ __align__(16) Draws draws;
+#if ADAPTED
+  __shared__ __align__(16) Adapters adapters;
+#endif
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, inbox = ring + STAGES * STAGE_BYTES;
   const u32 full = inbox + INBOX_BYTES, empty = full + STAGES * 8, delivered = empty + STAGES * 8;
   const Work work(p);
@@ -720,6 +777,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     for (int s = 0; s < STAGES; ++s) barrier_init(empty + s * 8, SHARES ? 2 * GROUPS : GROUPS);
     if (FACTORS) barrier_init(smem_addr(&scaled), 32);
     if (CLUSTER) barrier_init(delivered, 1), barrier_expect(delivered, INBOX_BYTES);
+#if ADAPTED
+    barrier_init(smem_addr(&adapters.listed), 1), barrier_init(smem_addr(&adapters.shrunk), 1);
+#endif
     barriers_visible();
   }
   __syncthreads();
@@ -727,7 +787,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   if (SHARES) cluster_arrive(), cluster_wait();
   if (threadIdx.x >= CONSUMERS) {
     if (LENDS) fewer_registers<GROUPS == 3 ? 32 : 40>();
-    if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
+#if ADAPTED
+    if (threadIdx.x >= THREADS - GATHERERS) {
+      gather(p, adapters, work.begin, work.rank * DONE_ROWS);
+      return;
+    }
+#endif
+    if (threadIdx.x == CONSUMERS) {
+      Slot<STAGES> slot;
+      load(p, ring, full, empty, work, slot);
+#if ADAPTED
+      load_adapters(p, adapters, ring, full, empty, slot, work.begin);
+#endif
+    }
     if (FACTORS && (threadIdx.x - CONSUMERS) / 32 == 1) {
       find_scales(p, scales, Tile(p, work.begin).row);
       barrier_arrive(smem_addr(&scaled));
@@ -736,7 +808,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     return;
   }
   const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), p.x_rows * ROW_BYTES,
-                      scales, warp_squares, &draws};
+                      scales, warp_squares, &draws,
+#if ADAPTED
+                      &adapters,
+#endif
+  };
   if (LENDS) more_registers<GROUPS == 3 ? 160 : 232>();
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);

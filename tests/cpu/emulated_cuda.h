@@ -508,6 +508,20 @@ template <int SIZE> void held(float (&d)[SIZE], const unsigned (&a)[4], uint64_t
     d[i] = float(sum);
   }
 }
+// Both in shared memory: a has 64 rows for the group's four warps.
+template <int SIZE> void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b) {
+  const int lane = emulated::me->number % 32, warp = emulated::me->number % 128 / 32;
+  const auto at = [](uint64_t x, int row, int k) {
+    const unsigned base = unsigned(x & 0x3fff) << 4 | unsigned(emulated::me->block) << 20;
+    return factor(emulated::read<uint16_t>(swizzled(base + row * 128 + k * 2, 128)));
+  };
+  for (int i = 0; i < SIZE; ++i) {
+    const int n = i / 4 * 8 + lane % 4 * 2 + i % 2, row = warp * 16 + lane / 4 + i / 2 % 2 * 8;
+    double sum = d[i];
+    for (int k = 0; k < 16; ++k) sum += double(at(a, row, k)) * at(b, n, k);
+    d[i] = float(sum);
+  }
+}
 template <int SIZE> void wgmma_held(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) { held(d, q, k, false, false); }
 template <int SIZE> void wgmma_held_first(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) {
   held(d, q, k, true, false);
@@ -554,3 +568,14 @@ inline void ldmatrix_trans(unsigned (&r)[4], unsigned address) {
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline long long atomicMax(long long* at, long long v) {
+  const long long before = *at;
+  *at = max(before, v);
+  return before;
+}
+template <class... More> void copy_panels(More...) {}
+template <class Map> void copy_2d(unsigned to, const Map& map, unsigned bar, int x, int y, uint64_t) {
+  copy_2d(to, map, bar, x, y);
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }

@@ -59,6 +59,26 @@ OWN = {
     "value": "u32 value(u32, int, u32, u32) { return 0; }\n",
     "tanh_fast": "float tanh_fast(float x) { return std::tanh(x); }\n",
     "count_one": "int count_one(int* count) { return (*count)++; }\n",
+    # Of batch_gemm.cu, without rows that blocks share.
+    "arrive": "u32 arrive(u32* count) { return (*count)++; }\n",
+    "arrived": "u32 arrived(const u32* count) { emulated::give_way(); return *count; }\n",
+    "tell4": "void tell4(u32 to, u32 bar, int rank, const float* d) "
+    "{ for (int i = 0; i < 4; ++i) tell(to + 4 * i, bar, rank, d[i]); }\n",
+    "lds_float4": "float4 lds_float4(u32 from) { return emulated::read<float4>(from); }\n",
+    "discard": "void discard(const float4*) { }\n",
+    "cluster_arrive_relaxed": "void cluster_arrive_relaxed() { cluster_arrive(); }\n",
+    "cluster_wait_aligned": "void cluster_wait_aligned() { cluster_wait(); }\n",
+    "larger": "float larger(float a, float b) { return max(a, b); }\n",
+    "nanoseconds": "u64 nanoseconds() { return 0; }\n",
+    "log2_fast": "float log2_fast(float x) { return std::log2(x); }\n",
+    "copy_half": "template <class Map> void copy_half(u32, const Map&, u32, int, int, int) { }\n",
+    "release": "void release(u32 bar) { if (threadIdx.x % 128 == 0) barrier_arrive(bar); }\n",
+    "copy_w": "template <class Map> void copy_w(u32 to, const Map& map, u32 bar, int step, int row, u64) "
+    "{ if (GATED) copy_box(to, map, bar, (long long)step * BK, 0ll, 0ll, (long long)row / 16); "
+    "else copy_2d(to, map, bar, step * BK, row); }\n",
+    "copy_b": "template <class Map> void copy_b(u32 to, const Map& map, u32 bar, int rank, int tile) "
+    "{ if (GATED) copy_box(to, map, bar, 0ll, (long long)rank, (long long)tile * GROUPS, 0ll); "
+    "else copy_box(to, map, bar, 0ll, (long long)rank, (long long)tile * GROUPS); }\n",
     "pack_operand": "u32 pack_operand(float lo, float hi) { return pack2(lo, hi); }\n",
     "multiply": "void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) "
     "{ mma(d, a0, a1, a2, a3, b0, b1); }\n",
@@ -139,13 +159,14 @@ def _without_ptx(found: re.Match[str]) -> str:
     return OWN.get(name[1], "") if name else ""
 
 
-def kernels(folder: Path) -> Any:
-    """In place of ``build.Kernel``, without clusters. Each is compiled at its first launch, with libraries in
-    ``folder``."""
+def kernels(folder: Path, room: int = 1 << 10) -> Any:
+    """In place of ``build.Kernel``. Each is compiled at its first launch, with libraries in ``folder``."""
 
     class Emulated:
-        def __init__(self, file: str, name: str, defines: dict[str, int], shared: int = 0) -> None:
-            self.of = file, name, tuple(defines.items())
+        def __init__(
+            self, file: str, name: str, defines: dict[str, int], shared: int = 0, cluster: int = 1
+        ) -> None:
+            self.of = file, name, tuple(defines.items()), cluster
 
         def launch(self, grid: int, threads: int, params: Any) -> None:
             room = ctypes.create_string_buffer(ctypes.sizeof(params) + 64)
@@ -154,7 +175,9 @@ def kernels(folder: Path) -> Any:
             compiled(*self.of, threads).run(ctypes.c_void_p(at), 1, grid)
 
     @cache
-    def compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], threads: int) -> ctypes.CDLL:
-        return compile_kernel(file, name, dict(defines), threads, 1, folder)
+    def compiled(
+        file: str, name: str, defines: tuple[tuple[str, int], ...], cluster: int, threads: int
+    ) -> ctypes.CDLL:
+        return compile_kernel(file, name, dict(defines), threads, cluster, folder, room)
 
     return Emulated

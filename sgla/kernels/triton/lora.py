@@ -10,6 +10,8 @@ beside a kernel that lets its successor start when x is there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -61,15 +63,15 @@ def _wait_at(here, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _shrink(
-    x, a, order, runs, experts, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares,
+    x, a, order, runs, experts, squares, inner, shrunk, k, span, s_x, s_place, s_rank, s_inner, s_squares,
     squares_count, eps, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, MORE: tl.constexpr, EXPERTS: tl.constexpr, SQUARES: tl.constexpr,
-    PRECISION: tl.constexpr, THERE: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, THERE: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
     a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``. ``THERE``: x is,
     too, and who waits for this kernel waits for the one before. It waits for nothing, so it must not find
-    older values in the cache of its multiprocessor."""
+    older values in the cache of its multiprocessor. ``COUNTS``: that one hears of each part by ``shrunk``."""
     CACHED: tl.constexpr = ".cg" if THERE else ""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
@@ -122,6 +124,9 @@ def _shrink(
     total *= scale[None, :]
     at = inner + split * s_inner + (rows[None, :] * PARTS + part) * R + r[:, None]
     tl.store(at, total, mask=(r < R)[:, None] & own[None, :])
+    if COUNTS:
+        tl.debug_barrier()
+        tl.atomic_add(shrunk + tile, 1, sem="release")
     if THERE:
         _wait_at(tile + part + split == 0, PDL)
 
@@ -249,6 +254,8 @@ def sort(rows: Rows, table: Tensor, slots: Tensor) -> None:
     """Fill what ``rows`` have for decode rows of ``slots`` int32[T], whose places stand in ``table``, on the
     device."""
     count, (order, runs, size, _) = len(slots), rows.tiles[0]
+    if rows.shrunk is not None:
+        rows.shrunk.zero_()
     _sort[(cdiv(count, SORTED),)](
         table, slots, rows.places[0], order, runs, count, SIZE=size,
         ALL=next_power_of_2(count), SORTED=SORTED,
@@ -297,30 +304,72 @@ def shrink_beside(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool)
     return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes), there=True)
 
 
+def room(tokens: int, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+    """Where ``shrink`` leaves what it makes of so many rows."""
+    return _room(tokens, stack, rows.tiles[sampled].size, len(stack.sizes))
+
+
+def shrink_counted(x: Tensor, stack: Stack, rows: Rows, sampled: bool, inner: Tensor, there: bool) -> None:
+    """``shrink`` into ``inner``. The layer that expands hears of each part of a run by ``rows.shrunk`` of the
+    stack. ``there``: as ``shrink_beside``."""
+    assert rows.shrunk is not None
+    _shrink_into(inner, x, stack, rows.tiles[sampled], None, there, rows.shrunk[stack.number])
+
+
+def _width(size: int, rank: int) -> int:
+    """Inputs that a program multiplies at a time."""
+    return max(32, min(SHRUNK if size == FEW else 128, 8192 // max(16, next_power_of_2(rank))))
+
+
+def _span(size: int, k: int, rank: int) -> int:
+    """Inputs of a program."""
+    splits = min(SPLITS, cdiv(k, SPLIT)) if size == FEW else 1
+    width = _width(size, rank)
+    return cdiv(cdiv(k, splits), width) * width
+
+
+def _room(tokens: int, stack: Stack, size: int, parts: int) -> Tensor:
+    k, rank = stack.k, stack.a.shape[2]
+    splits = cdiv(k, _span(size, k, rank))
+    return torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=stack.a.device)
+
+
 def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there: bool = False) -> Tensor:
     """``parts``: of a row."""
-    squares, eps = None, 0.0
+    squares = None
     if isinstance(x, Unscaled):
-        x, squares, eps = x
+        x, *squares = x
+    inner = _room(len(x), stack, tiles.size, parts)
+    _shrink_into(inner, x, stack, tiles, squares, there)
+    return inner
+
+
+def _shrink_into(
+    inner: Tensor,
+    x: Tensor,
+    stack: Stack,
+    tiles: Tiles,
+    unscaled: list[Any] | None = None,
+    there: bool = False,
+    shrunk: Tensor | None = None,
+) -> None:
+    """``unscaled``: what ``Unscaled`` has beside x."""
+    squares, eps = unscaled or (None, 0.0)
     x = x if x.stride(-1) == 1 else x.contiguous()
     order, runs, size, experts = tiles
-    (tokens, k), rank = x.shape, stack.a.shape[2]
+    k, rank, parts = x.shape[1], stack.a.shape[2], inner.shape[2]
     padded, exact = max(16, next_power_of_2(rank)), stack.a.dtype == torch.float32
-    width = max(32, min(SHRUNK if size == FEW else 128, 8192 // padded))
-    splits = min(SPLITS, cdiv(k, SPLIT)) if size == FEW else 1
-    span = cdiv(cdiv(k, splits), width) * width
-    splits = cdiv(k, span)
-    inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
+    width, span = _width(size, rank), _span(size, k, rank)
+    splits = len(inner)
     _shrink[len(runs), parts, splits](
-        x, stack.a, order, runs, experts, squares, inner, k, span, x.stride(0), stack.a.stride(0),
+        x, stack.a, order, runs, experts, squares, inner, shrunk, k, span, x.stride(0), stack.a.stride(0),
         stack.a.stride(2), inner.stride(0), 0 if squares is None else squares.stride(0),
         0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
         MORE=span > width, EXPERTS=experts is not None,
         SQUARES=0 if squares is None else next_power_of_2(len(squares)),
-        PRECISION="ieee" if exact else "tf32", THERE=there, num_warps=2 if size == FEW else 4,
-        num_stages=2 if exact or size == FEW else 3, **_pdl(),
+        PRECISION="ieee" if exact else "tf32", THERE=there, COUNTS=shrunk is not None,
+        num_warps=2 if size == FEW else 4, num_stages=2 if exact or size == FEW else 3, **_pdl(),
     )  # fmt: skip
-    return inner
 
 
 def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
