@@ -128,6 +128,7 @@ def variants() -> dict[str, dict[tuple[Any, str], Any]]:
     wide = {norm: Other(kernels._expand_norm, num_warps=16)}
     return {
         "as it is": {},
+        "by kernels behind layers": {(tiles, "ADDS"): False},
         "before the layer": {(tiles, "BESIDE"): False},
         "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},
         "1 rank early": {(kernels, "EARLY"): 1},

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU"),
 ]
-K, PLACES, SPLITS = 512, 40, 2
+K, PLACES, SPLITS = 512, 64, 2
 ONE = Config(64, 1, 1)
 
 
@@ -39,10 +39,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         kept.cache_clear()
 
 
-def made(rows: int, sizes: list[int], ranks: int, alike: bool) -> tuple[Tensor, Tensor, Added, Tensor]:
+def made(
+    rows: int, sizes: list[int], ranks: int, alike: bool, k: int = K
+) -> tuple[Tensor, Tensor, Added, Tensor]:
     """x, a weight, and what adapters add, which is the last one. ``alike``: rows share a few adapters."""
-    x, w = torch.randn(rows, K).bfloat16(), (torch.randn(sum(sizes), K) * 0.1).bfloat16()
-    stack = Stack(PLACES, K, sizes, first=16)
+    x, w = torch.randn(rows, k).bfloat16(), (torch.randn(sum(sizes), k) * 0.1).bfloat16()
+    stack = Stack(PLACES, k, sizes, first=16)
     stack.lie((torch.randn(PLACES, ranks, stack.last + 32) * 0.2).bfloat16())
     places = torch.randint(0, 4, (rows,)) if alike else torch.randperm(PLACES)[:rows] + torch.arange(rows) % 2
     places = places.int()
@@ -54,8 +56,8 @@ def made(rows: int, sizes: list[int], ranks: int, alike: bool) -> tuple[Tensor, 
         begin = end
     inner[:, places == 0] = torch.nan
     runs = torch.zeros(rows, 3, dtype=torch.int32)
-    found = torch.from_numpy(tiles_of(places.numpy(), 8)[1])
-    runs[: len(found)] = found
+    found = torch.from_numpy(tiles_of(places.cpu().numpy(), 8)[1])
+    runs[: len(found)] = found.to(runs.device)
     counts = torch.where(runs[:, 1] > 0, SPLITS * len(sizes), 0).int()
     added = Added(stack.b, stack.ends, places, runs, inner, counts)
     return x, w, added, more * (places > 0)[:, None]
@@ -72,6 +74,7 @@ def near(found: Tensor, expected: Tensor) -> None:
         (30, [128, 64], 8, Config(64, 2, 1), True),
         (40, [64], 32, ONE, False),
         (9, [192], 4, Config(192, 1, 1), True),
+        (20, [64], 16, Config(64, 8), False),
     ],
 )
 def test_a_layer_adds_what_adapters_do(
@@ -83,7 +86,9 @@ def test_a_layer_adds_what_adapters_do(
     near(found, x.float() @ w.float().T + more)
 
 
-@pytest.mark.parametrize(("config", "half"), [(Config(64, 1, 1), 96), (Config(192, 1, 1), 192)])
+@pytest.mark.parametrize(
+    ("config", "half"), [(Config(64, 1, 1), 96), (Config(192, 1, 1), 192), (Config(64, 2), 96)]
+)
 def test_gate_and_up_of_what_a_norm_left_unscaled(config: Config, half: int) -> None:
     """What adapters add is not scaled yet, as x is not."""
     torch.manual_seed(1)
@@ -113,7 +118,7 @@ def test_what_is_refused() -> None:
     assert adapters_refuse(64, 24576, Config(192, 1, 1), True, [12288, 24576], 64) is None
     for at, value in (
         (0, 65),
-        (1, 8192),
+        (1, 16896),
         (1, 4100),
         (2, Config(96, 1, 1)),
         (4, [100, 4096]),

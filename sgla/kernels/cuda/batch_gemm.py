@@ -438,9 +438,9 @@ def adapters_refuse(m: int, n: int, config: Config, gated: bool, ends: list[int]
     """Why adapters of a stack with these ``ends`` and ``ranks`` cannot be added in the same kernel, or None.
     ``n``: rows of the weight. Its blocks wait for what is shrunk beside them, so there must be room for that,
     and none may begin only when others have ended."""
-    if config.tile % 64 or config.passes > 1 or config.panels > 1 or config.per_sm > 1 or config.shares:
+    if config.tile % 64 or config.passes > 1 or config.panels > 1 or config.shares:
         return "tiles are of 64 rows of weights"
-    if m > ADAPTED_ROWS or _tiles(n, config.tile) * config.split >= processors():
+    if m > ADAPTED_ROWS or _tiles(n, config.tile) * config.split >= processors() * config.per_sm:
         return "blocks wait for what is shrunk beside them"
     if ranks % 4 or not (ranks <= 16 or ranks in (32, 48, 64)):
         return "ranks are multiples of 4 up to 16, or of 16 up to 64"
