@@ -209,9 +209,6 @@ __device__ __forceinline__ float4 lds_float4(u32 from) {
 __device__ __forceinline__ void discard(const float4* line) {
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
 }
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
 
 // Panels of 64 of k: dims k in a panel, row, panel.
 __device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, u32 bar, int panel, int row,

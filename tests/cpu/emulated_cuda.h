@@ -545,7 +545,6 @@ template <int SIZE> void of_bytes(float (&d)[SIZE], uint64_t a, uint64_t b, bool
 }
 template <int SIZE> void wgmma_e4m3(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, false); }
 template <int SIZE> void wgmma_e4m3_first(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, true); }
-template <int SIZE> void wgmma(float (&)[SIZE], uint64_t, uint64_t) {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING, int SIZE> void wgmma_wait(float (&)[SIZE]) {}
@@ -569,13 +568,6 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline long long atomicMax(long long* at, long long v) {
-  const long long before = *at;
-  *at = max(before, v);
-  return before;
-}
-template <class... More> void copy_panels(More...) {}
 template <class Map> void copy_2d(unsigned to, const Map& map, unsigned bar, int x, int y, uint64_t) {
   copy_2d(to, map, bar, x, y);
 }
-inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }

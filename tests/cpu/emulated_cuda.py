@@ -43,7 +43,6 @@ OWN = {
     "copy_2d(emulated::there(to + from * ROW_BYTES, r), map, emulated::there(bar, r), k, row + from); }\n",
     "release": "void release(u32 bar) { const u32 block = threadIdx.x % 128; if (block < 1 + SHARES) "
     "emulated::counted(SHARES ? emulated::there(bar, block) : bar, 1, 0); }\n",
-    "exchange": "template <class... Each> void exchange(const Each&...) { }\n",
     "log2_fast": "float log2_fast(float x) { return std::log2(x); }\n",
     "nanoseconds": "u64 nanoseconds() { return 0; }\n",
     "larger": "float larger(float a, float b) { return a != a || a > b ? a : b; }\n",
@@ -59,23 +58,13 @@ OWN = {
     "value": "u32 value(u32, int, u32, u32) { return 0; }\n",
     "tanh_fast": "float tanh_fast(float x) { return std::tanh(x); }\n",
     "count_one": "int count_one(int* count) { return (*count)++; }\n",
-    # Of batch_gemm.cu, without rows that blocks share.
     "arrive": "u32 arrive(u32* count) { return (*count)++; }\n",
     "arrived": "u32 arrived(const u32* count) { emulated::give_way(); return *count; }\n",
     "tell4": "void tell4(u32 to, u32 bar, int rank, const float* d) "
     "{ for (int i = 0; i < 4; ++i) tell(to + 4 * i, bar, rank, d[i]); }\n",
     "lds_float4": "float4 lds_float4(u32 from) { return emulated::read<float4>(from); }\n",
     "discard": "void discard(const float4*) { }\n",
-    "cluster_arrive_relaxed": "void cluster_arrive_relaxed() { cluster_arrive(); }\n",
     "cluster_wait_aligned": "void cluster_wait_aligned() { cluster_wait(); }\n",
-    "larger": "float larger(float a, float b) { return max(a, b); }\n",
-    "nanoseconds": "u64 nanoseconds() { return 0; }\n",
-    "log2_fast": "float log2_fast(float x) { return std::log2(x); }\n",
-    "copy_half": "template <class Map> void copy_half(u32, const Map&, u32, int, int, int) { }\n",
-    "release": "void release(u32 bar) { if (threadIdx.x % 128 == 0) barrier_arrive(bar); }\n",
-    "copy_w": "template <class Map> void copy_w(u32 to, const Map& map, u32 bar, int step, int row, u64) "
-    "{ if (GATED) copy_box(to, map, bar, (long long)step * BK, 0ll, 0ll, (long long)row / 16); "
-    "else copy_2d(to, map, bar, step * BK, row); }\n",
     "copy_b": "template <class Map> void copy_b(u32 to, const Map& map, u32 bar, int rank, int tile) "
     "{ if (GATED) copy_box(to, map, bar, 0ll, (long long)rank, (long long)tile * GROUPS, 0ll); "
     "else copy_box(to, map, bar, 0ll, (long long)rank, (long long)tile * GROUPS); }\n",
