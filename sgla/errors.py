@@ -208,6 +208,10 @@ class WeightError(ConfigError):
     code = "weight_error"
 
 
+class UnknownArchitecture(ConfigError):
+    """Transformers has no class of a model's architecture."""
+
+
 class UnsupportedValue(ConfigError):
     """A key of config.json has a value that its family's code does not compute, and transformers' class
     does."""

@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from sgla.dist import Shard
-from sgla.errors import ConfigError, WeightError
+from sgla.errors import ConfigError, UnknownArchitecture, WeightError
 from sgla.hub.reader import Reader
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
@@ -46,7 +46,7 @@ from sgla.model import limits
 from sgla.model.base import CausalLM
 from sgla.model.generic_ranks import refusal as no_ranks
 from sgla.model.generic_ranks import split
-from sgla.model.generic_spec import GenericSpec
+from sgla.model.generic_spec import ANSWER, GenericSpec
 from sgla.model.read import dtype_of
 from sgla.model.registry import architecture_of
 from sgla.processes import limit_memory
@@ -580,16 +580,17 @@ def loaded(
 
 
 def main() -> int:
-    """Facts about the model that stands on the standard input, as the last line."""
+    """Facts about the model that stands on the standard input, or why it is refused, in a line behind
+    ``ANSWER``."""
     asked = json.load(sys.stdin)
     logging.set_verbosity_error()
     limit_memory(MEMORY)
     try:
-        facts = probe(asked["config"], Path(asked["folder"]), asked["trusted"], asked["ranks"])
+        found = probe(asked["config"], Path(asked["folder"]), asked["trusted"], asked["ranks"])
     except ConfigError as error:
-        print(json.dumps({"refused": " ".join(str(error).split()), "param": error.param}))
-        return 2
-    print(json.dumps(facts))
+        unknown = isinstance(error, UnknownArchitecture)
+        found = {"refused": " ".join(str(error).split()), "param": error.param, "unknown": unknown}
+    print("", ANSWER.decode() + json.dumps(found), sep="\n")
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgla.config import Config
-from sgla.errors import ConfigError, UnsupportedValue
+from sgla.errors import ConfigError, UnknownArchitecture, UnsupportedValue
 from sgla.hub.source import ModelSource
 from sgla.layers.spec import AttentionSpec
 from sgla.model.families.refused import REFUSED
@@ -21,6 +21,7 @@ from sgla.processes import tied
 
 FACTS = "sgla_facts"  # key of the configuration that has what a module has shown
 DEVICES = "cpu", "cuda"
+ANSWER = b"sgla: "  # before the line of a module's process that has the facts
 SECONDS = 300  # that the module may take to show itself
 LACKS = (
     "quantization",
@@ -113,11 +114,9 @@ def settled(
             raise ConfigError(f"{lacking}; through transformers: {refused}", param=refused.param) from None
         if impl == "transformers" or refused.param == "tp":
             raise
-        try:
+        if isinstance(refused, UnknownArchitecture):  # perhaps it is written wrongly
             check_architecture(name)
-        except ConfigError as native:
-            raise ConfigError(f"through transformers: {refused}; here: {native}", param="model") from None
-        raise
+        raise ConfigError(f"{name[:99]} has no code here, and {refused}", param="model") from None
 
 
 def _shown(source: ModelSource, trusted: bool, ranks: int) -> dict[str, Any]:
@@ -130,15 +129,16 @@ def _shown(source: ModelSource, trusted: bool, ranks: int) -> dict[str, Any]:
         done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"the module is not built after {SECONDS} seconds", param="model") from None
-    said = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
-    if done.returncode == 0:
-        facts: dict[str, Any] = json.loads(said)
-        return facts
-    if done.returncode == 2:
-        why: dict[str, Any] = json.loads(said)
-        raise ConfigError(why["refused"], param=why["param"])
-    last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    raise ConfigError(f"the module cannot be built: {last[:300]}", param="model")
+    said = next((line for line in done.stdout.splitlines()[::-1] if line.startswith(ANSWER)), None)
+    if said is None:  # code of the checkpoint may have ended it
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        why = last[:300] or f"its process ended with {done.returncode}"
+        raise ConfigError(f"the module cannot be built: {why}", param="model")
+    found: dict[str, Any] = json.loads(said.removeprefix(ANSWER))
+    if "refused" in found:
+        kind = UnknownArchitecture if found["unknown"] else ConfigError
+        raise kind(found["refused"], param=found["param"])
+    return found
 
 
 def check_generic(config: Config, device: str, vectors: bool) -> None:

@@ -9,7 +9,7 @@ from sgla.hub.reader import Reader
 from sgla.kernels.routing import Routing
 from sgla.layers.spec import AttentionSpec, Growth, MoESpec
 from sgla.model.limits import EXPERTS, HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS
-from sgla.model.ropes import ropes
+from sgla.model.ropes import ropes, unmagnified
 from sgla.model.spec import ModelSpec
 from sgla.model.windows import named
 
@@ -28,6 +28,8 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
             param="model",
         )
     rope, _ = ropes(c, head_dim, positions)
+    if c.flag("use_qk_norm"):  # behind the rotation
+        rope = unmagnified(rope)
     grown = None
     if c.flag("attn_temperature_tuning"):
         grown = Growth(c.number("attn_scale"), c.integer("floor_scale", POSITIONS), 1)

@@ -173,7 +173,8 @@ def test_a_probe_ends_with_who_started_it_and_within_its_memory(
 
     def started(command: list[str], **_: Any) -> Any:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 2, b'{"refused": "no model", "param": "model"}', b"")
+        said = b'noise\nsgla: {"refused": "no model", "param": "model", "unknown": false}\nmore'
+        return subprocess.CompletedProcess(command, 0, said, b"")
 
     save_checkpoint(tmp_path, "apertus")
     source = files.open_source(tmp_path)
@@ -190,6 +191,36 @@ def test_a_probe_ends_with_who_started_it_and_within_its_memory(
     done = probing.forked(take_much)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == b"MemoryError"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((3, b"", b""), "the module cannot be built: its process ended with 3"),
+        ((2, b"noise", b"Traceback\nValueError: bang"), "the module cannot be built: ValueError: bang"),
+        ((0, b"{}", b""), "the module cannot be built: its process ended with 0"),
+        (
+            (0, b'sgla: {"refused": "no class", "param": "model", "unknown": true}', b""),
+            "architecture 'LamaForCausalLM' is not supported. Did you mean LlamaForCausalLM? Supported: ",
+        ),
+        (
+            (0, b'sgla: {"refused": "its masks differ", "param": "model", "unknown": false}', b""),
+            "LamaForCausalLM has no code here, and its masks differ",
+        ),
+    ],
+)
+def test_what_is_said_of_a_module_that_is_not_served(
+    given: tuple[int, bytes, bytes], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code of a checkpoint may end its process or print. Names of others are for names that nobody knows."""
+    done = subprocess.CompletedProcess([], *given)
+    monkeypatch.setattr(generic_spec.subprocess, "run", lambda *given, **named: done)
+    source = ModelSource("dummy", tmp_path, (), {"architectures": ["LamaForCausalLM"]}, {})
+    with pytest.raises(ConfigError) as refused:
+        settled(source, "auto", True)
+    found = refused.value.message
+    assert found.startswith(said) if said.endswith(" ") else said in found
+    assert ("Supported" in found) == ("Supported" in said)
 
 
 def test_a_module_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:

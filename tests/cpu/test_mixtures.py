@@ -158,6 +158,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
     "llama4": ("llama4_text", LLAMA4 | {"attention_bias": True}),
+    "llama4, yarn, whose factor its norms take out": ("llama4_text", LLAMA4 | {"rope_parameters": YARN}),
+    "llama4, yarn, without norms": ("llama4_text", LLAMA4 | {"rope_parameters": YARN, "use_qk_norm": False}),
     "llama4 with dense layers": (
         "llama4_text",
         LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
