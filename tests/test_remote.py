@@ -169,7 +169,7 @@ def test_what_cannot_be_read_is_refused(
     site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for url, words in {
-        site.replace("/model", "/gone"): "cannot be read",
+        site.replace("/model", "/gone"): "cannot be read: it is not there$",
         "http://127.0.0.1:9/model": "cannot be read",
         "http://name:secret@127.0.0.1:9/model": "^http://127.0.0.1:9/model",
         "memory://nothing/here": "cannot be read",

@@ -61,11 +61,19 @@ def download(url: str, download_dir: str | None, patterns: Patterns, report: OnP
     except ConfigError:
         raise
     except Exception as error:  # of the network, of a store's client, of a disk
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise NotDownloaded(f"{shown(url)} cannot be read: {said}") from error
+        raise NotDownloaded(f"{shown(url)} cannot be read: {_why(error)}") from error
     if not names:
         raise NotDownloaded(f"{shown(url)} lists no files of a model")
     return folder
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is not there"
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if getattr(error, "status", None) in (401, 403):
+        said += f"; {KEY} must have a key that it takes, of a running server one of its --admin-api-key"
+    return said
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
