@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two H200 of one host: what tests/gpu/test_tp.py and bench/ say of --tp, --ep, --dp, --pp, --dp-attention and --cp.
-#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune alone steps8b steps30b row8b row30b tests ways tp8b tp30b ep30b data30b pp30b cp8b dp pp (default: all)
+#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune alone steps8b steps30b row8b row30b tests ways tp8b tp30b ep30b data30b pp30b dcp cp8b dp pp (default: all)
 # At most $LIMIT seconds in all (420); each part has a limit of its own, and goes on behind one that failed.
 # JSON lines, logs and exit codes: $OUT/several.tar.xz, packed anew behind each part.
 OUT=${OUT:?}; LIMIT=${LIMIT:-420}
@@ -33,7 +33,7 @@ for name in ("msgspec", "uvloop", "aiohttp", "tokenizers", "safetensors", "trito
     except Exception as error: print(name, "MISSING", error)
 PY
 nvidia-smi topo -m >>"$T/machine.txt" 2>&1; cat "$T/machine.txt" | head -12; pack
-for each in ${*:-sums steps8b tp8b tp30b ways ep30b data30b pp30b cp8b pp dp tests}; do
+for each in ${*:-sums steps8b tp8b tp30b ways ep30b data30b pp30b dcp cp8b pp dp tests}; do
   case $each in
   sums) part sums 60 python bench/allreduce.py --ranks 2 --rows 1,16,64,256 --layers 12 ;;
   tune) part tune 200 python bench/tune.py --out "$T/tune" --tp 2 --seconds 180 --most 6 \
@@ -67,6 +67,8 @@ PY
   ep30b) offline ep30b 75 qwen3-30b-a3b W1,W2 '{"tp": 2, "ep": 2}' ;;
   data30b) offline data30b 90 qwen3-30b-a3b W1 '{"tp": 2, "ep": 2, "dp_attention": true}' ;;
   pp30b) offline pp30b 75 qwen3-30b-a3b W1 '{"pp": 2}' ;;
+  dcp) offline tplite 60 deepseek-v2-lite W1,W2 '{"tp": 2, "page_size": 32}'
+       offline dcplite 60 deepseek-v2-lite W1,W2 '{"tp": 2, "dcp": 2, "page_size": 32}' ;;
   cp8b) offline cp8b 75 qwen3-8b W3 '{"cp": 2}' ;;
   dp) part dp 110 python bench/replicas.py --model bench/models/qwen3-8b --counts 1,2 \
         --server-args "--device cuda --context-length 8192 --log-level warning --no-log-requests" --log "$T/dp-server.log" ;;

@@ -27,7 +27,8 @@ struct Params {
   const int *page_table, *slots, *kv_len;
   bf16* out;             // [rows, heads, CONTENT]
   float *part, *part_ml; // [rows, heads, splits, CONTENT or 2]
-  int table_stride, page_size, heads, splits;
+  bf16* told;            // [rows, heads, 2], where ranks share tokens out (ops.Part); else null
+  int table_stride, page_size, heads, splits, ranks, rank;
   float scale;           // times log2(e)
 };
 
@@ -70,7 +71,7 @@ struct Share {
     split = blockIdx.x % p.splits;
     head = blockIdx.x / p.splits % blocks * HEADS;
     row = blockIdx.x / p.splits / blocks;
-    const int length = p.kv_len[row];
+    const int length = (p.kv_len[row] + p.ranks - 1 - p.rank) / p.ranks;  // of this rank
     const int share = ((length + p.splits - 1) / p.splits + PIECE - 1) / PIECE * PIECE;
     begin = min(split * share, length);
     end = min(begin + share, length);
@@ -262,6 +263,11 @@ __device__ __forceinline__ void store(const Params& p, const Shared& shared, con
       for (int m = 0; m < VALUES; ++m) {
         to[m * 64] = f2bf(o[m][c / 2 * 4 + c % 2] * scale);
         to[m * 64 + 8] = f2bf(o[m][c / 2 * 4 + 2 + c % 2] * scale);
+      }
+      if (p.told && warp == 0 && g == 0) {
+        const float whole = softmax.top[c] + __log2f(fmaxf(sum, 1e-30f));
+        const bf16 most = f2bf(whole);
+        p.told[at * 2] = most, p.told[at * 2 + 1] = f2bf(whole - bf2f(most));
       }
     }
   }

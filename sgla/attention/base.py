@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sgla.kernels.gpu.ops import FusedDecode
 
 Int32s = NDArray[np.int32]
+PARTS = "ranks share out the tokens of a page"
 RISING = "scores rise with places (ALiBi)"
 P = TypeVar("P")
 B = TypeVar("B", bound="Backend")
@@ -42,7 +43,8 @@ class AttentionShape(NamedTuple):
     0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of the layers have them; ``alone``: all layers
     of the model have these heads; ``latent``: v is the beginning of k (multi-head latent attention);
     ``together``: tokens of a picture see each other (``Media.until``); ``chunked``: windows of some layers
-    are chunks; ``rising``: scores of some rise with places (ALiBi)."""
+    are chunks; ``rising``: scores of some rise with places (ALiBi);
+    ``parts``: ranks share out the tokens of a page (``ops.Part``)."""
 
     heads: int
     kv_heads: int
@@ -63,6 +65,7 @@ class AttentionShape(NamedTuple):
     together: bool = False
     chunked: bool = False
     rising: bool = False
+    parts: bool = False
 
     @property
     def group(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from sgla.attention.base import AttentionShape, DeviceBatch
+from sgla.attention.base import PARTS, AttentionShape, DeviceBatch
 from sgla.attention.torch_ops import TorchDecode, TorchExtend
 from sgla.device import Device
 from sgla.kernels import ops
@@ -36,6 +36,8 @@ class FlexExtend(TorchExtend):
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
+        if shape.parts:
+            return PARTS
         return "tokens of a picture see each other" if shape.together else None
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:

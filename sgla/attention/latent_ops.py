@@ -49,6 +49,7 @@ class LatentDecode:
             attention.splits_for(n, blocks, self._device.multiprocessors),
             kv.k_scale,
             self._device.shared,
+            own=kv.part,
         )
 
 
@@ -77,6 +78,7 @@ class NativeLatentDecode:
             batch.kv_len[:n],
             scoring.scale,
             latent_attention.splits_for(n, heads, self._device.multiprocessors),
+            kv.part,
         )
 
 
@@ -89,7 +91,7 @@ class LatentPrompts:
         self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
     ) -> None:
         content = kv.v.shape[3]
-        latent.extend(q, kv.k, content, page_table, tiles, scoring.scale, out, self._cut, kv.k_scale)
+        latent.extend(q, kv.k, content, page_table, tiles, scoring.scale, out, self._cut, kv.k_scale, kv.part)
 
     def lost(self, tiles: Int32s) -> float:
         return math.inf
@@ -101,3 +103,6 @@ class LatentExtend(TritonExtend):
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
         return refuses(shape)
+
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
+        super().forward(q, kv.behind(batch.decode_rows), batch, scoring, out)

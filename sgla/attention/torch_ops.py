@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch
+from sgla.attention.base import PARTS, AttentionShape, DeviceBatch
 from sgla.device import Device
 from sgla.kernels import ops
 from sgla.kernels.batch import Media
@@ -25,7 +25,7 @@ class TorchDecode:
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
-        return None
+        return PARTS if shape.parts else None
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         out, rows = ops.outcome(q, kv), batch.decode_rows
@@ -47,7 +47,7 @@ class TorchExtend:
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
-        return None
+        return PARTS if shape.parts else None
 
     def plan(self, batch: DeviceBatch) -> None:
         pass

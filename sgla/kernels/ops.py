@@ -32,6 +32,16 @@ if TYPE_CHECKING:
 Place = TypeVar("Place", int, Tensor)
 
 
+class Part(NamedTuple):
+    """Every ``ranks``-th token of a history, from ``rank`` on, is what pages have where ranks share tokens
+    out. ``told`` ``[T, Hq, 2]``, of q's type: where attention over them leaves the logarithms to base 2 of
+    the sums of weights, as two numbers that add up to one."""
+
+    ranks: int
+    rank: int
+    told: Tensor
+
+
 @dataclass(slots=True)
 class KVLayer:
     """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is
@@ -48,10 +58,17 @@ class KVLayer:
     k_scales: Tensor | None = None  # float32[pages, Hkv, page_size]
     v_scales: Tensor | None = None  # the same, of uint8 bfloat16[pages, Hkv, vd / int4_dims * page_size * 2]
     shared: bool = False  # v is the beginning of k
+    part: Part | None = None  # what this rank has of it, while attention sees that alone
 
     def latent(self, width: int) -> KVLayer:
         """The same pages where v is the first ``width`` values of k (multi-head latent attention)."""
         return replace(self, v=self.k[..., :width], v_scale=self.k_scale, shared=True)
+
+    def behind(self, tokens: int) -> KVLayer:
+        """For q without the first ``tokens``."""
+        if self.part is None:
+            return self
+        return replace(self, part=self.part._replace(told=self.part.told[tokens:]))
 
     @property
     def v_dim(self) -> int:

@@ -40,8 +40,8 @@ def check_dcp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None,
         obstacle = f"with --page-size {config.page_size}, which it does not divide"
     elif config.executor not in ("procs", "fake"):
         obstacle = f"with --executor {config.executor}"
-    elif device != "cpu":
-        obstacle = f"on --device {device}; leave it out, or give --dp-attention"
+    elif device not in ("cpu", "cuda"):
+        obstacle = f"on --device {device}; leave it out"
     elif vectors:
         obstacle = "by a model that answers with vectors"
     elif spec is not None:

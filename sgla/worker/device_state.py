@@ -29,7 +29,8 @@ class DeviceTables:
     of a group of ``states``, and of tokens those that the host knows without a result: of each slot the first
     ``known`` int32[slots + 1]. ``place`` int32[slots + 1]: those of ``adapters``, if there are any.
     ``deltas`` int32[slots + 1]: by how much positions that keys and queries are turned by are more than the
-    numbers of tokens, where pictures make a difference (``turned``).
+    numbers of tokens, where pictures make a difference (``turned``). ``part``: this rank, and how many there
+    are that share out the tokens of a page.
     ``admissions`` counts the rows that have taken slots."""
 
     def __init__(
@@ -41,7 +42,9 @@ class DeviceTables:
         states: bool = False,
         adapters: bool = False,
         turned: bool = False,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        self.part = part
         self.page_size, self.admissions, self.windows, self.states = page_size, 0, windows, states
         self.host = SlotTables(slots + 1, context_len, page_size, len(windows), states)
         every = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
@@ -211,7 +214,7 @@ class DeviceTables:
             window = self.windows[group] if group else first
             step.prepare_decode(
                 slots, starts, self.tokens, table, ids, positions, kv_len, out_loc_of(out_loc, group),
-                left.pop(window), tile, window, None if group else skip, self.deltas, shift,
+                left.pop(window), tile, window, None if group else skip, self.deltas, shift, self.part,
             )  # fmt: skip
         for window, tiles in left.items():
             step.count_tiles(kv_len, tiles, tile, window)
@@ -231,7 +234,7 @@ class DeviceTables:
         for group, table in enumerate(self.tables):
             step.prepare_extend(
                 slots, starts, q_start, longest, self.tokens, table, ids, positions,
-                out_loc_of(out_loc, group), self.deltas, shift,
+                out_loc_of(out_loc, group), self.deltas, shift, self.part,
             )  # fmt: skip
 
 

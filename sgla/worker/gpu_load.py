@@ -11,8 +11,10 @@ from sgla.attention.cascade import Cascade
 from sgla.config import Config
 from sgla.device import check as check_device
 from sgla.dist import Shard
+from sgla.dist.lockstep import PlannedLockstep
 from sgla.errors import ConfigError
 from sgla.kernels.gpu import GpuOps
+from sgla.kernels.gpu.ops import Attend
 from sgla.kernels.kept import FEWEST, int4_dims
 from sgla.layers.linear import split_heads
 from sgla.layers.spec import AttentionSpec
@@ -24,6 +26,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.whole_experts import with_copies
 from sgla.worker.facts import drafts_of, most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, GIB, Weights, splits, within_memory
+from sgla.worker.gpu_shared_cache import Shares
 from sgla.worker.gpu_steps import Kernels, Sizes
 from sgla.worker.kv import DTYPES
 from sgla.worker.place import Gpu
@@ -65,7 +68,11 @@ def choose_kernels(
             decode=config.decode_attention_backend,
             prefill=config.prefill_attention_backend,
         )
-    ops = GpuOps(backend, config.deterministic)
+    attend: Attend = backend
+    if config.dcp > 1:
+        shard = place.shard
+        attend = Shares(PlannedLockstep(shard.rank, shard.size, shard.exchange), backend)
+    ops = GpuOps(attend, config.deterministic)
     guesses = sizes.rows > sizes.slots  # then the host does not know where rows begin
     alone = guesses or place.shard.lockstep is not None  # or other ranks would have another graph
     cascade = None if alone else Cascade.of(shapes, backend, place.device)
@@ -100,7 +107,9 @@ def shapes_of(
     for layer in spec.attention:
         if not layer.kept(1):
             continue
-        heads, kv_heads = split_heads(layer.heads, layer.kv_heads, shard)
+        # Where ranks share out the tokens of a cache, each attends with the heads of all.
+        own = shard if config.dcp == 1 else Shard()
+        heads, kv_heads = split_heads(layer.heads, layer.kv_heads, own)
         key = attention.Heads(len(heads), len(kv_heads), layer.head_dim, layer.v_dim)
         groups.setdefault(key, []).append(layer)
     if not groups:  # steps are planned as if a layer read tokens
@@ -110,7 +119,7 @@ def shapes_of(
             key.heads,
             key.kv_heads,
             key.head_dim,
-            sizes.page_size,
+            sizes.page_size // config.dcp,
             DTYPES[dtype_of(config)],
             frozenset(layer.window for layer in layers),
             max(layer.softcap for layer in layers),
@@ -126,6 +135,7 @@ def shapes_of(
             together=together,
             chunked=any(layer.chunked and layer.window < sizes.context_len for layer in layers),
             rising=any(layer.slopes for layer in layers),
+            parts=config.dcp > 1,
         )
         for key, layers in groups.items()
     ]

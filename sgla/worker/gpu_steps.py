@@ -23,7 +23,7 @@ from sgla.kernels.ops import Layer
 from sgla.layers.adapters import Adapters
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
-from sgla.model.state import LayerState, kv_groups, scaled, with_draft
+from sgla.model.state import LayerState, kv_groups, scaled, shared_out, with_draft
 from sgla.model.whisper import Whisper
 from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
@@ -34,6 +34,7 @@ from sgla.worker.facts import number_of
 from sgla.worker.flights import Extras, Vector
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.gpu_context import Divides
+from sgla.worker.gpu_shared_cache import Shares
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.listening import Listening
 from sgla.worker.pictures import Pictures
@@ -125,7 +126,10 @@ class GpuSteps:
         guesses = tables is None and self.rows > self.slots
         self.sizes = sizes_up_to(self.rows, guesses)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
-        self.own, self.state = len(model.state()), with_draft(model.state(), beside)
+        attend = self.ops.attend
+        part = (attend.ranks.rank, attend.ranks.size) if isinstance(attend, Shares) else (0, 1)
+        kept = shared_out(model.state(), part[1])
+        self.own, self.state = len(kept), with_draft(kept, beside)
         self.groups = kv_groups(self.state, self.context_len, self.kv_dtype)
         windows = [group.window for group in self.groups if not group.unit_bytes]
         if windows and set(self.windows) <= set(windows[1:]):  # what is kept beside windows has pages, too
@@ -133,7 +137,7 @@ class GpuSteps:
         states = len(windows) < len(self.groups)
         adapted, turned = adapters is not None, pictures is not None and pictures.turns
         self.tables = tables or DeviceTables(
-            self.slots, self.context_len, page_size, windows, states, adapted, turned
+            self.slots, self.context_len, page_size, windows, states, adapted, turned, part
         )
         self.adapted: AdaptedRows | None = None
         if adapters is not None:

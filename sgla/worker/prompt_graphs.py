@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from sgla.attention.base import InGraph, cut
+from sgla.kernels.gpu.ops import Attend
 from sgla.kernels.gpu.states import CHUNK, DeviceStates, Stretches, marks_of, stretches
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
+from sgla.worker.gpu_shared_cache import Shares
 from sgla.worker.gpu_steps import EAGER, GpuSteps
 from sgla.worker.graphs import STAGES, Capture
 from sgla.worker.verify import Verify
@@ -226,7 +228,10 @@ class PromptGraphs:
             cum=cum,
             states=self._device_states(kept, n, size) if self._states else None,
         )
-        with steps.ops.attending(InGraph(steps.attention, tiles.view(-1, 4))):
+        attend: Attend = InGraph(steps.attention, tiles.view(-1, 4))
+        if isinstance(steps.ops.attend, Shares):
+            attend = steps.ops.attend.over(attend)
+        with steps.ops.attending(attend):
             if not steps.shard.samples:
                 steps.forward.hidden(batch)
                 return

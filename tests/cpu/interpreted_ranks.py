@@ -44,6 +44,7 @@ from sgla.worker.start_gpu import cuda_runner
 
 MODEL = gpu.DECODER | {"max_position_embeddings": 256}
 EXPERTS = MODEL | MIXTURE | {"num_hidden_layers": 2}
+FOUR_HEADS = MODEL | LATENT | {"num_attention_heads": 4, "num_key_value_heads": 4}
 STATES = gpu.STATES_KEPT | {"max_position_embeddings": 256}
 LEAST = 4  # tokens of a rank from which on a step is shared out
 
@@ -80,6 +81,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "adapters in stages": (MODEL, 2, {"pp": 2, **ADAPTERS}),
     "parts of a prompt": (MODEL, 2, {"cp": 2}),
     "parts of a prompt, latent": (MODEL | LATENT, 2, {"cp": 2}),
+    "parts of a cache": (FOUR_HEADS, 2, {"tp": 2, "dcp": 2, "prefill_attention_backend": "triton"}),
     "parts of layers": (EXPERTS, 2, {"tp": 2}),
     "whole experts": (EXPERTS, 2, {"tp": 2, "ep": 2}),
     "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),

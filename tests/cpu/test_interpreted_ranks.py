@@ -12,6 +12,7 @@ from forked import run_script
 CASES = (
     "stages",
     "parts of a prompt",
+    "parts of a cache",
     "copies of experts",
     "attention by data",
 )

@@ -83,7 +83,7 @@ def test_settings_that_it_is_not_together_with(name: str) -> None:
     [
         ({"tp": 4, "dcp": 2}, LATENT, "cpu", "with --tp 4"),
         ({"tp": 3, "dcp": 3}, LATENT, "cpu", "with --page-size"),
-        ({"tp": 2, "dcp": 2}, LATENT, "cuda", "on --device cuda"),
+        ({"tp": 2, "dcp": 2}, LATENT, "other", "on --device other"),
         ({"tp": 2, "dcp": 2, "executor": "ray"}, LATENT, "cpu", "with --executor ray"),
         ({"tp": 2, "dcp": 2}, MODELS["dense"], "cpu", "do not all keep latents"),
         ({"tp": 2, "dcp": 2}, ODD, "cpu", "does not divide"),

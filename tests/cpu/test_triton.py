@@ -21,7 +21,7 @@ from sgla.attention.base import DeviceBatch, cut
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.gpu import picked
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Part
 from sgla.kernels.picking import pick, picked_attention
 from sgla.kernels.triton import attention, elementwise, latent, picking, sampling, step, turning
 from sgla.kernels.triton.tokens import TokenTable
@@ -292,6 +292,49 @@ def test_latents(heads: int, content: int, rotated: int) -> None:
     out = q.new_empty(len(q), heads * content)
     latent.extend(q, kv.k, content, batch.page_table, tiles, 0.3, out, attention.Cut(32, 16, 2))
     torch.testing.assert_close(out, ops.attention(q, kv, batch, 0.3), rtol=1e-4, atol=1e-5)
+
+
+def parts_of(kv: KVLayer, ranks: int, told: list[torch.Tensor]) -> list[KVLayer]:
+    """The pages of each rank, which has every ``ranks``-th token of them."""
+    return [
+        KVLayer(kv.k[:, rank::ranks].contiguous(), kv.v[:, :0], part=Part(ranks, rank, told[rank]))
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_parts_of_latents_add_up(ranks: int, splits: int) -> None:
+    """Of decode rows, in so many parts, and of prompts (0). A rank may have no token of a history, and none
+    has one of a row that nobody is in."""
+    heads, content, rotated = 4, 16, 8
+    q_lens, kv_lens = ([1, 1, 1, 1], [1, 2, 5, 70]) if splits else ([3, 40, 35, 1], [3, 40, 70, 8])
+    q, kv, batch = random_batch(q_lens, kv_lens, heads, 1, content + rotated)
+    kv = kv.latent(content)
+    expected = ops.attention(q, kv, batch, 0.3)
+    if splits:
+        q = torch.cat([q, q[:1]])
+        batch.slots, batch.kv_len = (
+            torch.cat([batch.slots, batch.slots[:1]]),
+            torch.cat([batch.kv_len, torch.zeros(1, dtype=torch.int32)]),
+        )
+    told = [torch.full((len(q), heads, 2), 7.0) for _ in range(ranks)]
+    lens, slots = np.array(q_lens, np.int32), batch.slots.numpy()
+    tiles = torch.from_numpy(cut(slots[: len(lens)], np.array(kv_lens, np.int32) - lens, lens, 0, 32))
+    seen = []
+    for own in parts_of(kv, ranks, told):
+        if splits:
+            rows = batch.page_table, batch.slots, batch.kv_len, 0.3, splits
+            seen.append(latent.decode(q, own.k, content, *rows, own=own.part))
+        else:
+            seen.append(q.new_empty(len(q), heads * content))
+            how = batch.page_table, tiles, 0.3, seen[-1], attention.Cut(32, 16, 2)
+            latent.extend(q, own.k, content, *how, own=own.part)
+    sums = torch.cat([each.flatten(1) for each in told])
+    shares = [latent.share(each, sums, ranks, rank) for rank, each in enumerate(seen)]
+    found = torch.stack(shares).sum(0).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(found[: len(expected)], expected, rtol=1e-4, atol=1e-5)
+    assert not found[len(expected) :].any()
 
 
 def test_decode_takes_q_beside_k_and_v() -> None:

@@ -15,8 +15,9 @@ from sgla.attention.base import cut
 from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.kernels import ops
 from sgla.kernels.device import this_device
-from sgla.kernels.ops import KVLayer, Scoring
+from sgla.kernels.ops import KVLayer, Part, Scoring
 from sgla.kernels.rehearsal import rehearsing
+from sgla.kernels.triton import latent
 from sgla.model import alibi_spec
 
 pytest.importorskip("triton")
@@ -198,6 +199,29 @@ def test_decode_over_latents(lengths: str, heads: int, content: int, name: str) 
     batch.rows = batch.decode_rows = batch.tokens = len(kv_lens) - 1
     clean = KVLayer(kv.k.float().nan_to_num(), kv.v.float().nan_to_num())
     assert relative(out[:-1], ops.attention(q[:-1].float(), clean, batch, scale)) < 0.01
+
+
+@pytest.mark.parametrize("name", ["native", "triton"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("lengths", ["one", "few", "alone", "many"])
+def test_parts_of_latents_add_up(lengths: str, ranks: int, name: str) -> None:
+    """Of ranks that share the tokens of a page out."""
+    kv_lens, heads, content, scale = LENGTHS[lengths], 16, 512, 0.06
+    q, kv, batch = paged([1] * len(kv_lens), kv_lens, heads, 1, content + 64, page_size=16 * ranks)
+    kv = kv.latent(content)
+    shape = attention.AttentionShape(heads, 1, content + 64, 16, BF16, frozenset({0}), 0.0, 300)
+    shape = shape._replace(scale=scale, v_dim=content, latent=True, parts=True)
+    attend, _ = attention.choose_backend("auto", [shape], decode=name)
+    told = [q.new_empty(len(q), heads, 2) for _ in range(ranks)]
+    seen = []
+    for rank in range(ranks):
+        own = KVLayer(kv.k[:, rank::ranks].contiguous(), kv.v, part=Part(ranks, rank, told[rank]))
+        seen.append(attend(q, own.latent(content), batch, Scoring(scale)))
+    sums = torch.cat([each.flatten(1) for each in told])
+    shares = [latent.share(each, sums, ranks, rank).float() for rank, each in enumerate(seen)]
+    found = torch.stack(shares).sum(0).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
+    clean = KVLayer(kv.k.float().nan_to_num(), kv.v.float().nan_to_num())
+    assert relative(found, ops.attention(q.float(), clean, batch, scale)) < 0.01
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

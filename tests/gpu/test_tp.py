@@ -344,6 +344,7 @@ WAYS = [
     ("plain", {"pp": 2}),
     ("plain", {"cp": 2}),
     ("latent", {"cp": 2}),
+    ("latent", {"tp": 2, "dcp": 2, "page_size": 32}),
     ("plain", {"tp": 2, "dp_attention": True}),
     ("mixture", {"tp": 2, "dp_attention": True}),
     ("latent", {"tp": 2, "ep": 2, "dp_attention": True}),

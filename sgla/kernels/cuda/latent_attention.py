@@ -11,6 +11,7 @@ from torch import Tensor
 from sgla.device import Device
 from sgla.kernels.cuda.build import Kernel
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
+from sgla.kernels.ops import Part
 from sgla.kernels.triton import latent
 
 TOKENS, STAGES, PIECE = 64, 2, 16  # of a stage, and of a copy
@@ -23,10 +24,10 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("q", TensorMap),
         ("k", TensorMap),
-        *((name, P) for name in ("page_table", "slots", "kv_len", "out", "part", "part_ml")),
-        *((name, ctypes.c_int) for name in ("table_stride", "page_size", "heads", "splits")),
+        *((name, P) for name in ("page_table", "slots", "kv_len", "out", "part", "part_ml", "told")),
+        *((name, ctypes.c_int) for name in ("table_stride", "page_size", "heads", "splits", "ranks", "rank")),
         ("scale", ctypes.c_float),
-        ("pad", ctypes.c_int * 15),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 11),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -71,25 +72,27 @@ def decode(
     kv_len: Tensor,
     scale: float,
     splits: int,
+    own: Part | None = None,
 ) -> Tensor:
     """See ``triton.latent.decode``; ``splits`` from ``splits_for``."""
     rows, (pages, page_size, _, dim) = slots.shape[0], k.shape
     q = q.contiguous()
     heads = q.shape[1] // dim
-    own = heads_of_block(heads)
+    block, told = heads_of_block(heads), 0 if own is None else own.told.data_ptr()
+    ranks, rank = (1, 0) if own is None else own[:2]
     out = q.new_empty(q.shape[0], heads * content)
     several = rows * heads * splits if splits > 1 else 0
     part = q.new_empty(several, content, dtype=torch.float32)
     part_ml = q.new_empty(several, 2, dtype=torch.float32)
     params = _Params(
-        _map(q.data_ptr(), (dim, heads, q.shape[0]), (2 * dim, 2 * dim * heads), (64, own, 1)),
+        _map(q.data_ptr(), (dim, heads, q.shape[0]), (2 * dim, 2 * dim * heads), (64, block, 1)),
         _map(k.data_ptr(), (dim, page_size, pages), (2 * k.stride(1), 2 * k.stride(0)), (64, PIECE, 1)),
         page_table.data_ptr(), slots.data_ptr(), kv_len.data_ptr(), out.data_ptr(), part.data_ptr(),
-        part_ml.data_ptr(), page_table.stride(0), page_size, heads, splits, scale * LOG2E,
+        part_ml.data_ptr(), told, page_table.stride(0), page_size, heads, splits, ranks, rank, scale * LOG2E,
     )  # fmt: skip
-    _kernel(own, content, dim - content).launch(rows * -(-heads // own) * splits, 160, params)
+    _kernel(block, content, dim - content).launch(rows * -(-heads // block) * splits, 160, params)
     if splits > 1:
-        latent.merge(part, part_ml, out, rows * heads)
+        latent.merge(part, part_ml, out, rows * heads, own=own)
     return out
 
 

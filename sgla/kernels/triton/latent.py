@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.ops import Part
 from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
 from sgla.kernels.triton.common import _begin, _pdl, _saturate, cdiv, next_power_of_2
 
@@ -30,6 +31,14 @@ def _keys(k, place, there, C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, R
 
 
 @triton.jit
+def _own(length, RANKS: tl.constexpr, RANK: tl.constexpr):
+    """How many of the first ``length`` tokens a rank has: see ``ops.Part``."""
+    if RANKS > 1:
+        length = (length + RANKS - 1 - RANK) // RANKS
+    return length
+
+
+@triton.jit
 def _look(content_q, rotated_q, content, rotated, seen, scale, top, total, acc):
     """One block of keys more: the state of an online softmax (``top`` and ``total`` [M], ``acc`` [M, CB])."""
     content, rotated = content.to(content_q.dtype), rotated.to(content_q.dtype)
@@ -43,19 +52,28 @@ def _look(content_q, rotated_q, content, rotated, seen, scale, top, total, acc):
     return new_top, total * fade + tl.sum(p, 1), acc
 
 
+@triton.jit
+def _tell(told, at, top, total, there):
+    """The logarithms of the sums of weights, as ``ops.Part`` has them."""
+    whole = top + tl.log2(tl.maximum(total, 1e-30))
+    most = whole.to(told.dtype.element_ty)
+    tl.store(told + at * 2, most, mask=there)
+    tl.store(told + at * 2 + 1, whole - most.to(tl.float32), mask=there)
+
+
 # Eager steps pass columns of one upload, which lie anywhere.
 @triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
-    q, k, page_table, slots, kv_len, sinks, out, part, part_ml,
+    q, k, page_table, slots, kv_len, sinks, out, part, part_ml, told,
     s_page, s_token, table_stride, page_size, heads, splits, scale, k_scale,
     C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: M heads of a row, and a share of its history. Before it waits it reads what the step began
     with."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * M + tl.arange(0, M)
-    length = tl.load(kv_len + row)
+    length = _own(tl.load(kv_len + row), RANKS, RANK)
     pages = page_table + tl.load(slots + row).to(tl.int64) * table_stride
     _begin(PDL)
     share = tl.cdiv(tl.cdiv(length, splits), N) * N
@@ -81,6 +99,8 @@ def _decode(
     if splits == 1:
         result = acc / tl.maximum(total, 1e-30)[:, None] * k_scale
         tl.store(out + at[:, None] * C + c[None, :], result, mask=used)
+        if RANKS > 1:
+            _tell(told, at, top, total, head < heads)
     else:
         slice_ = at * splits + split
         tl.store(part + slice_[:, None] * C + c[None, :], acc, mask=used)
@@ -90,8 +110,8 @@ def _decode(
 
 @triton.jit
 def _merge(
-    part, part_ml, out, splits, k_scale, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    part, part_ml, out, told, splits, k_scale, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
+    TELLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BC values of the content that a head of a row has seen, of all shares of its history."""
     _begin(PDL)
@@ -99,18 +119,22 @@ def _merge(
     c, split = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, SPLITS)
     there, at = split < splits, head * splits + split
     top = tl.load(part_ml + at * 2, mask=there, other=NEG)
-    weight = tl.exp2(top - tl.max(top))
+    most = tl.max(top)
+    weight = tl.exp2(top - most)
     total = tl.sum(weight * tl.load(part_ml + at * 2 + 1, mask=there, other=0.0))
     inside = there[:, None] & (c < C)[None, :]
     x = tl.load(part + at[:, None] * C + c[None, :], mask=inside, other=0.0)
     y = tl.sum(x * weight[:, None], 0) / tl.maximum(total, 1e-30) * k_scale
     tl.store(out + head * C + c, y, mask=c < C)
+    if TELLS:
+        _tell(told, head, most, total, tl.program_id(1) == 0)
 
 
 @triton.jit
 def _extend(
-    q, k, page_table, tiles, out, s_page, s_token, table_stride, page_size, heads, scale, k_scale,
+    q, k, page_table, tiles, out, told, s_page, s_token, table_stride, page_size, heads, scale, k_scale,
     C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    RANKS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of the tokens of a tile."""
     tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
@@ -119,7 +143,7 @@ def _extend(
     i = tl.arange(0, M)
     at = (begin + i).to(tl.int64) * heads + head
     content_q, rotated_q = _keys(q, at * (C + R), i < count, C, CB, R, RB)
-    end = first + count
+    end = _own(first + count, RANKS, RANK)
     top = tl.full([M], NEG, dtype=tl.float32)
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, CB], dtype=tl.float32)
@@ -127,11 +151,34 @@ def _extend(
         n = start + tl.arange(0, N)
         page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
         content, rotated = _keys(k, page * s_page + (n % page_size) * s_token, n < end, C, CB, R, RB)
-        seen = n[None, :] <= (first + i)[:, None]
+        seen = (n * RANKS + RANK)[None, :] <= (first + i)[:, None]
         top, total, acc = _look(content_q, rotated_q, content, rotated, seen, scale, top, total, acc)
     c = tl.arange(0, CB)
     result = acc / tl.maximum(total, 1e-30)[:, None] * k_scale
     tl.store(out + at[:, None] * C + c[None, :], result, mask=(i < count)[:, None] & (c < C)[None, :])
+    if RANKS > 1:
+        _tell(told, at, top, total, i < count)
+
+
+@triton.jit
+def _share(
+    seen, told, out, tokens, heads, C: tl.constexpr, CB: tl.constexpr, RANKS: tl.constexpr,
+    RANK: tl.constexpr, RB: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: M heads of all for a token, by the part of the weights that this rank has."""
+    _begin(PDL)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * M + tl.arange(0, M)
+    rank, c = tl.arange(0, RB)[:, None], tl.arange(0, CB)[None, :]
+    own, there = heads // RANKS, head < heads
+    at = ((rank * tokens + token) * heads + head[None, :]) * 2
+    inside = (rank < RANKS) & there[None, :]
+    sums = tl.load(told + at, mask=inside, other=NEG).to(tl.float32)
+    sums += tl.load(told + at + 1, mask=inside, other=0.0).to(tl.float32)
+    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
+    share = tl.sum(tl.where(rank == RANK, weights, 0.0), 0) / tl.sum(weights, 0)
+    x = tl.load(seen + (token * heads + head)[:, None] * C + c, mask=there[:, None] & (c < C), other=0.0)
+    place = ((head // own * tokens + token) * own + head % own)[:, None] * C + c
+    tl.store(out + place, x.to(tl.float32) * share[:, None], mask=there[:, None] & (c < C))
 
 
 @triton.jit
@@ -304,12 +351,14 @@ def decode(
     k_scale: float = 1.0,
     shared: int = 1 << 30,
     sinks: Tensor | None = None,
+    own: Part | None = None,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> ``[as many, Hq * content]``, of which R rows are
     written; k ``[pages, page_size, 1, hd]``. Of quantized pages ``k_scale`` times the stored k is meant.
 
     Each history is cut into ``splits`` shares (Flash-decoding). ``shared``: bytes of shared memory that a
-    block may have. A row with ``kv_len`` 0 gives zeros. ``sinks``: as in ``ops.attention``.
+    block may have. A row with ``kv_len`` 0 gives zeros. ``sinks``: as in ``ops.attention``. ``own``: what k
+    has of the tokens, if not all.
     """
     rows, dim, page_size = slots.shape[0], k.shape[3], k.shape[1]
     q = q.contiguous()
@@ -320,26 +369,34 @@ def decode(
     part_ml = q.new_empty(several, 2, dtype=torch.float32) if several else out
     cut = decode_cut(dim, content, heads, q.itemsize, shared)
     _decode[(rows, cdiv(heads, cut.m), splits)](
-        q, k, page_table, slots, kv_len, q if sinks is None else sinks, out, part, part_ml,
+        q, k, page_table, slots, kv_len, q if sinks is None else sinks, out, part, part_ml, _told(own, q),
         k.stride(0), k.stride(1), page_table.stride(0), page_size, heads, splits, scale * k_scale * LOG2E,
         k_scale, C=content, CB=padded(content), R=dim - content, RB=padded(dim - content), M=cut.m, N=cut.n,
-        SINKS=sinks is not None, num_warps=8 if cut.m > 16 else 4, num_stages=_ahead(cut), **_pdl(),
+        SINKS=sinks is not None, **_ranks(own), num_warps=8 if cut.m > 16 else 4, num_stages=_ahead(cut),
+        **_pdl(),
     )  # fmt: skip
     if splits > 1:
-        merge(part, part_ml, out, rows * heads, k_scale)
+        merge(part, part_ml, out, rows * heads, k_scale, own)
     return out
 
 
-def merge(part: Tensor, part_ml: Tensor, out: Tensor, count: int, k_scale: float = 1.0) -> None:
+def merge(
+    part: Tensor,
+    part_ml: Tensor,
+    out: Tensor,
+    count: int,
+    k_scale: float = 1.0,
+    own: Part | None = None,
+) -> None:
     """What ``count`` heads of rows have seen of all shares of their histories -> ``out``. Of each share
     ``part`` float32 ``[count * splits, content]`` is a sum under weights, and ``part_ml`` the largest score,
-    times log2(e), by which they were divided, and the sum of the weights."""
+    times log2(e), by which they were divided, and the sum of the weights. ``own``: as that of ``decode``."""
     splits, content = len(part) // count, part.shape[1]
     shares = next_power_of_2(splits)
-    own = min(padded(content), max(128, 2048 // shares))
-    _merge[(count, cdiv(content, own))](
-        part, part_ml, out, splits, k_scale, C=content, BC=own, SPLITS=shares, num_warps=4,
-        **_pdl(),
+    block = min(padded(content), max(128, 2048 // shares))
+    _merge[(count, cdiv(content, block))](
+        part, part_ml, out, _told(own, out), splits, k_scale, C=content, BC=block, SPLITS=shares,
+        TELLS=own is not None, num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
@@ -353,17 +410,41 @@ def extend(
     out: Tensor,
     cut: Cut,
     k_scale: float = 1.0,
+    own: Part | None = None,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``
-    ``[T, Hq * content]``; ``tiles`` as in ``attention.extend``."""
+    ``[T, Hq * content]``; ``tiles`` as in ``attention.extend``. ``own``: as that of ``decode``."""
     dim, page_size = k.shape[3], k.shape[1]
     q = q.contiguous()
     heads = q.shape[1] // dim
     _extend[(tiles.shape[0], heads)](
-        q, k, page_table, tiles, out, k.stride(0), k.stride(1), page_table.stride(0), page_size, heads,
-        scale * k_scale * LOG2E, k_scale, C=content, CB=padded(content), R=dim - content,
-        RB=padded(dim - content), M=cut.m, N=cut.n, num_warps=8 if cut.m == 64 else 4, num_stages=_ahead(cut),
+        q, k, page_table, tiles, out, _told(own, out), k.stride(0), k.stride(1), page_table.stride(0),
+        page_size, heads, scale * k_scale * LOG2E, k_scale, C=content, CB=padded(content), R=dim - content,
+        RB=padded(dim - content), M=cut.m, N=cut.n, **_ranks(own), num_warps=8 if cut.m == 64 else 4,
+        num_stages=_ahead(cut),
     )  # fmt: skip
+
+
+def share(seen: Tensor, told: Tensor, ranks: int, rank: int) -> Tensor:
+    """What ``rank`` adds to the attention of each of ``ranks``: ``[ranks * T, Hq / ranks * content]``, where
+    each has as many heads, of what all heads have seen of its tokens (``seen`` ``[T, Hq * content]``) and of
+    the sums of all ranks (``told`` ``[ranks * T, Hq * 2]``: see ``ops.Part``)."""
+    tokens, heads = len(seen), told.shape[1] // 2
+    content = seen.shape[1] // heads
+    out = seen.new_empty(ranks * tokens, seen.shape[1] // ranks)
+    _share[(tokens, cdiv(heads, 8))](
+        seen, told, out, tokens, heads, C=content, CB=padded(content), RANKS=ranks, RANK=rank,
+        RB=next_power_of_2(ranks), M=8, num_warps=4, **_pdl(),
+    )  # fmt: skip
+    return out
+
+
+def _told(own: Part | None, other: Tensor) -> Tensor:
+    return other if own is None else own.told
+
+
+def _ranks(own: Part | None) -> dict[str, int]:
+    return {"RANKS": 1, "RANK": 0} if own is None else {"RANKS": own.ranks, "RANK": own.rank}
 
 
 def _ahead(cut: Cut) -> int:

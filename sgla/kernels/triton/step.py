@@ -13,6 +13,15 @@ from sgla.kernels.triton.common import _begin_early, _pdl, cdiv, next_power_of_2
 from sgla.kernels.triton.tokens import RING, TokenTable, _token
 
 
+@triton.jit
+def _place(page, position, page_size, RANKS: tl.constexpr, RANK: tl.constexpr):
+    """Where the pages of a rank have a token; the dummy page where another rank has it."""
+    place = page * page_size + position % page_size
+    if RANKS > 1:
+        place = tl.where(place % RANKS == RANK, place // RANKS, 0)
+    return place
+
+
 # Steps differ in their counts and in where a column begins;
 # neither is worth a compilation in the midst of traffic.
 @triton.jit(do_not_specialize=["count"])
@@ -30,7 +39,7 @@ def _prepare_decode(
     slots, starts, tokens, pages, stride, held, page_size, base, page_table, table_stride, ids, positions,
     kv_len, out_loc, cum, skip, deltas, rows, window,
     SHIFT: tl.constexpr, HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _begin_early(PDL)
     r = tl.arange(0, BLOCK)
@@ -49,7 +58,8 @@ def _prepare_decode(
     else:
         tl.store(positions + r, position, mask=live)
     tl.store(kv_len + r, start + 1, mask=live)
-    tl.store(out_loc + r, tl.where(real, page * page_size + position % page_size, 0), mask=live)
+    place = _place(page, position, page_size, RANKS, RANK)
+    tl.store(out_loc + r, tl.where(real, place, 0), mask=live)
     length = tl.where(live, start + 1, 0)
     tiles = tl.cdiv(length, TILE)
     if window > 0:
@@ -95,18 +105,20 @@ def prepare_decode(
     skip: Tensor | None = None,
     deltas: Tensor | None = None,
     shift: int = 0,
+    part: tuple[int, int] = (0, 1),
 ) -> None:
     """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which
     gets ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row,
     ``cum[0]`` is 0. ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding).
     ``deltas`` int32[slots]: by how much ``positions`` are more than the numbers of tokens. ``page_table``: of
-    the cache group that ``out_loc`` is for. ``shift``: the ids are those of so many tokens further on."""
+    the cache group that ``out_loc`` is for. ``shift``: the ids are those of so many tokens further on.
+    ``part``: this rank, and how many there are that share out the tokens of a page."""
     rows, least = slots.shape[0], 32  # few variants to compile
     _prepare_decode[(1,)](
         slots, starts, *tokens.arguments, page_table, page_table.stride(0),
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum,
         deltas if deltas is not None else cum, rows, window, SHIFT=shift,
-        HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile,
+        HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile, RANKS=part[1], RANK=part[0],
         BLOCK=max(least, next_power_of_2(rows)), num_warps=4, **_pdl(),
     )  # fmt: skip
 
@@ -189,7 +201,8 @@ def _admit(
 )
 def _prepare_extend(
     slots, starts, q_start, tokens, pages, stride, held, page_size, base, page_table, table_stride, ids,
-    positions, out_loc, deltas, SHIFT: tl.constexpr, DELTAS: tl.constexpr, BLOCK: tl.constexpr,
+    positions, out_loc, deltas, SHIFT: tl.constexpr, DELTAS: tl.constexpr, RANKS: tl.constexpr,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     begin = tl.load(q_start + row)
@@ -205,7 +218,7 @@ def _prepare_extend(
         tl.store(positions + begin + i, position + tl.load(deltas + slot), mask=live)
     else:
         tl.store(positions + begin + i, position, mask=live)
-    tl.store(out_loc + begin + i, page * page_size + position % page_size, mask=live)
+    tl.store(out_loc + begin + i, _place(page, position, page_size, RANKS, RANK), mask=live)
 
 
 def append(head: Tensor, data: Tensor, longest: int, tokens: TokenTable) -> None:
@@ -246,11 +259,12 @@ def prepare_extend(
     out_loc: Tensor,
     deltas: Tensor | None = None,
     shift: int = 0,
+    part: tuple[int, int] = (0, 1),
 ) -> None:
     """Fill ``ids``, ``positions``, ``out_loc`` int32[T] of rows with any number of tokens, at most
-    ``longest`` each. ``page_table``, ``deltas`` and ``shift``: as in ``prepare_decode``."""
+    ``longest`` each. ``page_table``, ``deltas``, ``shift`` and ``part``: as in ``prepare_decode``."""
     _prepare_extend[(slots.shape[0], cdiv(longest, 256))](
         slots, starts, q_start, *tokens.arguments, page_table, page_table.stride(0),
         ids, positions, out_loc, deltas if deltas is not None else positions, SHIFT=shift,
-        DELTAS=deltas is not None, BLOCK=256,
+        DELTAS=deltas is not None, RANKS=part[1], RANK=part[0], BLOCK=256,
     )  # fmt: skip
