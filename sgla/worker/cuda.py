@@ -222,7 +222,8 @@ class CudaRunner(GpuExperts):
             adapted = self.steps.adapted is not None and self.steps.adapted.any(slots)
             graph = not (counted or late or adapted or self._reads_pictures(slots, starts))
             graph = graph and self._reads(plan)
-            graph = graph and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1])
+            decodes = q_lens == 1
+            graph = graph and (self.steps.apart or not self.steps.share_much(slots[decodes], starts[decodes]))
         else:
             graph = alike.tokens > 0
         if graph:

@@ -123,6 +123,8 @@ class GpuSteps:
         # Those of a graph would hear what was heard when it was captured.
         other = self.attention.prompts is None
         self.reads_in_graphs = not (other or picks or model.spec.heard or model.spec.canvas)
+        # Stages have other layers, and ranks that share MLPs other rows; yet all must choose the same graphs.
+        self.apart = self.shard.lockstep is not None or self.shard.pipe is not None
         guesses = tables is None and self.rows > self.slots
         self.sizes = sizes_up_to(self.rows, guesses)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
@@ -418,9 +420,9 @@ class GpuSteps:
 
     def share_much(self, slots: Any, starts: Any) -> bool:
         """Whether an eager step, which reads what rows share once,
-        beats a graph of a mixed step, which does not. The same in all stages."""
+        beats a graph of a mixed step, which does not."""
         plan = self._plan_prefixes(slots, starts)
-        return plan is not None and plan.gain * self.model.spec.layers > EAGER
+        return plan is not None and plan.gain * len(self.kv) > EAGER
 
     def logits_of(self, hidden: Any) -> Tensor:
         """Of this rank's part of the vocabulary."""

@@ -108,7 +108,9 @@ class PromptGraphs:
         if not few or (flags & (PROMPT_LOGPROBS | POOL)).any():
             return False
         starts, q_lens = starts[prompts], q_lens[prompts]
-        return bool((starts < HISTORY).all()) or self._lost(starts, q_lens) < EAGER
+        if (starts < HISTORY).all():
+            return True
+        return not self._steps.apart and self._lost(starts, q_lens) < EAGER
 
     def _lost(self, starts: Any, q_lens: Any) -> float:
         """Microseconds that attention to these rows takes longer than in an eager step."""

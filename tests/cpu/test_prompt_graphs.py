@@ -33,7 +33,7 @@ SLOTS, TILE = 300, 32
 def without_a_gpu() -> Any:
     graphs = PromptGraphs.__new__(PromptGraphs)
     attention = SimpleNamespace(prompts=SimpleNamespace(lost=lambda tiles: lost(tiles, 8, 128, 132)))
-    steps = SimpleNamespace(slots=SLOTS, kv=[None] * 36, attention=attention)
+    steps = SimpleNamespace(slots=SLOTS, kv=[None] * 36, attention=attention, apart=False)
     graphs._steps = steps  # type: ignore[assignment]
     graphs.tokens, graphs.limit, graphs._tile = list(TOKENS), TOKENS[-1], TILE
     graphs._tiles, graphs._states, graphs.decodes = TOKENS[-1] // TILE + REAL, True, [*DECODES, SLOTS]
@@ -144,6 +144,9 @@ def test_what_is_left_to_eager_steps() -> None:
     for tokens, taken in ((2, False), (256, False), (400, True), (512, True), (700, False), (1024, True)):
         assert graphs.takes(none + 2 * HISTORY, np.array([tokens], np.int32), one) == taken
         assert graphs.takes(none + HISTORY - 1, np.array([tokens], np.int32), one)
+    graphs._steps.apart = True  # ranks must not choose by what they have themselves
+    assert not graphs.takes(none + 2 * HISTORY, np.array([1024], np.int32), one)
+    graphs._steps.apart = False
     graphs._steps.attention = SimpleNamespace(prompts=SimpleNamespace(lost=lambda tiles: math.inf))
     assert not graphs.takes(none + HISTORY, np.array([512], np.int32), one)
     assert graphs.takes(none.repeat(REAL), np.full(REAL, 2, np.int32), one.repeat(REAL))
