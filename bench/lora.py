@@ -8,8 +8,8 @@ one with: rows of the base, of one adapter, of 64 different ones. ``cold``: the 
 adapter that is in the host's memory, not on the device, and of one whose files are still to be read.
 ``crowd``: of ``--loaded`` adapters in the host's memory requests choose with equal odds or by Zipf's law,
 beside the same requests for five of them, 64 rows at a time; the device has places for 128. All adapters of a
-run are the same file, written here with random values; those of the crowd share the memory of 16 that were
-read, and the worker is in this process.
+run are the same file, written here with random values; those of ``cold`` and ``crowd`` share the memory of
+four that were read, but for those whose files are still to be read, and the worker is in this process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,7 +37,8 @@ from sgla.worker.adapters import AdapterStore
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 ROWS, PROMPT, OUTPUT = 64, 512, 256
-READ = 16  # files that are read; the others of a crowd share their memory
+COLD = 6  # adapters that are not on the device
+READ, FRESH = 4, "fresh"  # files that are read, whose memory the others share; a folder of its own each time
 
 
 def write_adapter(folder: Path, config: dict[str, Any], rank: int, modules: tuple[str, ...]) -> int:
@@ -104,15 +107,17 @@ def steps(bench: Bench, base: dict[str, Any], without: float) -> None:
         lines.emit(base | {"w": "step", "rows": kind, "ms": ms, "above_base": round(ms / without - 1, 4)})
 
 
-def cold(bench: Bench, base: dict[str, Any], folder: str) -> None:
+def cold(bench: Bench, base: dict[str, Any], folder: Path) -> None:
     """The device's 64 places are full, and the adapter is in the host's memory, or only in its file."""
     warm = min(bench.seconds([None], 1, 32) for _ in range(5))
+    fresh = folder.with_name(FRESH)
+    shutil.copytree(folder, fresh)
     found: dict[str, list[float]] = {"ms": [], "from_file_ms": []}
-    for i in range(8):
+    for i in range(COLD):
         bench.seconds([f"a{n}" for n in range(ROWS)], 1, 32)
         found["ms"].append(bench.seconds([f"a{ROWS + i}"], 1, 32))
         begun = time.perf_counter()
-        bench.engine.load_lora_adapter(f"new{i}", folder)
+        bench.engine.load_lora_adapter(f"new{i}", str(fresh))
         bench.seconds([f"new{i}"], 1, 32)
         found["from_file_ms"].append(time.perf_counter() - begun)
     middle = {name: round(sorted(times)[len(times) // 2] * 1e3, 2) for name, times in found.items()}
@@ -121,10 +126,12 @@ def cold(bench: Bench, base: dict[str, Any], folder: str) -> None:
 
 @contextmanager
 def shared_reads() -> Iterator[None]:
-    """From the 17th on, adapters are those that were read first, under other numbers."""
+    """From the fifth on, adapters are those that were read first, under other numbers."""
     read, kept = AdapterStore._load, list[int]()
 
     def load(self: AdapterStore, number: int, folder: Path) -> dict[str, Any]:
+        if folder.name == FRESH:
+            return read(self, number, folder)
         if len(kept) < READ:
             kept.append(number)
             return read(self, number, folder)
@@ -182,21 +189,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, shared_reads():
         folder = Path(name) / "adapter"
         nbytes = write_adapter(folder, config, args.rank, modules)
-        count = args.loaded if "crowd" in parts else ROWS + 8
+        count = args.loaded if "crowd" in parts else ROWS + COLD
         room = {"enable_lora": True, "max_loras": ROWS, "max_lora_rank": args.rank, "max_cpu_loras": 4096}
         room |= {"max_running_requests": ROWS}
-        many = {"executor": "inline", "max_loras": 2 * ROWS}
-        bench = Bench(args, lora_target_modules=list(modules), **room | (many if "crowd" in parts else {}))
+        if "steps" not in parts:  # the worker is a process of its own
+            room |= {"executor": "inline"}
+        if "crowd" in parts:
+            room |= {"max_loras": 2 * ROWS}
+        bench = Bench(args, lora_target_modules=list(modules), **room)
+        print("started", file=sys.stderr, flush=True)
         begun = time.perf_counter()
         for i in range(count):
             bench.engine.load_lora_adapter(f"a{i}", str(folder))
-            if i == ROWS - 1:
-                base["load_ms"] = round((time.perf_counter() - begun) / ROWS * 1e3, 2)
+            if i == READ - 1:
+                base["load_ms"] = round((time.perf_counter() - begun) / READ * 1e3, 2)
+        print("loaded", file=sys.stderr, flush=True)
         base |= {"adapter_bytes": nbytes, "loaded": count}
         if "steps" in parts:
             steps(bench, base, without)
         if "cold" in parts:
-            cold(bench, base, str(folder))
+            cold(bench, base, folder)
         if "crowd" in parts:
             crowd(bench, base, args.loaded)
         bench.engine.shutdown()
