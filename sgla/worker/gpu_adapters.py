@@ -26,7 +26,7 @@ class AdaptedRows:
     def __init__(self, adapters: Adapters, tables: DeviceTables, most: int) -> None:
         self.rows, self._tables = adapters.rows, tables
         count = len(adapters.stacks)
-        self.rows.shrunk = torch.zeros(count, min(most, ADAPTED_ROWS), dtype=torch.int32, device="cuda")
+        self.rows.shrunk = torch.zeros(count, ADAPTED_ROWS, dtype=torch.int32, device="cuda")
         self._places, self._order = torch.zeros(2, most, dtype=torch.int32, device="cuda")
         self._runs = torch.zeros(most, 3, dtype=torch.int32, device="cuda")
 
