@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
+from sgla.hub.gguf_classes import CLASSES, TYPES, of_encoder
 from sgla.hub.gguf_deltas import delta_sizes, deltas, layer_widths
 from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
 from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
@@ -34,8 +35,6 @@ from sgla.hub.gguf_mimo import wider, wider_sizes
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
-TYPES, CLASSES = "token_types.weight", "cls.output.weight"
-MAX_CLASSES = 1 << 16
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 # Of each pair files have one tensor or both others.
 _HALVES = {
@@ -184,7 +183,7 @@ class GGUFModel:
         if self._has_head_bias and not layout.head_bias:
             config["lm_head_bias"] = True
         if layout.encoder:
-            config |= {"type_vocab_size": self.sizes["Y"]} | self._classes()
+            config |= of_encoder(layout, keys, self.sizes)
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 0
         config |= self._flags
@@ -197,7 +196,7 @@ class GGUFModel:
             return config | wider(layout, keys, self.layers, sparse)
         if layout.scans != "only":
             config |= self._heads()
-        config |= self._windows(layout, keys)
+        config |= _windows(layout, keys, self._value("attention.sliding_window"), self.layers)
         sparse = [i for i in range(self.layers) if self._is_sparse(i)]
         config |= scans(layout, keys, self.sizes, self.layers, sparse)
         config |= streams(layout, keys, self.sizes, self.layers) if layout.altup else {}
@@ -247,42 +246,12 @@ class GGUFModel:
             if not layout.hf_key(key) and keys.get(key, width) != width:
                 raise ConfigError(f"{self.architecture}.{key} is {keys[key]}, and only {width} is supported")
 
-    def _classes(self) -> dict[str, Any]:
-        """Of an encoder with a head: how many, and their names. Raises ConfigError."""
-        if CLASSES not in self.layout.top:
-            return {}
-        count = self.sizes["C"]
-        names = self.keys.get("classifier.output_labels") or [f"LABEL_{i}" for i in range(count)]
-        if count > MAX_CLASSES or len(names) != count:
-            raise ConfigError(
-                f"{self.architecture}.classifier.output_labels has {len(names)} names, and there are {count} "
-                f"classes; at most {MAX_CLASSES} are supported"
-            )
-        return {"num_labels": count, "id2label": {str(i): name for i, name in enumerate(names)}}
-
     def _kinds(self) -> dict[str, Any]:
         if FREQS not in self._tables:
             raise WeightError(f"the tensors do not fit a {self.architecture} model: 1 missing: {FREQS}")
         whole = (i for i in range(self.layers) if not slides(self.keys, i))
         joined = f"blk.{next(whole, 0)}.attn_v.weight" not in self._tensors
         return kinds(self.layout, self.keys, self.layers, self._tables, joined, self.sizes["V"])
-
-    def _windows(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
-        """Which layers have a window."""
-        if not layout.windowed:
-            return {"sliding_window": None} if "sliding_window" in layout.known else {}
-        if self._value("attention.sliding_window") is None:
-            if layout.windows_optional:
-                return {"layer_types": ["full_attention"] * self.layers}
-            return {"sliding_window_pattern": 1} if "sliding_window_pattern" in layout.known else {}
-        pattern = keys.get("attention.sliding_window_pattern")
-        if pattern is None:
-            return {}
-        if isinstance(pattern, int) and "sliding_window_pattern" in layout.known:
-            return {"sliding_window_pattern": pattern}
-        if isinstance(pattern, int):
-            pattern = [(i + 1) % pattern for i in range(self.layers)]
-        return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
 
     def _vocab_size(self) -> int:
         if "token_embd.weight" not in self._tensors:
@@ -423,6 +392,24 @@ class GGUFModel:
         if stored.given and not self.sizes[stored.given]:
             return False
         return all(self.sizes[dim] for tensor in stored.tensors for dim in tensor.dims)
+
+
+def _windows(layout: Layout, keys: Mapping[str, Any], window: int | None, layers: int) -> dict[str, Any]:
+    """Which layers have a window."""
+    if not layout.windowed:
+        return {"sliding_window": None} if "sliding_window" in layout.known else {}
+    if window is None:
+        if layout.windows_optional:
+            return {"layer_types": ["full_attention"] * layers}
+        return {"sliding_window_pattern": 1} if "sliding_window_pattern" in layout.known else {}
+    pattern = keys.get("attention.sliding_window_pattern")
+    if pattern is None:
+        return {}
+    if isinstance(pattern, int) and "sliding_window_pattern" in layout.known:
+        return {"sliding_window_pattern": pattern}
+    if isinstance(pattern, int):
+        pattern = [(i + 1) % pattern for i in range(layers)]
+    return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
 
 
 def _numbers(keys: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[np.float32]]]:

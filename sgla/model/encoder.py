@@ -42,6 +42,15 @@ class RotarySpec(NamedTuple):
     before: bool = False
 
 
+class GroupedSpec(NamedTuple):
+    """Of encoders whose heads share keys and values: how many there are of these, values of a head, and what
+    scores are multiplied by."""
+
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+
 @dataclass(frozen=True)
 class EncoderSpec:
     """``positions``: rows of the table of positions, of which the first ``offset`` are never used. ``types``:
@@ -60,13 +69,18 @@ class EncoderSpec:
     eps: float
     activation: str
     rotary: RotarySpec | None = None
+    grouped: GroupedSpec | None = None
     beside: int = 0  # numbers in the matrices of a tower for pictures
     notes: tuple[str, ...] = ()  # about the file
 
     @property
     def values(self) -> int:
         """Numbers in the matrices."""
-        layer = 4 * self.hidden**2 + (2 if self.rotary is None else 3) * self.hidden * self.intermediate
+        attention = 4 * self.hidden**2
+        if self.grouped is not None:
+            heads = 2 * (self.heads + self.grouped.kv_heads)
+            attention = heads * self.grouped.head_dim * self.hidden
+        layer = attention + (2 if self.rotary is None else 3) * self.hidden * self.intermediate
         places = self.positions if self.rotary is None else 0
         return self.layers * layer + (self.vocab + places + self.types) * self.hidden + self.beside
 

@@ -57,41 +57,51 @@ class Layer:
         return self.down(ops.activate(gate.contiguous(), self.activation) * up)
 
 
-class RotaryEncoder:
+class Turning:
+    """What turns the queries and keys of a step."""
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        assert spec.rotary is not None
+        self.spec, self.rotary = spec, spec.rotary
+        self.tables = {rope: self._table(rope) for rope in dict.fromkeys(self.rotary.ropes)}
+        self._angles: dict[RopeSpec, Tensor] = {}
+
+    def _table(self, rope: RopeSpec) -> Tensor:
+        return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.spec.positions)
+
+    def place(self, positions: Tensor, types: Tensor) -> None:
+        """Tell the next step where its tokens stand and of which type (0 or 1) they are; int64 ``[T]``."""
+        self._angles = {rope: table[positions] for rope, table in self.tables.items()}
+
+    def rotate(self, rope: RopeSpec, qkv: Tensor) -> None:
+        """Turn q and k of ``qkv [T, 3 * heads * hd]`` in place."""
+        cos, sin = self._angles[rope][:, None].chunk(2, dim=2)
+        heads = qkv.view(len(qkv), 3 * self.spec.heads, -1)[:, : 2 * self.spec.heads]
+        a, b = heads.float().chunk(2, dim=2)
+        heads.copy_(torch.cat([a * cos - b * sin, b * cos + a * sin], 2))
+
+
+class RotaryEncoder(Turning):
     """As ``bert.py: Encoder``."""
 
     def __init__(self, spec: EncoderSpec, build: Build) -> None:
-        assert spec.rotary is not None
-        self.spec, self.rotary = spec, spec.rotary
+        super().__init__(spec)
         self.words = VocabEmbedding(build, "embeddings.word_embeddings", spec.vocab, spec.hidden)
         self.types: Tensor | None = None
         if spec.types:
             self.types = matrix(build, "embeddings.token_type_embeddings.weight", spec.types, spec.hidden)
         self.norm = self.norm_of(build, "embeddings.LayerNorm")
-        self.tables = {rope: self._table(rope) for rope in dict.fromkeys(self.rotary.ropes)}
         self.layers = [Layer(self, build, f"layers.{i}", i) for i in range(spec.layers)]
         self.last_norm = self.norm_of(build, "final_norm") if self.rotary.before else None
-        self._angles: dict[RopeSpec, Tensor] = {}
         self._types: Tensor | None = None
-
-    def _table(self, rope: RopeSpec) -> Tensor:
-        return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.spec.positions)
 
     def norm_of(self, build: Build, name: str) -> LayerNorm:
         return LayerNorm(build, name, self.spec.hidden, self.spec.eps, bias="norm" in self.rotary.biases)
 
     def place(self, positions: Tensor, types: Tensor) -> None:
-        """Tell the next step where its tokens stand and of which type (0 or 1) they are; int64 ``[T]``."""
-        self._angles = {rope: table[positions] for rope, table in self.tables.items()}
+        super().place(positions, types)
         if self.types is not None:
             self._types = self.types[types.clamp_max(len(self.types) - 1)]
-
-    def rotate(self, rope: RopeSpec, qkv: Tensor) -> None:
-        """Turn q and k of ``qkv [T, 3 * d]`` in place."""
-        cos, sin = self._angles[rope][:, None].chunk(2, dim=2)
-        heads = qkv.view(len(qkv), 3 * self.spec.heads, -1)[:, : 2 * self.spec.heads]
-        a, b = heads.float().chunk(2, dim=2)
-        heads.copy_(torch.cat([a * cos - b * sin, b * cos + a * sin], 2))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final hidden states ``[T, d]``."""

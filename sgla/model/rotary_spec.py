@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
-from sgla.model.encoder import EncoderSpec, RotarySpec
-from sgla.model.limits import LAYERS, POSITIONS
+from sgla.model.encoder import EncoderSpec, GroupedSpec, RotarySpec
+from sgla.model.limits import HEAD_DIM, LAYERS, POSITIONS
 from sgla.model.ropes import ropes
-from sgla.model.windows import layer_types
+from sgla.model.windows import every, layer_types, listed
 
 
 def modern(c: Reader, spec: EncoderSpec) -> EncoderSpec:
@@ -39,6 +39,27 @@ def modern(c: Reader, spec: EncoderSpec) -> EncoderSpec:
         before=True,
     )
     return replace(spec, rotary=rotary)
+
+
+def gemma(c: Reader, spec: EncoderSpec) -> EncoderSpec:
+    """EmbeddingGemma: Gemma 3, whose layers see both ways."""
+    if not c.architecture.endswith("Model"):
+        raise ConfigError(f"{c.architecture} is not supported; Gemma3TextModel is", param="model")
+    if not c.flag("use_bidirectional_attention"):
+        raise c.error("use_bidirectional_attention", "true: this class makes vectors alone")
+    heads, head_dim = c.integer("num_key_value_heads", spec.heads), c.integer("head_dim", HEAD_DIM, 2)
+    if spec.heads % heads or head_dim % 2:
+        raise ConfigError(
+            f"config.json: {spec.heads} attention heads of {head_dim} values (head_dim) with {heads} of keys "
+            "and values are not supported; these must divide the heads, and head_dim must be even",
+            param="model",
+        )
+    windows = tuple(window // 2 for window in listed(every())(c, spec.layers))
+    whole, local = ropes(c, head_dim, spec.positions)
+    turns = tuple(local if window else whole for window in windows)
+    rotary = RotarySpec(turns, windows, frozenset(["qkv", "out"] if c.flag("attention_bias") else ()))
+    scale = float(c.number("query_pre_attn_scalar") ** -0.5)
+    return replace(spec, rotary=rotary, grouped=GroupedSpec(heads, head_dim, scale))
 
 
 def nomic(c: Reader, spec: EncoderSpec) -> EncoderSpec:

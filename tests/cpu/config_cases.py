@@ -1758,6 +1758,40 @@ RUN["ModernBERT-base"] = Case(
         "torch_dtype": "float32",
     }
 )
+EMBEDDING_GEMMA = {
+    "_sliding_window_pattern": 6,
+    "architectures": ["Gemma3TextModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "dtype": "float32",
+    "eos_token_id": 1,
+    "final_logit_softcapping": None,
+    "head_dim": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 48,
+    "initializer_range": 0.02,
+    "intermediate_size": 40,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+    "max_position_embeddings": 128,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 14,
+    "transformers_version": "4.57.0.dev0",
+    "use_bidirectional_attention": True,
+    "use_cache": True,
+    "vocab_size": 97,
+}
+RUN["embeddinggemma-300m"] = Case(EMBEDDING_GEMMA)
 RUN["nomic-embed-text-v1.5"] = Case(
     {
         "activation_function": "swiglu",
@@ -2581,6 +2615,14 @@ REFUSED: dict[str, Case] = {
     "query scalar 0": Case(gemma3(query_pre_attn_scalar=0), "query_pre_attn_scalar"),
     "padding beyond the vocabulary": Case(encoder("Roberta", "roberta", pad_token_id=-1), "pad_token_id"),
     "no types": Case(encoder("Bert", "bert", type_vocab_size=0), "type_vocab_size"),
+    "EmbeddingGemma that sees one way": Case(
+        EMBEDDING_GEMMA | {"use_bidirectional_attention": False}, "use_bidirectional_attention"
+    ),
+    "EmbeddingGemma that classifies": Case(
+        EMBEDDING_GEMMA | {"architectures": ["Gemma3TextForSequenceClassification"]},
+        "Gemma3TextModel is",
+    ),
+    "EmbeddingGemma with an odd head": Case(EMBEDDING_GEMMA | {"head_dim": 15}, "head_dim must be even"),
     "architectures a string": Case(llama(architectures="LlamaForCausalLM"), "architectures"),
     "architectures of numbers": Case(llama(architectures=[1]), "architectures"),
     **{

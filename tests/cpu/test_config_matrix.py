@@ -477,6 +477,7 @@ ONLY: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "intermediate_size": 64},
     "MambaForCausalLM": {"intermediate_size": 64},
     "FalconMambaForCausalLM": {"intermediate_size": 64},
+    "Gemma3Text": {"use_bidirectional_attention": True},
 }
 
 
@@ -531,7 +532,7 @@ def hf_runs(config: dict[str, Any], settings: Any) -> bool:
 # Keys that may be refused where HF runs: as it computes something else then, or as the key matters only with
 # some kinds of rope scaling, or no file says it so.
 OTHERWISE = {"is_causal", "rope_interleave", "original_max_position_embeddings", "num_hidden_layers"}
-OTHERWISE |= {"mamba_conv_bias", "mamba_dt_limit"}
+OTHERWISE |= {"mamba_conv_bias", "mamba_dt_limit", "use_bidirectional_attention"}
 
 
 def check_null(config: dict[str, Any], key: str, read: bool) -> bool:

@@ -54,6 +54,16 @@ MODERN = {key: value for key, value in BERT.items() if key != "type_vocab_size"}
 }
 
 
+BOTH_WAYS = {key: value for key, value in BERT.items() if key != "type_vocab_size"} | {
+    "use_bidirectional_attention": True,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 24,
+    "sliding_window_pattern": 2,
+}
+
+
 def save_model(folder: Path, model_type: str, auto: str, **settings: Any) -> PreTrainedModel:
     """A random float32 model, norms and biases random too, in ``folder``."""
     import transformers
@@ -169,6 +179,15 @@ EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "cls_token",
     ),
     "nomic": ("nomic_bert", "AutoModel", ROTARY, "mean_tokens"),
+    "embeddinggemma": ("gemma3_text", "AutoModel", BOTH_WAYS, "mean_tokens"),
+    "embeddinggemma, biases": (
+        "gemma3_text",
+        "AutoModel",
+        BOTH_WAYS
+        | {"num_key_value_heads": 2, "head_dim": 12, "attention_bias": True, "sliding_window": 7}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "mean_tokens",
+    ),
     "gte": ("gte", "AutoModel", ROTARY | {"type_vocab_size": 1, "pad_token_id": 1}, "cls_token"),
     "qwen3": ("qwen3", "AutoModelForCausalLM", DECODER | {"tie_word_embeddings": True}, "lasttoken"),
     "qwen3 body": ("qwen3", "AutoModel", DECODER, "lasttoken"),

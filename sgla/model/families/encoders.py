@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sgla.model.families import gemma
 from sgla.model.families.keys import HEAD_DIM
 from sgla.model.family import Family
 from sgla.model.gguf_words import BERT, BERT_HEAD, BERT_TOP, NOMIC, NOMIC_TOP, RANKED, Gguf
 
+_GEMMA3 = gemma.FAMILIES["Gemma3ForCausalLM"]
 _BERT = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -159,6 +161,17 @@ FAMILIES = {
             (".attn_norm.", ".post_attention_layernorm."),
             (".mlp_norm.", ".post_mlp_layernorm."),
         ),
+    ),
+    "Gemma3Text": Family(
+        ("gemma3_text",),
+        {key: value for key, value in _GEMMA3.defaults.items() if key != "final_logit_softcapping"}
+        | {"use_bidirectional_attention": False},
+        {key: value for key, value in _GEMMA3.fixed.items() if key != "use_bidirectional_attention"}
+        | {"final_logit_softcapping": None},
+        _GEMMA3.same,
+        nulls=(*_GEMMA3.nulls, *_LOOSE),
+        completed="sgla.model.rotary_spec:gemma",
+        keys={"hidden_act": "hidden_activation", "layer_norm_eps": "rms_norm_eps"},
     ),
     "NomicBert": Family(
         ("nomic_bert",),
