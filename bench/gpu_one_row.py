@@ -17,9 +17,10 @@ import torch
 from gpu_kernels import time_us
 from torch import Tensor
 
-from sgla.kernels.cuda import decode_step
+from sgla.kernels.cuda import decode_step, mixture_step
 from sgla.kernels.cuda.build import Kernel
-from sgla.kernels.cuda.decode_step import BLOCKS, WARPS, DecodeStep, DenseShape, LayerWeights, told
+from sgla.kernels.cuda.decode_step import BLOCKS, DecodeStep, DenseShape, LayerWeights, told
+from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.ops import KVLayer
 
 BF16 = torch.bfloat16
@@ -40,6 +41,9 @@ VARIANTS: Mapping[str, dict[str, int]] = {
     "dir": {D: 1},
     "t2": {T: 2},
     "c8p4dir": {C: 8, P: 4, D: 1},
+    "c8t2": {C: 8, T: 2},
+    "c8p2": {C: 8, P: 2},
+    "c8dirt2": {C: 8, D: 1, T: 2},
     "c8p4t2": {C: 8, P: 4, T: 2},
     "c8p4dirt2": {C: 8, P: 4, D: 1, T: 2},
     "c8p8": {C: 8, P: 8},
@@ -51,61 +55,74 @@ VARIANTS: Mapping[str, dict[str, int]] = {
     "all128f3": {C: 128, P: 4, G: 1, D: 1, T: 2, F: 3},
     "again": {},
 }
+MIXTURES = "base", "c4", "c8", "c8p2", "c8t2", "t2", "c8dirt2", "again"
 POINTS = 20  # stamps of a layer
+EXPERTS = MixtureShape(2048, 32, 4, 768, 128, 8, True, True, 16)
 
 
 def copies(defines: Mapping[str, int]) -> int:
     return max(defines.get(C, 1), defines.get(P, 1))
 
 
-def kernel_of(defines: Mapping[str, int]) -> Kernel:
-    shape = {"HIDDEN": 1024, "HEADS": 16, "KV_HEADS": 8, "INTER": 3072, "QK_NORM": 1, "PAGE_TILES": 1}
-    limits = {"MAX_LAYERS": decode_step.MAX_LAYERS, "DEPTH": SHAPE.depth}
-    rings = WARPS * SHAPE.depth * (2 * decode_step.PIECE + 8)
-    every = shape | limits | dict(defines)
-    return Kernel("decode_step.cu", "decode_step", every, rings + SHAPE.shared + 1024)
+def kernel_of(defines: Mapping[str, int], mixture: bool) -> Kernel:
+    module = mixture_step if mixture else decode_step
+
+    def made(file: str, name: str, every: dict[str, int], shared: int) -> Kernel:
+        return Kernel(file, name, every | dict(defines), shared + (0 if mixture else 1024))
+
+    module._kernel.cache_clear()
+    with patch.object(module, "Kernel", made):
+        return (EXPERTS if mixture else SHAPE).kernel()
 
 
 class Bench:
-    def __init__(self) -> None:
+    """``mixture``: twelve layers of Qwen3-30B-A3B, without an output layer worth the name."""
+
+    def __init__(self, mixture: bool) -> None:
         torch.manual_seed(0)
-        self.layers = [self.layer() for _ in range(LAYERS)]
-        self.embedding, self.head, self.norm = (
-            self.weight(VOCAB, 1024),
-            self.weight(VOCAB, 1024),
-            self.ones(1024),
-        )
+        self.mixture, self.count = mixture, 12 if mixture else LAYERS
+        self.shape: Any = EXPERTS if mixture else SHAPE
+        hidden, self.vocab = self.shape.hidden, 2048 if mixture else VOCAB
+        self.layers = [self.layer() for _ in range(self.count)]
+        self.embedding, self.head = self.weight(self.vocab, hidden), self.weight(self.vocab, hidden)
+        self.norm = self.ones(hidden)
         pages = 80
-        pool = torch.randn(LAYERS, 2, pages + 1, 8, 16, 128, dtype=BF16, device="cuda")
+        heads = self.shape.kv_heads
+        pool = torch.randn(self.count, 2, pages + 1, heads, 16, 128, dtype=BF16, device="cuda")
         self.kv = [KVLayer(k, v) for k, v in pool.transpose(3, 4)]
         self.table = (1 + torch.randperm(pages, device="cuda").int())[None].contiguous()
         self.cos_sin = torch.randn(2048, 128, device="cuda").clamp(-1, 1)
+        self.logits = torch.empty(1, self.vocab, device="cuda")
 
-    def weight(self, n: int, k: int) -> Tensor:
-        return torch.randn(n, k, dtype=BF16, device="cuda").mul_(0.02)
+    def weight(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=BF16, device="cuda").mul_(0.02)
 
     def ones(self, n: int) -> Tensor:
         return 1 + 0.1 * torch.randn(n, device="cuda")
 
-    def layer(self) -> LayerWeights:
+    def layer(self) -> LayerWeights | MixtureWeights:
         w, o = self.weight, self.ones
+        if self.mixture:
+            parts = w(5120, 2048), w(2048, 4096), w(128, 2048), w(128, 1536, 2048), w(128, 2048, 768)
+            return MixtureWeights(*parts, o(2048), o(2048), o(128), o(128))
         products = w(4096, 1024), w(1024, 2048), w(6144, 1024), w(1024, 3072)
         return LayerWeights(*products, o(1024), o(1024), o(128), o(128))
 
     def step(self, kernel: Kernel, count: int) -> DecodeStep:
-        words = SHAPE.words * count + 2 * LAYERS * BLOCKS * POINTS
+        words = self.shape.words * count + 2 * LAYERS * BLOCKS * POINTS
+        module = mixture_step if self.mixture else decode_step
         parts = self.layers, self.kv, self.embedding, self.head, self.norm, self.cos_sin
         made = partial(told, words)
         with (
-            patch.object(decode_step, "_kernel", lambda shape: kernel),
+            patch.object(module, "_kernel", lambda shape: kernel),
             patch.object(decode_step, "told", lambda words, device: made(device)),
         ):
-            return DecodeStep(SHAPE, *parts, 1e-6, 128**-0.5)
+            return DecodeStep(self.shape, *parts, 1e-6, 128**-0.5)
 
-    def run(self, step: DecodeStep, length: int, logits: Tensor) -> Any:
+    def run(self, step: DecodeStep, length: int) -> Any:
         ids, slots, kv_len = (torch.tensor([x], dtype=torch.int32, device="cuda") for x in (7, 0, length))
         positions = kv_len - 1
-        return lambda: step(ids, positions, slots, kv_len, self.table, logits)
+        return lambda: step(ids, positions, slots, kv_len, self.table, self.logits)
 
 
 def medians(step: DecodeStep, count: int) -> list[float]:
@@ -125,47 +142,40 @@ def medians(step: DecodeStep, count: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--mixture", action="store_true", help="Qwen3-30B-A3B instead")
+    parser.add_argument("--variants")
     parser.add_argument("--stamps", default="base,c8p4,all128")
-    parser.add_argument("--repeat", type=int, default=1)
     args = parser.parse_args()
     begun = time.monotonic()
-    names, stamped = args.variants.split(","), [x for x in args.stamps.split(",") if x]
-    kernels = {name: kernel_of(VARIANTS[name]) for name in names}
-    kernels |= {f"{name} stamps": kernel_of(VARIANTS[name] | {"STAMPS": 1}) for name in stamped}
-    bench, logits = Bench(), torch.empty(1, VOCAB, device="cuda")
+    names = (args.variants or ",".join(MIXTURES if args.mixture else VARIANTS)).split(",")
+    stamped = [] if args.mixture else [x for x in args.stamps.split(",") if x]
+    kernels = {name: kernel_of(VARIANTS[name], args.mixture) for name in names}
+    kernels |= {f"{name} stamps": kernel_of(VARIANTS[name] | {"STAMPS": 1}, False) for name in stamped}
+    bench = Bench(args.mixture)
     steps = {name: bench.step(kernel, copies(VARIANTS[name.split()[0]])) for name, kernel in kernels.items()}
     expected: dict[int, Tensor] = {}
     with torch.inference_mode():
-        for repeat in range(args.repeat):
-            for name in names:
-                found = []
-                for length in LENGTHS:
-                    run = bench.run(steps[name], length, logits)
-                    run()
-                    wrong = 0.0
-                    if length in expected:
-                        wrong = float((logits - expected[length]).norm() / expected[length].norm())
-                    else:
-                        expected[length] = logits.clone()
-                    us = time_us(lambda run=run: [run() for _ in range(10)], 10, 10)  # type: ignore[misc]
-                    found.append((length, round(us, 1), f"{wrong:.1e}"))
-                print(
-                    lines.line({"bench": "one-row", "variant": name, "repeat": repeat, "us": found}),
-                    flush=True,
-                )
+        for name in names:
+            found = []
+            for length in LENGTHS:
+                run = bench.run(steps[name], length)
+                run()
+                wanted = expected.setdefault(length, bench.logits.clone())
+                wrong = float((bench.logits - wanted).norm() / wanted.norm())
+                us = time_us(lambda run=run: [run() for _ in range(10)], 10, 10)  # type: ignore[misc]
+                found.append((length, round(us, 1), f"{wrong:.1e}"))
+            line = {"bench": "one-row", "mixture": args.mixture, "variant": name, "us": found}
+            print(lines.line(line), flush=True)
         for name in stamped:
             for length in (1, 384):
                 step = steps[f"{name} stamps"]
-                run = bench.run(step, length, logits)
+                run = bench.run(step, length)
                 for _ in range(3):
                     run()
                 torch.cuda.synchronize()
                 gone = medians(step, copies(VARIANTS[name]))
-                print(
-                    lines.line({"bench": "one-row", "stamps": name, "length": length, "kcycles": gone}),
-                    flush=True,
-                )
+                line = {"bench": "one-row", "stamps": name, "length": length, "kcycles": gone}
+                print(lines.line(line), flush=True)
     print(round(time.monotonic() - begun, 1), "s")
 
 
