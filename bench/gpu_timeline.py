@@ -63,7 +63,7 @@ AT: dict[str, list[tuple[str, str]]] = {
         ("  const int warp = threadIdx.x / 32,", "note(0);\n@"),
         ("  pdl_wait();\n", "note(1);\n@note(2);\n"),
         ("  // What becomes of a sum: of output", "note(3);\n@"),
-        ("      const u32 from = ring + stage * STAGE_BYTES;\n", "if (tile == first && i == 0) note(4);\n@"),
+        ("    const u32 from = ring + stage * STAGE_BYTES;\n", "if (tile == first) note(4);\n@"),
         ("    if (BEHIND) {\n      __syncwarp();\n", "if (tile == first) note(5);\nnote(6);\n@"),
     ],
 }

@@ -5,11 +5,10 @@
 // The WK warps of a block that share a tile of weight rows, and the SLICES blocks of a cluster, have all of k
 // between them, so a warp never needs other channels; WN warps with the same ones load x for each other. A
 // warp reads its part of each of the block's tiles by a cp.async ring of its own, which begins before the
-// wait for the previous kernel, 16 weight rows a stage, so that memory does not wait for a whole tile to be
-// multiplied; a lane loads the very words that it multiplies. Nothing of x is read from shared memory again;
-// what goes through it are weights and, of each tile, the sums of the warps, in two buffers: one is added up
-// while warps fill the other. The blocks of a cluster then send each other the sums of their slices
-// (st.async), and each finishes some columns a tile later.
+// wait for the previous kernel; a lane loads the very words that it multiplies. Nothing of x is read from
+// shared memory again; what goes through it are weights and, of each tile, the sums of the warps, in two
+// buffers: one is added up while warps fill the other. The blocks of a cluster then send each other the sums
+// of their slices (st.async), and each finishes some columns a tile later.
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x, which is a product of x with ones. The sum of a group
@@ -76,9 +75,9 @@ constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie t
 constexpr int PIECES = BITS / 4;                     // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
 constexpr int CHAINS = NT == 1 ? 2 : 1;  // of sums
-constexpr int WORD_BYTES = 16 * KB * ROW_BYTES, OF_ROW = KB * PER * 4;
-constexpr int STAGE_BYTES = WORD_BYTES + 16 * OF_ROW;
-constexpr int BITES = OF_ROW / WIDTH, LOADS = (16 * BITES + 31) / 32;  // of the constants
+constexpr int WORD_BYTES = OWN * KB * ROW_BYTES, OF_ROW = KB * PER * 4;
+constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
+constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
 constexpr int SHARE = (COLS + SLICES - 1) / SLICES;  // columns that a block finishes
 constexpr int OWNED = GATED ? 2 * SHARE : SHARE;     // and their weight rows
 constexpr int SUMS = (NT * 8 * W_ROWS + THREADS - 1) / THREADS;  // of a slice, that a thread adds up
@@ -133,7 +132,7 @@ __device__ __forceinline__ void fold(float (&v)[COUNT], int lane, int& at) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ float row_square[SLICES][NT * 8];  // of each slice; of one: the norm's factor
+  __shared__ float row_square[SLICES][NT * 8];  // of each slice
   __shared__ float of_warps[WK][NT * 8];         // its parts
   __shared__ __align__(8) u64 summed[2];         // of the two buffers of sums
   __shared__ __align__(8) u64 delivered[KEPT];   // tiles' sums
@@ -176,25 +175,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     constants[j] = reinterpret_cast<const char*>(p.constants) +
                    u64(constants_bytes) * row_of(wn * OWN + (j * 32 + lane) / BITES) + own_block * (PER * 4) +
                    (j * 32 + lane) % BITES * WIDTH;
-  // 16 rows of a tile, from row 16 i of the warp's on.
-  auto load = [&](int tile, int i, int stage) {
+  auto load = [&](int tile, int stage) {
     if (tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
-      const u32 row = first_column(tile) + i * (GATED ? 8 : 16);
-      const char* in = words + u64(row_bytes) * row;
+      const u32 column = first_column(tile);
+      const char* in = words + u64(row_bytes) * column;
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+      for (int i = 0; i < MT; ++i)
 #pragma unroll
-        for (int b = 0; b < KB; ++b)
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-          for (int c = 0; c < PIECES; ++c)
-            cp_async16(to + ((b * 2 + h) * PIECES + c) * 512 + lane * 16,
-                       in + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
+          for (int b = 0; b < KB; ++b)
+#pragma unroll
+            for (int c = 0; c < PIECES; ++c)
+              cp_async16(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16,
+                         in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64,
+                         b < left ? 16 : 0);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
-        if (e < 16 * BITES)
-          cp_async_constants(to + WORD_BYTES + e * WIDTH, constants[j] + u64(constants_bytes) * row,
+        if (e < OWN * BITES)
+          cp_async_constants(to + WORD_BYTES + e * WIDTH, constants[j] + u64(constants_bytes) * column,
                              e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
       }
     }
@@ -211,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
                        ? *reinterpret_cast<const float4*>(p.norm + channel + b * BLOCK + h * 4)
                        : float4{};
 #pragma unroll
-  for (int s = 0; s < EARLY; ++s) load(first + s / MT, s % MT, s);
+  for (int s = 0; s < EARLY; ++s) load(first + s, s);
 
   pdl_wait();
   if (!LATE) pdl_launch();
@@ -234,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
             in[j][b][i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         }
 #pragma unroll
-    for (int s = EARLY; s < STAGES - 1; ++s) load(first + s / MT, s % MT, s);
+    for (int s = EARLY; s < STAGES - 1; ++s) load(first + s, s);
     auto pass = [&](int j, int b) {
 #pragma unroll
       for (int i = 0; i < PIECES_OF_X; ++i) {
@@ -272,20 +273,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
 #pragma unroll
     for (int b = 0; b < KB; ++b)
 #pragma unroll
-      for (int group = 0; group < PER; ++group) {
-        constexpr u32 ONES = 0x3f803f80u;
-        float sum[4] = {};  // of rows g and g + 8 of x
+      for (int group = 0; group < PER; ++group)
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-          const int q = (group * STEPS + s) / 2, at = (group * STEPS + s) % 2 * 2;
-          const u32(&lo)[4] = x[0][b][q], (&hi)[4] = x[NT - 1][b][q];
-          mma(sum, lo[at], hi[at], lo[at + 1], hi[at + 1], ONES, ONES);
+        for (int j = 0; j < NT; ++j) {
+          constexpr u32 ONES = 0x3f803f80u;
+          float sum[4] = {};
+#pragma unroll
+          for (int s = 0; s < STEPS; ++s) {
+            const int step = group * STEPS + s;
+            mma(sum, ONES, ONES, ONES, ONES, x[j][b][step / 2][step % 2 * 2],
+                x[j][b][step / 2][step % 2 * 2 + 1]);
+          }
+          sums[b * PER + group][j] = {sum[0], sum[1]};
         }
-#pragma unroll
-        for (int j = 0; j < NT; ++j)
-          sums[b * PER + group][j] = {__shfl_sync(~0u, sum[j * 2], t * 8),
-                                      __shfl_sync(~0u, sum[j * 2], t * 8 + 4)};
-      }
     if (SLICES > 1) cluster_wait();  // the others' barriers are there
     if (NORM) {
       int row = 0;
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
       float sum = 0.f;
 #pragma unroll
       for (int v = 0; v < WK; ++v) sum += of_warps[v][threadIdx.x];
-      if (SLICES == 1) sts32(squares + threadIdx.x * 4, rsqrtf(__fdividef(sum, float(p.k)) + p.eps));
+      if (SLICES == 1) sts32(squares + threadIdx.x * 4, sum);
 #pragma unroll
       for (int v = 0; v < (SLICES > 1 ? SLICES : 0); ++v)
         if (threadIdx.x < p.m) tell(squares + (slice * (NT * 8) + threadIdx.x) * 4, all, v, sum);
@@ -307,10 +307,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
   // What becomes of a sum: of output column n of row m; ``before``: what is in ``out`` already.
   auto finish = [&](int m, int n, float y, float up, float before) {
     if (NORM) {
-      float f = 0.f;  // of one slice it is there already
+      float s = 0.f;
 #pragma unroll
-      for (int v = 0; v < SLICES; ++v) f += lds32f(squares + (v * (NT * 8) + m) * 4);
-      if (SLICES > 1) f = rsqrtf(__fdividef(f, float(p.k)) + p.eps);
+      for (int v = 0; v < SLICES; ++v) s += lds32f(squares + (v * (NT * 8) + m) * 4);
+      const float f = rsqrtf(s / p.k + p.eps);
       y *= f;
       up *= f;
     }
@@ -392,16 +392,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
     if (tile - LAG >= first) keep(tile - LAG);
+    cp_async_wait<STAGES - 2>();
+    __syncwarp();
+    load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+    if (LATE && tile + STAGES >= last) pdl_launch();
+    const u32 from = ring + stage * STAGE_BYTES;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
     const u32 to = red + (tile - first) % 2 * RED_TILE + wk * RED_WARP + (t * 2 * RED_ROW + wn * OWN + g) * 4;
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
-      cp_async_wait<STAGES - 2>();
-      __syncwarp();
-      constexpr int NEXT = STAGES - 1;
-      load(tile + (i + NEXT) / MT, (i + NEXT) % MT, stage == 0 ? NEXT : stage - 1);
-      if (LATE && tile + (i + STAGES) / MT >= last) pdl_launch();
-      const u32 from = ring + stage * STAGE_BYTES;
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
       float acc[NT][4] = {};
 #pragma unroll
       for (int b = 0; b < KB; ++b) {
@@ -410,13 +409,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int c = 0; c < PIECES; ++c)
-            w[h][c] = lds128(from + ((b * 2 + h) * PIECES + c) * 512 + lane * 16);
+            w[h][c] = lds128(from + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16);
         u32 own[PER][2];
 #pragma unroll
         for (int group = 0; group < PER; ++group)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            own[group][h] = lds32(from + WORD_BYTES + (h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+            own[group][h] = lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
 #pragma unroll
         for (int group = 0; group < PER; ++group) {
           float sum[NT][CHAINS][4] = {};

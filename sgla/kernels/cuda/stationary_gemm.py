@@ -22,7 +22,7 @@ FEWEST, MAX_ROWS = 5, 16  # of x
 NARROW, WIDE = 1 << 11, 1 << 13  # channels of a narrow x, and of a wide one
 FEWEST_WARPS, MOST_WARPS = 8, 16  # of a block, if it may be
 MOST_SLICES = 8
-STAGES = 8  # at most
+STAGES = 6  # at most
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
 REGISTERS = 64 << 10  # of a multiprocessor
 KEPT = 4  # tiles whose sums a cluster exchanges at a time
@@ -89,7 +89,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     passing = max(sums, (warps if config.beside == 1 else deep * groups * config.blocks) * PASSING)
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
-    stage = warps * 16 * config.blocks * (16 * shape.bits + 4 * per)
+    stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
     fixed = 2304 + (deep + config.slices) * groups * 32  # bytes: of the kernel's arrays, and so that KiB fit
     stages = min(STAGES, (SHARED // config.resident - fixed - shared) // stage)
     if stages < 2:
