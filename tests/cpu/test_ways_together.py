@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_stages import MIXTURE
-from tiny import tiny_source
+from forked import ForkedExecutor
+from test_data_attention import parted
+from test_stages import MIXTURE, MODELS, one, requests, scores
+from tiny import make_core, run, run_executor, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.errors import ConfigError
@@ -112,3 +114,31 @@ def test_settings_are_those_that_there_are() -> None:
         Config.__struct_fields__
     )
     assert msgspec.structs.asdict(Config())["cp"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("mixture", {"tp": 2, "ep": 2, "pp": 2}),
+        pytest.param("mixture", {"tp": 4, "ep": 4}, marks=pytest.mark.slow),
+        pytest.param("dense", {"tp": 4}, marks=pytest.mark.slow),
+        pytest.param("latent", {"tp": 2, "pp": 2}, marks=pytest.mark.slow),
+        pytest.param("mixture", {"tp": 4, "dp_attention": True}, marks=pytest.mark.slow),
+        pytest.param("latent", {"tp": 4, "ep": 4, "dp_attention": True}, marks=pytest.mark.slow),
+    ],
+)
+async def test_four_ranks_equal_one(model: str, changes: dict[str, Any]) -> None:
+    """Other products are in ``test_context.py``, ``test_shared_cache.py`` and ``test_nodes.py``."""
+    source, wanted = tiny_source(**MODELS[model]), requests(model)
+    expected, stages = run(one(source), wanted), changes.get("pp", 1)
+    executor = ForkedExecutor(tiny_config(**changes), source)
+    try:
+        facts = await executor.start(lambda progress: None)
+        staged = {"stages": stages, "depth": stages + 1} if stages > 1 else {}
+        core = parted(facts, 4) if "dp_attention" in changes else make_core(facts, **staged)
+        found = await run_executor(executor, facts, wanted, core)
+    finally:
+        await executor.close()
+    assert found.tokens() == expected.tokens()
+    for rid, values in scores(expected).items():
+        assert scores(found)[rid] == pytest.approx(values, abs=1e-4)
