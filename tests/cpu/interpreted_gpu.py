@@ -37,7 +37,7 @@ from fake_gpu import Nothing, _cpu, pretend
 from late_streams import late
 from msgspec.structs import replace
 from stages import Stages
-from test_pooling import BERT, write_modules
+from test_pooling import BERT, BOTH_WAYS, write_modules
 from tiny import LLAMA, Transcript, make_core, run, submit, tiny_config
 from torch.overrides import TorchFunctionMode
 
@@ -238,6 +238,10 @@ OF_EXPERTS |= {"lora_target_modules": ["experts", "o_proj"]}
 ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
 ROTARY = {key: value for key, value in ENCODER.items() if key != "type_vocab_size"}
 ROTARY |= {"architectures": ["ModernBertModel"], "local_attention": 12, "pad_token_id": 0}
+SEES_BOTH_WAYS = BOTH_WAYS | {"architectures": ["Gemma3TextModel"], "vocab_size": 331}
+NORMED_HEADS = {key: value for key, value in DECODER.items() if key not in ("rms_norm_eps", "head_dim")}
+NORMED_HEADS |= {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}
+NORMED_HEADS |= {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 0.5}
 WINDOW = 7
 WINDOWS = gemma3(
     vocab_size=331,
@@ -609,6 +613,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     "after a sleep": (DECODER, "", short_text, {}, {"kv_host_bytes": 1 << 20, **TORCH}),
     "states on the host": (STATES_KEPT, "", by_turns, ONE, {"kv_host_ratio": 2.0, **TORCH}),
     "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
+    "encoder that shares keys": (SEES_BOTH_WAYS, "mean_tokens", inputs, {"context_length": 64}, {}),
+    "norms of heads": (NORMED_HEADS, "", short_text, {}, TORCH),
     "rotary encoder": (ROTARY, "mean_tokens", inputs, {"context_length": 64}, {}),
     "encoder in bfloat16": (ENCODER, "cls_token", inputs, {"context_length": 64}, {"dtype": "bfloat16"}),
 }

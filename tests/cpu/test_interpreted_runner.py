@@ -41,6 +41,8 @@ CASES = {
     "mean": {"vector"},
     "encoder": {"vector"},
     "rotary encoder": {"vector"},
+    "encoder that shares keys": {"vector"},
+    "norms of heads": {"logprobs"},
 }
 NEAR = "encoder in bfloat16"
 

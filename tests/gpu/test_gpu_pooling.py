@@ -37,6 +37,14 @@ ROBERTA = MINILM | {
 }
 MODERN = {key: value for key, value in MINILM.items() if key != "intermediate_size"}
 MODERN |= {"architectures": ["ModernBertModel"], "intermediate_size": 768, "pad_token_id": 0}
+GEMMA = MODERN | {
+    "architectures": ["Gemma3TextModel"],
+    "use_bidirectional_attention": True,
+    "hidden_size": 768,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "sliding_window": 64,
+}
 LENGTHS = [1, 40, 5, 5, 200, 40, 17]
 # Relative errors of a vector. Bfloat16 has 8 bits, and rounding adds up over the layers.
 BOUNDS = {"float32": 5e-3, "bfloat16": 0.05}
@@ -100,7 +108,13 @@ def assert_near(found: dict[int, Any], expected: dict[int, Any], bound: float) -
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [(MINILM, "mean_tokens"), (MINILM, "cls_token"), (MINILM, "max_tokens"), (MODERN, "mean_tokens")],
+    [
+        (MINILM, "mean_tokens"),
+        (MINILM, "cls_token"),
+        (MINILM, "max_tokens"),
+        (MODERN, "mean_tokens"),
+        (GEMMA, "mean_tokens"),
+    ],
 )
 def test_encoders(model: dict[str, Any], kind: str, dtype: str, tmp_path: Path) -> None:
     folder = pooled_by(tmp_path, kind)
