@@ -21,6 +21,7 @@ from sgla.loading.source import configured_source
 from sgla.messages import Control, Facts
 
 Room = Callable[[], AbstractAsyncContextManager[Any]]
+Clear = Callable[[], Awaitable[Any]]  # ends the requests that run
 
 RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps; POST /wake_up wakes it"}
 PARTS = "weights", "kv_cache"  # as SGLang and vLLM call them
@@ -106,30 +107,39 @@ class Resting(ABC):
         """``sleep`` until somebody comes. False if somebody is there."""
         return await self._whole(self._doze())
 
-    async def sleep(self, kv: bool, weights: str) -> bool:
+    async def sleep(self, kv: bool, weights: str, clear: Clear | None = None) -> bool:
         """Give back the memory of the KV cache, and of the weights; until all of it is there again no request
         is accepted. ``weights``: "" if they stay; else where they come from later, see ``ChangingRunner``.
-        False if requests are open (nothing is given back then). Raises UnsupportedField and OutOfMemory."""
+        ``clear``: called once the workers say that it can be done. False if requests are open (nothing is
+        given back then). Raises UnsupportedField and OutOfMemory."""
         if not (kv or weights):
             return True
         self.dozing = False
-        return await self._whole(self._sleep(kv, weights))
+        return await self._whole(self._sleep(kv, weights, clear))
 
     async def wake(self, parts: Collection[str] = PARTS) -> None:
         """Have these again. Raises what loading does: then it still sleeps."""
         await self._whole(self._wake(parts))
 
-    async def update_weights(self, folder: str, version: str | None, trusted: bool = False) -> bool:
+    async def update_weights(
+        self, folder: str, version: str | None, trusted: bool = False, clear: Clear | None = None
+    ) -> bool:
         """Take other weights of the same model; meanwhile no request is accepted. False if requests are open
         that are not paused (then nothing has changed); those that are go on with the KV that they have.
-        ``trusted``: the folder may be any. Raises InvalidField and UnsupportedField; the old weights stay."""
+        ``trusted``: the folder may be any. ``clear``: called once the workers say that it can be done, before
+        they read it. Raises InvalidField and UnsupportedField; the old weights stay."""
         path = Path(folder)
         if not trusted:
             path = inside(folder, self.config.weight_folders, "model_path", "--weight-folders")
-        return await self._whole(self._changed(partial(self._take_folder, path, version)))
+        change = partial(self._take_folder, path, version)
+        return await self._whole(self._changed(change, clear, str(path)))
 
     async def take_tensors(
-        self, payloads: Sequence[bytes], version: str | None, names: Sequence[str] = ()
+        self,
+        payloads: Sequence[bytes],
+        version: str | None,
+        names: Sequence[str] = (),
+        clear: Clear | None = None,
     ) -> bool:
         """As ``update_weights``, of some tensors (``loading/tensors.py``): one payload, or one a rank.
         ``names``: of tensors whose handles a payload has."""
@@ -139,9 +149,12 @@ class Resting(ABC):
                 "for each",
                 param="serialized_named_tensors",
             )
-        return await self._whole(self._changed(partial(self._take_payloads, payloads, version, names)))
+        change = partial(self._take_payloads, payloads, version, names)
+        return await self._whole(self._changed(change, clear))
 
-    async def take_from_servers(self, servers: Mapping[str, str], version: str | None) -> bool:
+    async def take_from_servers(
+        self, servers: Mapping[str, str], version: str | None, clear: Clear | None = None
+    ) -> bool:
         """As ``take_tensors``, of what parameter servers bring: the ZMQ address of each rank's, by the name
         of its device."""
         if wrong := [address for address in servers.values() if not address.startswith("ipc://")]:
@@ -150,7 +163,7 @@ class Resting(ABC):
                 param="zmq_handles",
             )
         what = {"servers": dict(servers)}
-        return await self._whole(self._changed(partial(self._take, what, version)))
+        return await self._whole(self._changed(partial(self._take, what, version), clear))
 
     async def check_weights(self, action: str) -> list[dict[str, Any]]:
         """What each rank tells of its weights: see ``ChangingRunner``. Raises InvalidField where they are not
@@ -198,11 +211,15 @@ class Resting(ABC):
         await self._control(Control(verb="trainer_leave", args={"group": group}))
 
     async def take_from_trainer(
-        self, group: str, tensors: Sequence[tuple[str, Sequence[int], str]], version: str | None
+        self,
+        group: str,
+        tensors: Sequence[tuple[str, Sequence[int], str]],
+        version: str | None,
+        clear: Clear | None = None,
     ) -> bool:
         """As ``take_tensors``, of what the trainer of a group broadcasts: names, shapes and types."""
         what = {"group": group, "tensors": list(tensors)}
-        return await self._whole(self._changed(partial(self._take, what, version)))
+        return await self._whole(self._changed(partial(self._take, what, version), clear))
 
     async def _whole(self, work: Coroutine[Any, Any, Done]) -> Done:
         """What ``work`` gives, which comes behind the works before it, and to its end although who waits for
@@ -227,7 +244,7 @@ class Resting(ABC):
             raise
         return self.phase == "sleeping"
 
-    async def _sleep(self, kv: bool, weights: str) -> bool:
+    async def _sleep(self, kv: bool, weights: str, clear: Clear | None = None) -> bool:
         sleeps = self.phase == "sleeping"
         if not sleeps:
             self.require_ready()
@@ -235,6 +252,7 @@ class Resting(ABC):
         parts = {part for part, goes in zip(PARTS, (weights, kv)) if goes} - self.asleep
         done = False
         try:
+            await self._cleared(clear, weights=weights)
             if sleeps or (not self._open and await self._emptied()):
                 await self._part_with(parts, {"kv": kv, "weights": weights})
                 done = True
@@ -242,6 +260,13 @@ class Resting(ABC):
             if not (done or sleeps):
                 self._leave_phase("sleeping")
         return done
+
+    async def _cleared(self, clear: Clear | None, **what: str) -> None:
+        """No request ends for what cannot be done. ``what``: see ``ChangingRunner``."""
+        if clear is not None:
+            assert self._control is not None
+            await self._control(Control(verb="may_change", args=what))
+            await clear()
 
     async def _part_with(self, parts: set[str], args: dict[str, Any]) -> None:
         assert self._control is not None
@@ -262,13 +287,16 @@ class Resting(ABC):
                 self.dozing = False
                 self._leave_phase("sleeping")
 
-    async def _changed(self, change: Callable[[], Awaitable[None]]) -> bool:
+    async def _changed(
+        self, change: Callable[[], Awaitable[None]], clear: Clear | None = None, path: str = ""
+    ) -> bool:
         before = self.phase
         if before != "sleeping" or "weights" in self.asleep:
             self.require_ready()
         self.phase = "updating"
         name = os.urandom(NAME).hex()
         try:
+            await self._cleared(clear, path=path)
             if not await self._still(name):
                 return False
             try:

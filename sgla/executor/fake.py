@@ -578,7 +578,7 @@ class FakeRunner:
 
 def control(facts: Facts, command: Control) -> dict[str, Any]:
     """The control commands of a worker without a model."""
-    if command.verb in ("sleep", "wake"):
+    if command.verb in ("may_change", "sleep", "wake"):
         return {}
     if command.verb == "memory":
         return {"ledger": facts.ledger}

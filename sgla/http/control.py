@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from sgla.actors.placing import counts_of
-from sgla.actors.resting import named_parts
+from sgla.actors.resting import Clear, named_parts
 from sgla.errors import InvalidField, NotFound
 from sgla.http import answer_types as to
 from sgla.http.clients import CLIENT
@@ -156,9 +156,8 @@ async def sleep(request: web.Request) -> web.Response:
         raise InvalidField("level must be 1 or 2; /pause stops generating alone", param="level")
     if mode not in (None, "abort"):
         raise unsupported("mode", f" as {mode[:40]!r}: it is abort; leave it out, and try again after a 409")
-    if mode is not None:
-        await request[ASKED].abort(None)
-    await _sleep(request, kv=True, weights="files" if level == "2" else "host")
+    clear = None if mode is None else partial(request[ASKED].abort, None)
+    await _sleep(request, kv=True, weights="files" if level == "2" else "host", clear=clear)
     return json_response({"success": True})
 
 
@@ -170,8 +169,8 @@ async def release_memory(request: web.Request) -> web.Response:
     return json_response({"success": True})
 
 
-async def _sleep(request: web.Request, kv: bool, weights: str) -> None:
-    if not await request[ASKED].ingress.sleep(kv, weights):
+async def _sleep(request: web.Request, kv: bool, weights: str, clear: Clear | None = None) -> None:
+    if not await request[ASKED].ingress.sleep(kv, weights, clear):
         raise Busy("requests are open, so no memory was given back; try again when they are done")
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.ingress import Sink
 from sgla.actors.lanes import Lanes
+from sgla.actors.resting import Clear
 from sgla.defaults import Defaults
 from sgla.media.pool import Pool
 from sgla.messages import Control, Facts, Job
@@ -118,30 +119,43 @@ class Ingress(Protocol):
     def pause(self, paused: bool) -> None:
         """Stop generating, or go on."""
 
-    async def sleep(self, kv: bool, weights: str) -> bool:
-        """Give memory back; False: requests are open."""
+    async def sleep(self, kv: bool, weights: str, clear: Clear | None = None) -> bool:
+        """Give memory back; False: requests are open. ``clear``, here and below: what ends those that run,
+        called once it is known that nothing else is in the way."""
         ...
 
     async def wake(self, parts: Collection[str] = ...) -> None: ...
 
-    async def update_weights(self, folder: str, version: str | None) -> bool:
+    async def update_weights(
+        self, folder: str, version: str | None, trusted: bool = False, clear: Clear | None = None
+    ) -> bool:
         """False: requests are open."""
         ...
 
     async def take_tensors(
-        self, payloads: Sequence[bytes], version: str | None, names: Sequence[str] = ()
+        self,
+        payloads: Sequence[bytes],
+        version: str | None,
+        names: Sequence[str] = (),
+        clear: Clear | None = None,
     ) -> bool: ...
 
     async def check_weights(self, action: str) -> list[dict[str, Any]]: ...
     async def scramble_weights(self) -> bool: ...
-    async def take_from_servers(self, servers: Mapping[str, str], version: str | None) -> bool: ...
+    async def take_from_servers(
+        self, servers: Mapping[str, str], version: str | None, clear: Clear | None = None
+    ) -> bool: ...
 
     async def join_trainer(self, group: str, **where: Any) -> None: ...
 
     async def leave_trainer(self, group: str) -> None: ...
 
     async def take_from_trainer(
-        self, group: str, tensors: Sequence[tuple[str, Sequence[int], str]], version: str | None
+        self,
+        group: str,
+        tensors: Sequence[tuple[str, Sequence[int], str]],
+        version: str | None,
+        clear: Clear | None = None,
     ) -> bool: ...
 
     @property

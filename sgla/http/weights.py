@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from html import escape
 from typing import Any
 from urllib.parse import quote
@@ -67,7 +68,7 @@ async def update_weights(request: web.Request) -> web.Response:
             raise unsupported(name, "; leave it out")
     if fields.flush_cache is False:
         raise unsupported("flush_cache", " as false: KV of old weights is of no use")
-    change = server.ingress.update_weights(fields.model_path, fields.weight_version)
+    change = partial(server.ingress.update_weights, fields.model_path, fields.weight_version)
     return await _changed(server, fields, change)
 
 
@@ -80,7 +81,8 @@ async def update_tensors(request: web.Request) -> web.Response:
         await asyncio.to_thread(_unarmored, text, "serialized_named_tensors")
         for text in fields.serialized_named_tensors
     ]
-    return await _changed(server, fields, server.ingress.take_tensors(payloads, fields.weight_version))
+    change = partial(server.ingress.take_tensors, payloads, fields.weight_version)
+    return await _changed(server, fields, change)
 
 
 @operation("SGLang: take what the trainer sends in place of weights", UpdateFromTrainerRequest, to.Updated)
@@ -89,7 +91,8 @@ async def update_from_trainer(request: web.Request) -> web.Response:
     server = request[ASKED]
     fields = await intake(request, FROM_TRAINER, resting=True)
     tensors = announced(fields.names, fields.dtypes, fields.shapes)
-    change = server.ingress.take_from_trainer(fields.group_name, tensors, fields.weight_version)
+    version = fields.weight_version
+    change = partial(server.ingress.take_from_trainer, fields.group_name, tensors, version)
     return await _changed(server, fields, change)
 
 
@@ -100,7 +103,7 @@ async def update_from_servers(request: web.Request) -> web.Response:
     fields = await intake(request, FROM_SERVERS, resting=True)
     if fields.torch_empty_cache:
         raise unsupported("torch_empty_cache", "; leave it out")
-    change = server.ingress.take_from_servers(fields.zmq_handles, fields.weight_version)
+    change = partial(server.ingress.take_from_servers, fields.zmq_handles, fields.weight_version)
     return await _changed(server, fields, change)
 
 
@@ -116,7 +119,7 @@ async def call(request: web.Request) -> web.Response:
         raise InvalidField("args has one object: the address of each device's server", param="args")
     if not all(isinstance(address, str) for address in handles.values()):
         raise InvalidField("addresses are texts", param="args")
-    await _changed(server, WeightChange(), server.ingress.take_from_servers(handles, None))
+    await _changed(server, WeightChange(), partial(server.ingress.take_from_servers, handles, None))
     return json_response({"results": [None] * server.config.tp})
 
 
@@ -157,7 +160,7 @@ async def take_part(request: web.Request) -> web.Response:
             "names, dtype_names and shapes must be as many, no name twice", param="update_info"
         )
     data = await asyncio.to_thread(_unarmored, info.ipc_handles_pickled, "update_info")
-    await _changed(server, WeightChange(), server.ingress.take_tensors([data], None, info.names))
+    await _changed(server, WeightChange(), partial(server.ingress.take_tensors, [data], None, info.names))
     return json_response({"message": "the weights are updated"})
 
 
@@ -196,9 +199,17 @@ def _unarmored(text: str, name: str) -> bytes:
         raise InvalidField(f"{name} must be base64: {error}", param=name) from error
 
 
-async def _changed(server: Server, fields: WeightChange, change: Awaitable[bool]) -> web.Response:
-    ended = await server.abort(None) if fields.abort_all_requests else 0
-    if not await change:
+async def _changed(
+    server: Server, fields: WeightChange, change: Callable[..., Awaitable[bool]]
+) -> web.Response:
+    """``change``: where requests are to be ended, with what ends them as ``clear``."""
+    ended = 0
+
+    async def clear() -> None:
+        nonlocal ended
+        ended = await server.abort(None)
+
+    if not await (change(clear=clear) if fields.abort_all_requests else change()):
         raise Busy(
             "requests are open, so the weights were not updated; try again when they are done, or pause "
             "generating (mode in_place), so that they go on with the new weights"
@@ -212,6 +223,7 @@ async def name_weights(request: web.Request) -> web.Response:
     """Answers that begin from now on say it; the weights stay."""
     server = request[ASKED]
     fields = await intake(request, NAME, resting=True)
+    server.ingress.require_ready(resting=True)
     if fields.abort_all_requests:
         await server.abort(None)
     server.ingress.name_weights(fields.new_version)
@@ -243,7 +255,7 @@ async def check_weights(request: web.Request) -> web.Response:
     fields = await intake(request, CHECK)
     ingress = request[ASKED].ingress
     if fields.action == "reset_tensors":
-        return await _changed(request[ASKED], WeightChange(), ingress.scramble_weights())
+        return await _changed(request[ASKED], WeightChange(), ingress.scramble_weights)
     ranks = await ingress.check_weights(fields.action)
     message = "the weights are those of the snapshot" if fields.action == "compare" else fields.action
     return json_response({"success": True, "message": message, "ranks": ranks})

@@ -24,16 +24,21 @@ class CpuWeights(ChangingRunner, CpuSetup):
     _awake = True  # the weights are there
     refilled = True  # or made anew
 
-    def _sleep(self, kv: bool, weights: str) -> None:
-        drops = weights not in ("", "host") and not self.brought
-        if drops and self.fixed:
+    def _check_sleep(self, weights: str) -> None:
+        if self._drops(weights) and self.fixed:
             raise UnsupportedField(
                 f"weights cannot be given back beside {self.fixed}; give back the KV cache alone",
                 param="tags",
             )
+
+    def _drops(self, weights: str) -> bool:
+        return weights not in ("", "host") and not self.brought
+
+    def _sleep(self, kv: bool, weights: str) -> None:
+        self._check_sleep(weights)
         if kv:
             forget(self.kv, len(self.facts.groups))
-        if drops and self._awake:
+        if self._drops(weights) and self._awake:
             self._drop()
 
     def _wake(self, kv: bool, weights: bool) -> None:

@@ -83,9 +83,10 @@ class EncoderRunner(Runner):
         return note
 
     def _commands(self) -> dict[str, Command]:
-        """``sleep`` and ``wake`` as those of ``ChangingRunner``, but that weights always come from the files
-        again. There is no KV cache."""
+        """``may_change``, ``sleep`` and ``wake`` as those of ``ChangingRunner``, but that weights always come
+        from the files again. There is no KV cache."""
         return super()._commands() | {
+            "may_change": lambda args: None if "weights" in args else self._stay(args),
             "sleep": lambda args: self._sleep(args["weights"]),
             "wake": lambda args: self._wake(args["weights"]),
         }

@@ -33,23 +33,36 @@ class GpuWeights(ChangingRunner, GpuSetup):
     def refilled(self) -> bool:
         return self.steps.model.declared is not None
 
-    def _sleep(self, kv: bool, weights: str) -> None:
+    def _check_sleep(self, weights: str) -> None:
         if self.regions is None:
             raise UnsupportedField(
                 "this GPU has no virtual memory management, without which memory cannot be given back",
                 param="tags",
             )
         region = self.regions.weights
+        if not (weights and region.mapped):
+            return
+        if not region.size:
+            raise UnsupportedField(
+                f"weights cannot be given back beside {self.fixed}; give back the KV cache alone",
+                param="tags",
+            )
+        if not (self._from_files(weights) or self._whole or self._kept):
+            self._check_room(region.size)
+
+    def _from_files(self, weights: str) -> bool:
+        """They are read again."""
+        return weights == "files" and not (self.fixed or self.brought)
+
+    def _sleep(self, kv: bool, weights: str) -> None:
+        self._check_sleep(weights)
+        assert self.regions is not None
+        region = self.regions.weights
         if self.host is not None:
             self.host.settle()
         torch.cuda.synchronize()
         if weights and region.mapped:
-            if not region.size:
-                raise UnsupportedField(
-                    f"weights cannot be given back beside {self.fixed}; give back the KV cache alone",
-                    param="tags",
-                )
-            if weights == "files" and not (self.fixed or self.brought):
+            if self._from_files(weights):
                 self._kept, self._whole = None, False
             elif not self._whole:
                 self._copy(region)
@@ -68,7 +81,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
         torch.cuda.synchronize()
         self._whole = True
 
-    def _room(self, size: int) -> Pinned:
+    def _check_room(self, size: int) -> None:
         free = available_bytes() // self.shard.of_mlps.count
         if free < size:
             raise OutOfMemory(
@@ -76,6 +89,9 @@ class GpuWeights(ChangingRunner, GpuSetup):
                 "from the files again",
                 param="level",
             )
+
+    def _room(self, size: int) -> Pinned:
+        self._check_room(size)
         try:
             return Pinned(size)
         except RuntimeError as error:

@@ -30,6 +30,7 @@ from sgla.worker.profile import Profiler
 Command = Callable[[dict[str, Any]], Reply | None]  # None: there is nothing to say
 # Verbs of what becomes of memory and weights, which not all runners honour (``ChangingRunner``).
 CHANGES = (
+    "may_change",
     "sleep",
     "wake",
     "weights_update",

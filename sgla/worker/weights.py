@@ -43,16 +43,19 @@ class ChangingRunner(Runner):
     _before: ModelSource | None = None  # that of the weights which the latest ones came in place of
 
     def _commands(self) -> dict[str, Command]:
-        """Beside those of all runners: ``sleep`` gives memory back, with ``kv`` that of the KV cache, which
-        is empty, and with ``weights`` theirs: they go to the ``host``'s memory, if that is another one; are
-        read again from the ``files``; or ``either``, whichever there is. ``wake`` has ``kv`` and ``weights``
-        again. ``weights_update`` takes those of the folder ``path``, or the ones before. ``weights_receive``
-        reads tensors from the files ``paths``, of which each rank may have its own (``names``: if they have
-        handles alone), from a trainer's ``group``, or from parameter ``servers``, and looks whether they
-        fit; then ``weights_take`` takes them, or drops them.
-        ``weights_show`` has the first ``rows`` of the tensor ``name``; ``weights_check`` does what ``action``
-        says (``_check_weights``). ``trainer_join`` and ``trainer_leave`` a group."""
+        """Beside those of all runners ``may_change``, which raises what ``sleep`` with ``weights`` would, or
+        an update from the folder ``path`` (of tensors: ""), as far as it is known before anything is read
+        or given back. ``sleep`` gives memory back, with ``kv`` that of the KV cache, which is empty, and with
+        ``weights`` theirs: they go to the ``host``'s memory, if that is another one; are read again from the
+        ``files``; or ``either``, whichever there is. ``wake`` has ``kv`` and ``weights`` again.
+        ``weights_update`` takes those of the folder ``path``, or the ones before. ``weights_receive`` reads
+        tensors from the files ``paths``, of which each rank may have its own (``names``: if they have handles
+        alone), from a trainer's ``group``, or from parameter ``servers``, and looks whether they fit; then
+        ``weights_take`` takes them, or drops them. ``weights_show`` has the first ``rows`` of the tensor
+        ``name``; ``weights_check`` does what ``action`` says (``_check_weights``). ``trainer_join`` and
+        ``trainer_leave`` a group."""
         changes: dict[str, Command] = {
+            "may_change": self._may_change,
             "sleep": lambda args: self._sleep(args["kv"], args["weights"]),
             "wake": lambda args: self._wake(args["kv"], args["weights"]),
             "weights_update": lambda args: self._update(args["path"]),
@@ -66,9 +69,23 @@ class ChangingRunner(Runner):
         assert changes.keys() == set(CHANGES)
         return super()._commands() | changes
 
+    def _may_change(self, args: dict[str, Any]) -> None:
+        if "weights" in args:
+            self._check_sleep(args["weights"])
+            return
+        self._check_changes()
+        if args["path"]:
+            self._other(args["path"])
+        else:
+            self._check_tensors()
+
+    @abstractmethod
+    def _check_sleep(self, weights: str) -> None:
+        """Raises UnsupportedField and OutOfMemory, where ``_sleep`` cannot be."""
+
     @abstractmethod
     def _sleep(self, kv: bool, weights: str) -> None:
-        """Raises UnsupportedField and OutOfMemory: then nothing has changed."""
+        """Raises what ``_check_sleep`` does: then nothing has changed."""
 
     @abstractmethod
     def _wake(self, kv: bool, weights: bool) -> None:
@@ -130,6 +147,13 @@ class ChangingRunner(Runner):
             what = self.fixed or f"--role {self.config.role}, whose servers have the same weights"
             raise UnsupportedField(f"weights cannot be updated beside {what}", param="model_path")
 
+    def _check_tensors(self) -> None:
+        """Raises UnsupportedField where tensors cannot come in place of weights."""
+        if self.source.kind == "gguf":
+            raise UnsupportedField(
+                "weights of GGUF files cannot be updated", param="serialized_named_tensors"
+            )
+
     @cached_property
     def trainers(self) -> Trainers:
         return Trainers(self.place.begin_thread)
@@ -146,10 +170,7 @@ class ChangingRunner(Runner):
     def _receive(self, args: dict[str, Any]) -> Future[dict[str, Any]] | None:
         """Raises InvalidField, at once or later."""
         self._check_changes()
-        if self.source.kind == "gguf":
-            raise UnsupportedField(
-                "weights of GGUF files cannot be updated", param="serialized_named_tensors"
-            )
+        self._check_tensors()
         if "group" in args:
             wanted = {name: (shape, getattr(torch, kind)) for name, shape, kind in args["tensors"]}
             return self.trainers.receive(args["group"], wanted, partial(self._look_at, "names"))

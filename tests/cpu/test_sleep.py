@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from tiny import LLAMA, make_core, run, submit, tiny_config, tiny_source
 from sgla.actors.ingress import Ingress
 from sgla.config import Config
 from sgla.device import Device
-from sgla.errors import ConfigError, InvalidField, Loading, UnsupportedField
+from sgla.errors import ConfigError, InvalidField, Loading, SglaError, UnsupportedField
 from sgla.executor.fake import fake_facts
 from sgla.loading.source import open_source
 from sgla.memory import resident
@@ -189,6 +190,47 @@ async def test_ranks_wake_where_one_cannot_sleep() -> None:
     with pytest.raises(UnsupportedField):
         await ingress.sleep(True, "host")
     assert (ingress.phase, ingress.asleep, told) == ("ready", set(), ["sleep", "wake"])
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize(
+    ("name", "args", "asked"),
+    [
+        ("sleep", (True, "host"), {"weights": "host"}),
+        ("update_weights", ("/w", None), {"path": "/w"}),
+        ("take_tensors", ([b"x"], None), {"path": ""}),
+        ("take_from_servers", ({"CPU-0": "ipc://x"}, None), {"path": ""}),
+        ("take_from_trainer", ("group", [], None), {"path": ""}),
+    ],
+)
+async def test_no_request_ends_for_what_cannot_be_done(
+    name: str, args: tuple[Any, ...], asked: dict[str, str], refused: bool
+) -> None:
+    told = list[Any]()
+
+    async def control(command: Control) -> None:
+        told.append(command.args if command.verb == "may_change" else command.verb)
+        if refused:
+            raise UnsupportedField("not here")
+
+    async def clear() -> None:
+        told.append(ingress.phase)
+        del ingress._open["r"]
+
+    ingress = resting(control)
+    ingress.config = Config(weight_folders=["/"])
+    ingress._renew = lambda weights: True
+    ingress._open["r"] = object()
+    if refused:
+        with pytest.raises(UnsupportedField):
+            await getattr(ingress, name)(*args, clear=clear)
+        assert (told, ingress.phase, [*ingress._open]) == ([asked], "ready", ["r"])
+        return
+    with suppress(SglaError):  # of a folder that is none
+        await getattr(ingress, name)(*args, clear=clear)
+    resting_as = "sleeping" if name == "sleep" else "updating"
+    assert told[:2] == [asked, resting_as], "nobody comes once requests are ended"
+    assert len(told) > 2
 
 
 def test_a_step_under_way_is_waited_for() -> None:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.lanes import Lanes
+from sgla.actors.resting import Clear
 from sgla.config import Config
 from sgla.defaults import Defaults
-from sgla.errors import ContextTooLong, Loading
+from sgla.errors import ContextTooLong, Loading, UnsupportedField
 from sgla.media import worker
 from sgla.messages import (
     CacheGroup,
@@ -141,6 +142,7 @@ class FakeIngress:
         self.flushable = True
         self.users = 0
         self.paused = False
+        self.refuses = False  # what changes memory or weights
         self.slept: list[bool | None] = []  # whether with the weights; None: woken
         self.jobs: list[Job] = []
         self.cancels: list[tuple[str, str]] = []
@@ -215,23 +217,38 @@ class FakeIngress:
             running=len(self.open_jobs), pages_total=256, pages_free=200, pages_cached=40, pages_evictable=40
         )
 
-    async def sleep(self, kv: bool, weights: str) -> bool:
+    async def sleep(self, kv: bool, weights: str, clear: Clear | None = None) -> bool:
+        await self._cleared(clear)
         self.slept.append((kv, weights))
         return self.flushable
+
+    async def _cleared(self, clear: Clear | None) -> None:
+        if self.refuses:
+            raise UnsupportedField("not here")
+        if clear is not None:
+            await clear()
 
     weight_version = "default"
 
     def name_weights(self, version: str) -> None:
         self.weight_version = version
 
-    async def take_from_servers(self, servers: Mapping[str, str], version: str | None) -> bool:
+    async def take_from_servers(
+        self, servers: Mapping[str, str], version: str | None, clear: Clear | None = None
+    ) -> bool:
+        await self._cleared(clear)
         self.brought = [servers]
         self.weight_version = version or self.weight_version
         return self.flushable
 
     async def take_tensors(
-        self, payloads: Sequence[bytes], version: str | None, names: Sequence[str] = ()
+        self,
+        payloads: Sequence[bytes],
+        version: str | None,
+        names: Sequence[str] = (),
+        clear: Clear | None = None,
     ) -> bool:
+        await self._cleared(clear)
         self.brought = [*payloads, *names]
         self.weight_version = version or self.weight_version
         return self.flushable
@@ -242,11 +259,17 @@ class FakeIngress:
     async def leave_trainer(self, group: str) -> None:
         self.brought = [group]
 
-    async def take_from_trainer(self, group: str, tensors: Any, version: str | None) -> bool:
+    async def take_from_trainer(
+        self, group: str, tensors: Any, version: str | None, clear: Clear | None = None
+    ) -> bool:
+        await self._cleared(clear)
         self.brought = [group, *tensors]
         return self.flushable
 
-    async def update_weights(self, folder: str, version: str | None) -> bool:
+    async def update_weights(
+        self, folder: str, version: str | None, trusted: bool = False, clear: Clear | None = None
+    ) -> bool:
+        await self._cleared(clear)
         self.weight_version = version or folder
         return self.flushable
 

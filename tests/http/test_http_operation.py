@@ -164,6 +164,35 @@ async def test_sleep_and_wake(site: Site) -> None:
         assert (await site.post(path, body))[0] == 400
 
 
+async def test_requests_run_on_where_a_change_is_refused(serve: Serve) -> None:
+    site, key = await serve(FakeIngress(), admin_api_key=["boss"]), bearer("boss")
+    site.ingress.manual = True
+    running = await_task(site.http.post("/generate", json={"text": "x"}, headers=key["headers"]))
+    while not site.ingress.open_jobs:
+        await site.get("/health")
+    clears = {"abort_all_requests": True}
+    changes: list[tuple[str, Any]] = [
+        ("/sleep?mode=abort", b""),
+        ("/update_weights_from_disk", clears | {"model_path": "/new"}),
+        ("/update_weights_from_tensor", clears | {"serialized_named_tensors": ["eHk="]}),
+        ("/update_weights_from_ipc", clears | {"zmq_handles": {"GPU-1": "ipc://x"}}),
+        (
+            "/update_weights_from_distributed",
+            clears | {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]},
+        ),
+    ]
+    site.ingress.refuses = True
+    for path, body in changes:
+        assert (await site.post(path, body, **key))[0] == 400
+        assert len(site.ingress.open_jobs) == 1
+    site.ingress.refuses, site.ingress.phase = False, "loading"
+    assert (await site.post("/update_weight_version", clears | {"new_version": "2"}, **key))[0] == 503
+    assert len(site.ingress.open_jobs) == 1
+    site.ingress.phase = "ready"
+    assert (await site.post("/update_weight_version", clears | {"new_version": "2"}, **key))[0] == 200
+    assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 METHOD = {"method": "update_weights_from_ipc"}
 HANDLES = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]], "ipc_handles_pickled": "eHk="}
 
