@@ -205,11 +205,15 @@ class Budget:
         self.weights, self._step_tokens, self._slots, self._beside = weights, step_tokens, slots, beside
         self.ledger: dict[str, int] = {}
 
-    def pool(self, config: Config, pool: Pool, peak: Peak, graphs: int, guesses: int = 0) -> list[int]:
+    def pool(
+        self, config: Config, pool: Pool, peak: Peak, graphs: int, guesses: int = 0, copies: int = 0
+    ) -> list[int]:
         """As many pages of each group as there is memory for, or as the user wants. ``graphs``: bytes that
-        these are going to take; ``guesses``: of states behind guesses. Raises OutOfMemory."""
+        these are going to take; ``guesses``: of states behind guesses; ``copies``: that threads take which
+        move units. Raises OutOfMemory."""
         torch.cuda.empty_cache()
-        kept = ledger_of(peak, graphs) | ({"guesses": guesses} if guesses else {})
+        later = {"guesses": guesses, "copies": copies}
+        kept = ledger_of(peak, graphs) | {name: size for name, size in later.items() if size}
         free, total = torch.cuda.mem_get_info()
         free -= sum(kept.values()) + self._beside + round((1 - config.memory_fraction) * total)
 

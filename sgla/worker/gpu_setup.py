@@ -23,14 +23,14 @@ from sgla.worker.gpu_lent import GpuLending
 from sgla.worker.gpu_load import dtype_of
 from sgla.worker.gpu_memory import FEWER_TOKENS, Peak, graph_bytes, within_memory
 from sgla.worker.gpu_model import GpuModel
-from sgla.worker.gpu_tiers import ABREAST, GpuMemory, HostTier, by_lanes, open_host
+from sgla.worker.gpu_tiers import ABREAST, GpuMemory, HostTier, by_lanes, open_host, thread_bytes
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
 from sgla.worker.lent import HostLending
 from sgla.worker.memory import cache_groups, mib
 from sgla.worker.parts import parts_of_units
 from sgla.worker.prompt_graphs import HISTORY, REAL, TOKENS, PromptGraphs
-from sgla.worker.tier_setup import Units, open_tiers
+from sgla.worker.tier_setup import Units, open_tiers, threaded
 from sgla.worker.warm_up import measure, warm_up
 
 STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
@@ -110,7 +110,10 @@ class GpuSetup(GpuModel):
         demand = Demand(steps.slots, steps.step_tokens, config.prefix_cache)
         pool = Pool(steps.groups, config.page_size, demand)
         spare = steps.spare * steps.groups[-1].page_bytes(config.page_size)
-        pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts), spare)
+        copies = threaded(config) * thread_bytes(pool.page_bytes)
+        pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts), spare, copies)
+        if staged := sum(x.nbytes for x in (self._staging, self._handing) if x is not None):
+            self.budget.ledger["copies"] = copies + staged
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             make = None if self.regions is None else self.regions.kv.empty
             units = [*pages[:-1], pages[-1] + steps.spare]

@@ -325,6 +325,17 @@ def _follows(tensor: Tensor, run: list[Tensor]) -> bool:
     return same and gap == before > 0 and (tensor.shape, tensor.stride()) == (last.shape, last.stride())
 
 
+def batch_of(nbytes: int) -> int:
+    """Units of so many bytes that a thread takes at a time."""
+    return max(1, BATCH // max(1, nbytes))
+
+
+def thread_bytes(widths: Sequence[int]) -> int:
+    """Of the GPU, and as many of the host's memory, that the threads of a tier of files take at most, where
+    units of the cache groups have such ``widths``."""
+    return ABREAST * sum(batch_of(nbytes) * nbytes for nbytes in widths)
+
+
 class UnitRoom(NamedTuple):
     """A thread's: room for units in pinned memory, ``rows``, and on the GPU, ``staged`` uint8[batch, bytes of
     a unit]; which they are, int64[batch]; and what they cross by."""
@@ -344,7 +355,7 @@ class GpuMemory:
         """``tensors``: see ``HostTier``; ``begin_thread``: of one that uses the GPU."""
         self._tensors, self._begin = _joined(_wide(tensors)), begin_thread
         self.nbytes = sum(tensor.shape[1] for tensor in tensors)
-        self.batch = max(1, BATCH // max(1, self.nbytes))
+        self.batch = batch_of(self.nbytes)
         self._own = threading.local()
 
     def mark(self) -> torch.cuda.Event:

@@ -56,6 +56,11 @@ def asks_for_tiers(config: Config) -> bool:
     return config.kv_disk is not None or config.kv_store is not None or config.role != "both"
 
 
+def threaded(config: Config) -> int:
+    """Tiers whose units threads read and write."""
+    return (config.kv_disk is not None) + (config.kv_store is not None) + (config.role == "decode")
+
+
 def open_tiers(
     copies: Copies, config: Config, source: ModelSource, shard: Shard, units: Units
 ) -> Identity | None:

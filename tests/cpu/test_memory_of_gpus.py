@@ -30,7 +30,9 @@ from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, LayerState, Pool, kv_groups
 from sgla.worker import gpu_memory
 from sgla.worker.gpu_memory import Advice, Budget, Peak, Weights, size_pool, splits, within_memory
+from sgla.worker.gpu_tiers import GpuMemory, thread_bytes
 from sgla.worker.region import Region
+from sgla.worker.tier_setup import threaded
 
 HERE = Path(__file__).parent
 MODELS = HERE.parents[1] / "bench/models"
@@ -277,6 +279,27 @@ def test_a_part_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(OutOfMemory, match="raise --memory-fraction") as caught:
         budget.pool(Config(memory_fraction=0.1), POOL, Peak(0, 0), 0)
     assert caught.value.param == "memory_fraction"
+
+
+def test_threads_that_move_units_have_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900 * MIB, 1000 * MIB))
+    monkeypatch.setattr(gpu_memory, "RESERVE", 0)
+    budget = Budget(Weights(spec("qwen3-0.6b"), "bfloat16", None, 1, False), 1, 1)
+    assert budget.pool(Config(), POOL, Peak(0, 0), 0, copies=128 * MIB) == [771]
+    assert budget.ledger["copies"] == 128 * MIB
+    budget.ledger.clear()
+    budget.pool(Config(), POOL, Peak(0, 0), 0)
+    assert "copies" not in budget.ledger
+
+
+def test_bytes_of_threads_that_move_units() -> None:
+    """What the rooms of eight threads take for units of each cache group: some at a time, or a large one."""
+    groups = [[torch.zeros(5, width, dtype=torch.uint8)] for width in (3 << 20, 1000, 20 << 20)]
+    memory = [GpuMemory(tensors, lambda: None) for tensors in groups]
+    assert [units.batch for units in memory] == [2, 8388, 1]
+    assert thread_bytes([units.nbytes for units in memory]) == 8 * sum(x.batch * x.nbytes for x in memory)
+    tiers = [{}, {"kv_disk": "/kv:1G"}, {"kv_disk": "/kv:1G", "kv_store": "/kv"}]
+    assert [threaded(Config(**settings)) for settings in tiers] == [0, 1, 2]
 
 
 class Pieces:
