@@ -45,6 +45,8 @@ VARIANTS: Mapping[str, dict[str, int]] = {
     "c8p2": {C: 8, P: 2},
     "c8dirt2": {C: 8, D: 1, T: 2},
     "c8p4t2": {C: 8, P: 4, T: 2},
+    "t4": {T: 4},
+    "c8p4t4": {C: 8, P: 4, T: 4},
     "c8p4dirt2": {C: 8, P: 4, D: 1, T: 2},
     "c8p8": {C: 8, P: 8},
     "c8p4f3": {C: 8, P: 4, F: 3},

@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     if (at.split < at.blocks) {  // they are read while others use the memory
       prefetch_to_l2(layer.k + spots.first + self.lane * 64);
       prefetch_to_l2(layer.v + spots.first + self.lane * 64);
-      if (TILES_EACH == 2 && at.few) {
+      if (TILES_EACH > 1 && at.few) {
         prefetch_to_l2(layer.k + spots.second + self.lane * 64);
         prefetch_to_l2(layer.v + spots.second + self.lane * 64);
       }

@@ -518,7 +518,7 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
     // all layers.
     {
       const long long from = tile == first            ? spots.first
-                             : TILES_EACH == 2 && at.few ? spots.second
+                             : TILES_EACH > 1 && at.few && tile == first + WARPS ? spots.second
                                                    : tile_at(p, at, tile);
       const bf16 *k_from = layer.k + from + g * HD + t * 8, *v_from = layer.v + from + t * 2 * HD + g * 8;
 #pragma unroll
