@@ -9,6 +9,7 @@ product: microseconds by variant.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.cuda import build as compiled
 from sgla.kernels.cuda import stationary_gemm as sg
 from sgla.kernels.rehearsal import compilers, rehearsing
-from sgla.kernels.triton import fp8
+from sgla.kernels.triton import e2m1, fp8
+from sgla.quant.weight import pack
 
 UNPACK = "if (BITS == 4) return (word >> (4 * p) & mask) | 0x43004300u;"
 MMA = "mma(sum[j][s % CHAINS], a0, a1, a2, a3, x[j][b][q][step % 2 * 2], x[j][b][q][step % 2 * 2 + 1]);"
@@ -177,10 +179,68 @@ def grouped(scratch: Path) -> None:
     lines.emit({"bench": "probe", "product": "qkv", "rows": m, "us": found})
 
 
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
+TILES = (  # outputs, warps, stages, splits
+    (64, 4, 5, 1),
+    (32, 4, 4, 1),
+    (32, 2, 4, 1),
+    (64, 2, 4, 1),
+    (128, 4, 3, 1),
+    (32, 2, 6, 2),
+    (64, 4, 3, 2),
+)
+
+
+def packed() -> None:
+    """Products of few rows by weights that are no integers, by tile, each shape by itself."""
+    kinds, xs = ("nf4", "mxfp4", "nvfp4", "mxfp8"), {}
+    served = e2m1.cut
+    made = {}
+    for kind in kinds:
+        for n, k in SHAPES:
+            first = pack(torch.randn(n, k, device="cuda") / k**0.5, kind)
+            count = -(-(150 << 20) // first.nbytes)
+            copies = [type(first)(n, k, *(t.clone() for t in first.tensors)) for _ in range(count)]
+            made[kind, n, k] = [first, *copies]
+            xs[k] = torch.randn(16, k, dtype=BF16, device="cuda")
+    cuts = [None, *(e2m1.Cut(16, e2m1.Tile(*tile)) for tile in TILES)]
+
+    def body(kind: str, n: int, k: int, cut: Any, m: int) -> Any:
+        def run() -> None:
+            for w in made[kind, n, k]:
+                e2m1.linear(xs[k][:m], w)
+
+        e2m1.cut = served if cut is None else lambda *_: cut
+        return run
+
+    with rehearsing():
+        for kind in kinds:
+            for n, k in SHAPES:
+                body(kind, n, k, None, 16)()
+                for cut in cuts:
+                    body(kind, n, k, cut, 1)()
+    for kind in kinds:
+        w = made[kind, 4096, 4096][0]
+        x = xs[4096]
+        y = x.float() @ w.dequant().T
+        e2m1.cut = served
+        error = float((e2m1.linear(x, w).float() - y).norm() / y.norm())
+        for m in (1, 16):
+            found = {}
+            for cut in cuts if m == 1 else cuts[:1]:
+                name = "served" if cut is None else " ".join(map(str, cut.tile))
+                times = [time_us(body(kind, n, k, cut, m), len(made[kind, n, k]), 5) for n, k in SHAPES]
+                found[name] = [round(us, 1) for us in (*times, sum(times))]
+            lines.emit({"bench": "probe", "kind": kind, "rows": m, "error": round(error, 5), "us": found})
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        stationary(Path(folder))
-        grouped(Path(folder))
+        for part in sys.argv[1:] or ("packed", "stationary", "grouped"):
+            if part == "packed":
+                packed()
+            else:
+                {"stationary": stationary, "grouped": grouped}[part](Path(folder))
     compilers().shutdown(wait=False, cancel_futures=True)
 
 
