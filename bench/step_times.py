@@ -1,11 +1,18 @@
-"""What the latest steps of a server took, by what was in them, from its step log."""
+"""What the latest steps of a server took, by what was in them, from its step log.
+
+python bench/step_times.py steps.sgla   # one JSON line: of a log that ``GET /step_log`` brought
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import urllib.request
 from array import array
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import lines
 
 from sgla.bench.report import percentile
 from sgla.observe import steplog
@@ -29,18 +36,26 @@ class Step(NamedTuple):
 
 def step_times(url: str) -> dict[str, dict[str, Any]]:
     """By kind: medians, 90th and 99th percentiles of what ``Step`` has, in ms."""
-    steps, found = steps_of(url), dict[str, list[Step]]()
+    return by_kind(steps_of(url))
+
+
+def by_kind(steps: list[Step]) -> dict[str, dict[str, Any]]:
+    found = dict[str, list[Step]]()
     for step in steps:
         found.setdefault(step.kind, []).append(step)
     return {kind: told(times) for kind, times in sorted(found.items())} | {"all": told(steps)}
 
 
 def steps_of(url: str) -> list[Step]:
-    """``new``: requests that begin, and so many tokens of them; ``in``, ``out``: beside copies to the device,
-    and from it, which have not been told of."""
     asked = urllib.request.Request(url + "/step_log", headers={"Authorization": f"Bearer {ADMIN}"})
     with urllib.request.urlopen(asked) as answer:
-        log = steplog.read(answer.read())
+        return steps_in(answer.read())
+
+
+def steps_in(data: bytes) -> list[Step]:
+    """``new``: requests that begin, and so many tokens of them; ``in``, ``out``: beside copies to the device,
+    and from it, which have not been told of."""
+    log = steplog.read(data)
     plans, before, found = dict[int, Any](), math.inf, list[Step]()
     moving = dict[int, str]()
     for call in (call for chapter in log.chapters for call in chapter.calls):
@@ -86,3 +101,13 @@ def against_neighbours(steps: list[Step]) -> dict[str, Any]:
         if alone:
             found.setdefault(step.kind, []).append(step.seconds / percentile(alone, 0.5))
     return {kind: {"count": len(x), "ratio": round(percentile(x, 0.5), 4)} for kind, x in found.items()}
+
+
+def main() -> None:
+    steps = steps_in(Path(sys.argv[1]).read_bytes())
+    told_of = {kind: fields for kind, fields in by_kind(steps).items() if "new" not in kind}
+    lines.emit({"bench": "steps", "beside": against_neighbours(steps)} | told_of)
+
+
+if __name__ == "__main__":
+    main()

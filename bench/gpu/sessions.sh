@@ -36,6 +36,7 @@ import sys, urllib.request
 asked = urllib.request.Request("http://127.0.0.1:$PORT/step_log", headers={"Authorization": "Bearer of-a-bench"})
 open(sys.argv[1], "wb").write(urllib.request.urlopen(asked).read())
 P
+  $PY bench/step_times.py "$OUT/steps-$1.sgla" | sed -n 's/^JSON //p' | cut -c1-300
 }
 run() { timeout -k 5 ${LIMIT:-200} $PY bench/sessions.py "$@" 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/sessions.jsonl" | cut -c1-900; }
 sessions() { # NAME, flags
