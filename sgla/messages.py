@@ -683,7 +683,8 @@ MOST_PROFILED = 1000  # steps of one profile
 
 
 class Dense(msgspec.Struct, kw_only=True):
-    """A linear layer behind the pooling: ``activation(x @ w.T + b)``. ``folder``: where its weights are."""
+    """A linear layer behind the pooling: ``activation(x @ w.T + b)``. ``folder``: where its weights are;
+    empty: in the model's own files."""
 
     folder: str
     inputs: int

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_blocks import LazyTensor, storage_of
+from sgla.hub.gguf_classes import DENSE
 from sgla.hub.gguf_deltas import heads_in_order
 from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
 from sgla.hub.gguf_keys import CHARSMAP, POOLED, SQUEEZED, read_sampling, read_vocabulary, token_id
@@ -31,6 +32,7 @@ from sgla.hub.quantized import parts_of
 # Ends of a turn that some files do not list as eos_token_id, by the token's text.
 _END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"}
 MOST_FACTORS = 1 << 16
+BARE = "{}: it lacks the layers behind the pooling, so vectors are llama.cpp's and not sentence-transformers'"
 FLOATS = "{}: the quantized matrices of an encoder become floating-point numbers"
 
 Layouts = Mapping[str, tuple[Layout, ...]]  # by the architecture's name
@@ -126,8 +128,12 @@ class GGUFFile:
     def notes(self) -> tuple[str, ...]:
         """What a user may want to know of the file. Raises as ``config`` does."""
         assert self.config
-        floats = self.layout.encoder and self._kept_parts()
-        return (*self._model.notes, *([FLOATS.format(self.path.name)] if floats else []))
+        found = [*self._model.notes]
+        if self.layout.encoder and self._kept_parts():
+            found.append(FLOATS.format(self.path.name))
+        if DENSE[0] in self.layout.top and not self.dense:
+            found.append(BARE.format(self.path.name))
+        return tuple(found)
 
     @property
     def pooled(self) -> str:
@@ -136,6 +142,12 @@ class GGUFFile:
         assert self.config
         kind = self.metadata.get(f"{self.architecture}.pooling_type", 0)
         return POOLED.get(kind, "mean" if self.layout.encoder and not kind else "")
+
+    @property
+    def dense(self) -> list[tuple[int, int]]:
+        """Outputs and inputs of the layers behind the pooling."""
+        shapes = (self._tensors[name].shape for name in DENSE if name in self._tensors)
+        return [(shape[0], shape[1]) for shape in shapes]
 
     def _is_float16(self) -> bool:
         """Whether matrices are float16, whose bits bfloat16 cannot keep."""

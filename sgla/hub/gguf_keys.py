@@ -300,6 +300,7 @@ def rules(layout: Layout) -> dict[str, Rule]:
     if layout.encoder:
         table |= {"attention.causal": Only((False,)), "pooling_type": Only((0, 1, 2))}
         table["classifier.output_labels"] = Text(str)
+        table |= dict.fromkeys(_FEATURES, SIZE)
     if layout.permuted:
         table["tensor_data_layout"] = Only(("Meta AI original pth",))
     return table | {key: Only(values) for key, values in layout.only.items()}
@@ -354,6 +355,7 @@ _ADVICE = {
     "split.count": "; join the parts with llama-gguf-split --merge",
     "pooling_type": "; serve embedding models from a folder with safetensors",
 }
+_FEATURES = tuple(f"dense_{i}_feat_{end}" for i in (2, 3) for end in ("in", "out"))  # as tensors say
 # Of general.sampling, in the words of generation_config.json.
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING |= {"penalty_repeat": "repetition_penalty"}

@@ -26,7 +26,7 @@ class HFTensor(NamedTuple):
     have another width. Of Mamba 1 i, c, w and j, S values of a channel's state, R what time steps are made
     of, T the same with B and C. Of gated delta nets i, c, w, j, z and p as of Mamba 2, Z twice z; Q are
     queries with their gates. Of Kimi's delta nets w, j, z and p as of Mamba 2. Of encoders Y types of
-    tokens, C classes."""
+    tokens, C classes, F and G what two layers behind the pooling make."""
 
     name: str
     dims: str

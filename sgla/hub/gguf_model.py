@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
-from sgla.hub.gguf_classes import CLASSES, TYPES, of_encoder
+from sgla.hub.gguf_classes import CLASSES, DENSE, TYPES, of_encoder
 from sgla.hub.gguf_deltas import delta_sizes, deltas, layer_widths
 from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
 from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
@@ -125,6 +125,8 @@ class GGUFModel:
             "V": self._rows("per_layer_token_embd.weight"),
             "Y": self._rows(TYPES),
             "C": self._rows(CLASSES),
+            "F": self._rows(DENSE[0]),
+            "G": self._rows(DENSE[1]),
             "L": latent,
             "E": latent or hidden,
         }
@@ -303,7 +305,11 @@ class GGUFModel:
     @cached_property
     def expected(self) -> dict[str, tuple[HFTensor, ...]]:
         """The name of each tensor that the file must have -> the tensors of HF's class that it holds."""
-        expected = {name: stored.tensors for name, stored in (self.layout.top or TOP).items()}
+        expected = {
+            name: stored.tensors
+            for name, stored in (self.layout.top or TOP).items()
+            if not stored.given or self.sizes[stored.given]
+        }
         return (expected if self.layout.encoder else self._of_decoder(expected)) | {
             f"blk.{i}.{name}": tuple(p._replace(name=f"{self.layout.layers}.{i}.{p.name}") for p in targets)
             for i in range(self.layers)

@@ -114,6 +114,21 @@ NOMIC = {
     **_linear("attn_output_norm", "post_attention_layernorm", "d"),
     **_linear("layer_output_norm", "post_mlp_layernorm", "d"),
 }
+GEMMA_TOP = {
+    "token_embd.weight": one("embed_tokens.weight", "vd"),
+    "output_norm.weight": one("norm.weight", "d"),
+    "dense_2.weight": one("dense.0.weight", "Fd", given="F"),
+    "dense_3.weight": one("dense.1.weight", "GF", given="F"),
+}
+GEMMA = {
+    **{f"{name}.weight": one(f"{hf}.weight", "d") for name, hf in GEMMA_NORMS.items()},
+    "attn_q.weight": one("self_attn.q_proj.weight", "qd"),
+    **{f"attn_{part}.weight": one(f"self_attn.{part}_proj.weight", "kd") for part in "kv"},
+    "attn_output.weight": one("self_attn.o_proj.weight", "dq"),
+    **{f"attn_{part}_norm.weight": one(f"self_attn.{part}_norm.weight", "h") for part in "qk"},
+    **{f"ffn_{part}.weight": one(f"mlp.{part}_proj.weight", "fd") for part in ("gate", "up")},
+    "ffn_down.weight": one("mlp.down_proj.weight", "df"),
+}
 RANKED = 4  # value of pooling_type: there is a classification head
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 

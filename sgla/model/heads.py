@@ -93,7 +93,12 @@ def make_head(
     ``RobertaClassificationHead``, ``ModernBertPredictionHead`` and ``GenericForSequenceClassification``.
     """
     if pooling.task == "embed":
-        return [Linear.stored(dense) for dense in pooling.dense]
+        return [
+            Linear.stored(dense)
+            if dense.folder
+            else Linear.declared(build, f"dense.{i}", dense.inputs, dense.outputs, dense.bias)
+            for i, dense in enumerate(pooling.dense)
+        ]
     if classifier is None:
         return [Linear.declared(build, "score", hidden, pooling.size, bias=False)]
     first, activation, last = classifier

@@ -67,7 +67,11 @@ def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
         raise ConfigError(f"--task {task} does not fit {architecture}", param="task")
     if task == "classify":
         return _classifier(architecture, config, source.folder)
-    return _embedder(architecture, config, source.folder, stated)
+    pooling = _embedder(architecture, config, source.folder, stated)
+    for outputs, inputs in source.gguf().dense if stated else ():
+        pooling.dense.append(Dense(folder="", inputs=inputs, outputs=outputs, bias=False))
+        pooling.size = outputs
+    return pooling
 
 
 def _task(architecture: str, folder: Path) -> str:

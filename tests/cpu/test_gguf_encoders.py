@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
-from test_pooling import BERT, DECODER, LENGTHS, ROBERTA, ROTARY, answers, hidden, save_model
+from test_pooling import BERT, BOTH_WAYS, DECODER, LENGTHS, ROBERTA, ROTARY, answers, hidden, save_model
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
@@ -35,8 +35,13 @@ KEYS = {
     "head_dim": "attention.key_length",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "sliding_window": "attention.sliding_window",
 }
 MEAN, CLS, LAST, RANK = 1, 2, 3, 4
+GEMMA = {key: value for key, value in BOTH_WAYS.items() if key != "sliding_window_pattern"} | {
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 16,
+}
 WIDE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
 # Architecture of the file, HF's kind, its sizes, how the file pools, and that in words.
 MODELS: dict[str, tuple[Arch, str, dict[str, Any], int, str]] = {
@@ -44,6 +49,7 @@ MODELS: dict[str, tuple[Arch, str, dict[str, Any], int, str]] = {
     "bert, the first token": (Arch.BERT, "bert", BERT, CLS, "cls"),
     "xlm-roberta": (Arch.BERT, "xlm-roberta", ROBERTA, CLS, "cls"),
     "nomic": (Arch.NOMIC_BERT, "nomic_bert", ROTARY, MEAN, "mean"),
+    "embeddinggemma": (Arch.GEMMA_EMBEDDING, "gemma3_text", GEMMA, MEAN, "mean"),
     "qwen3": (Arch.QWEN3, "qwen3", DECODER | {"tie_word_embeddings": True}, LAST, "last"),
 }
 POOLS = {"mean": lambda h: h.mean(0), "cls": lambda h: h[0], "last": lambda h: h[-1]}
@@ -56,19 +62,22 @@ def write(
     quantized: Type | None = None,
     drop: str = "-",
     keys: Mapping[str, Any] = {},
+    more: Mapping[str, torch.Tensor] = {},
 ) -> Path:
     """``quantized``: the type of matrices of layers; ``drop``: a tensor that is left out; ``keys``: of the
-    metadata, others than in files, None for none."""
+    metadata, others than in files, None for none; ``more``: tensors, by their names in the file."""
     arch, model_type, _, pooling, _ = MODELS[name]
     config = hf.config.to_dict()
-    encoder = arch != Arch.QWEN3
     classes = "SequenceClassification" in hf.config.architectures[0]
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     found = {theirs: config[ours] for ours, theirs in KEYS.items() if config.get(ours) is not None}
-    found |= {"pooling_type": RANK if classes else pooling} | ({"attention.causal": False} if encoder else {})
+    found |= {"pooling_type": RANK if classes else pooling}
+    if arch in (Arch.BERT, Arch.NOMIC_BERT):
+        found["attention.causal"] = False
+        writer.add_token_type_count(config["type_vocab_size"])
     if rope := config.get("rope_parameters"):
-        found["rope.freq_base"] = float(rope["rope_theta"])
+        found["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     offset = config["pad_token_id"] + 1 if model_type == "xlm-roberta" else 0
     found["context_length"] -= offset
     for key, value in (found | dict(keys)).items():
@@ -76,8 +85,6 @@ def write(
             kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
             item = GGUFValueType.STRING if isinstance(value, list) else None
             writer.add_key_value(f"{writer.arch}.{key}", value, kind, item)
-    if encoder:
-        writer.add_token_type_count(config["type_vocab_size"])
     writer.add_tokenizer_model("bert")
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for hf_name, tensor in load_file(folder / "model.safetensors").items():
@@ -87,12 +94,16 @@ def write(
         theirs = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert theirs, hf_name
         values = tensor.numpy()[offset if theirs == "position_embd.weight" else 0 :]
+        if arch == Arch.GEMMA_EMBEDDING and hf_name.endswith("norm.weight"):
+            values = values + 1
         if theirs.startswith(drop):
             continue
         if quantized is not None and theirs.startswith("blk.") and values.ndim == 2:
             writer.add_tensor(theirs, quantize(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(theirs, np.ascontiguousarray(values))
+    for theirs, tensor in more.items():
+        writer.add_tensor(theirs, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,6 +126,30 @@ def test_vectors_equal_transformers(name: str, tmp_path: Path) -> None:
         found = answers(path, prompts, native_kernels=native)
         for prompt, vector in zip(prompts, found):
             np.testing.assert_allclose(vector, POOLS[kind](hidden(hf, prompt)).numpy(), atol=1e-4)
+
+
+def test_layers_behind_the_pooling_are_in_the_file(tmp_path: Path) -> None:
+    hf = save_model(tmp_path, "gemma3_text", "AutoModel", **GEMMA)
+    first, second = torch.randn(20, 48) / 48, torch.randn(12, 20) / 20
+    sizes = {"dense_2_feat_in": 48, "dense_2_feat_out": 20, "dense_3_feat_in": 20, "dense_3_feat_out": 12}
+    tensors = {"dense_2.weight": first, "dense_3.weight": second}
+    path = write(tmp_path, hf, "embeddinggemma", keys=sizes, more=tensors)
+    pooling = read_pooling(open_source(path))
+    assert pooling is not None
+    assert pooling.size == 12
+    prompts = random_prompts([3, 29])
+    for prompt, vector in zip(prompts, answers(path, prompts)):
+        expected = second @ (first @ hidden(hf, prompt).mean(0))
+        np.testing.assert_allclose(vector, expected.numpy(), rtol=1e-4, atol=1e-4)
+    assert not open_source(path).notes
+    (note,) = open_source(write(tmp_path, hf, "embeddinggemma")).notes
+    assert "lacks the layers behind the pooling" in note
+    tensors["dense_3.weight"] = torch.randn(12, 21)
+    with pytest.raises(WeightError, match=r"dense_3.weight has shape \[12, 21\], expected \[12, 20\]"):
+        open_source(write(tmp_path, hf, "embeddinggemma", more=tensors))
+    del tensors["dense_3.weight"]
+    with pytest.raises(WeightError, match="1 missing: dense_3.weight"):
+        open_source(write(tmp_path, hf, "embeddinggemma", more=tensors))
 
 
 @pytest.mark.parametrize("names", [None, ["bad"], ["bad", "good", "best"]])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sgla.model.families import gemma
 from sgla.model.families.keys import HEAD_DIM
 from sgla.model.family import Family
-from sgla.model.gguf_words import BERT, BERT_HEAD, BERT_TOP, NOMIC, NOMIC_TOP, RANKED, Gguf
+from sgla.model.gguf_words import BERT, BERT_HEAD, BERT_TOP, GEMMA, GEMMA_TOP, NOMIC, NOMIC_TOP, RANKED, Gguf
 
 _GEMMA3 = gemma.FAMILIES["Gemma3ForCausalLM"]
 _BERT = {
@@ -172,6 +172,16 @@ FAMILIES = {
         nulls=(*_GEMMA3.nulls, *_LOOSE),
         completed="sgla.model.rotary_spec:gemma",
         keys={"hidden_act": "hidden_activation", "layer_norm_eps": "rms_norm_eps"},
+        norm_offset=1.0,
+        gguf=(
+            Gguf(
+                "gemma-embedding",
+                tensors=GEMMA,
+                top=GEMMA_TOP,
+                layers="layers",
+                missing={"rope.freq_base": 1e6},
+            ),
+        ),
     ),
     "NomicBert": Family(
         ("nomic_bert",),
