@@ -808,6 +808,7 @@ class Facts(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None  # the model answers with vectors alone
     drafts: int = 0  # most tokens that a decode row may guess and verify; 0: none
     padded_drafts: bool = False  # a step computes all drafts that its rows may have, guessed or not
+    searched_drafts: bool = False  # they are looked for in what has come
     guided_drafts: bool = False  # rows with a grammar guess, too
     canvas: int = 0  # tokens of a block, which come together out of noise; 0: tokens come one by one
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured

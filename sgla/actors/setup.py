@@ -120,6 +120,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         costs=facts.costs,
         drafts=facts.drafts,
         padded_drafts=facts.padded_drafts,
+        searched_drafts=facts.searched_drafts,
         guided_drafts=facts.guided_drafts,
         canvas=facts.canvas,
         depth=config.depth or 2,

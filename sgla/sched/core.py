@@ -27,12 +27,14 @@ from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure
 from sgla.sched.queues import Queues, before_yielding
 from sgla.sched.recurrent import Recurrent
+from sgla.sched.repeats import Repeats
 from sgla.sched.request import Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
-MISSES = 4  # rows without a right guess after which a request guesses in every second step, then more rarely
-RAREST = 4  # doublings at most: in one of 16 steps
+UNTRIED = 2  # guesses of a request of which none was right yet
+MISSES = 3  # rows without a right guess after which a request guesses one token in every fourth step, then
+RAREST = 6  # four times as rarely with each, down to one of 2 ** RAREST steps
 
 
 class Size(NamedTuple):
@@ -59,6 +61,7 @@ class Core:
         self._pressure = Pressure(self._memory, self._queues, len(limits.groups), limits.reserve)
         shared = limits, self._memory, self._queues, self._pressure
         self._hurry = Hurry(limits, self._costs)
+        self._repeats = Repeats() if limits.searched_drafts and limits.drafts else None
         self._prefill = Prefill(*shared, self._costs, self._hurry, self._ledger)
         self._admission = Admission(*shared, self._prefill, self._hurry, self._ledger)
         self._prefetch = Prefetch(self._memory, self._queues)
@@ -222,7 +225,7 @@ class Core:
             if request.planned < request.prompt_len or request.known - request.planned > 1:
                 prefills.append(request)
                 continue
-            drafts = most if request.drafting and self._may_guess(request, step.number) else 0
+            drafts = self._drafts(request, most, step.number) if request.drafting else 0
             lacking = self._lacking(request, drafts)
             if drafts and lacking > max(0, self._memory.room(request)):
                 drafts, lacking = 0, self._lacking(request, 0)
@@ -253,12 +256,18 @@ class Core:
                 step.add_canvas(request)
         return prefills
 
-    def _may_guess(self, request: Request, step: int) -> bool:
-        """Where drafts cost time that are not guessed, a request whose latest were all wrong gets them ever
-        more rarely."""
-        if not self.limits.padded_drafts or request.misses < MISSES:
-            return True
-        return step % (1 << min(request.misses - MISSES + 1, RAREST)) == 0
+    def _drafts(self, request: Request, most: int, step: int) -> int:
+        """Where drafts cost time that are not guessed, a request gets none while its text repeats nothing, as
+        far as that is looked for, and one whose latest were all wrong one, ever more rarely."""
+        if not self.limits.padded_drafts:
+            return most
+        searched = self._repeats if not request.submit.sampling.grammar else None
+        if searched is not None and not searched.has(request):
+            return 0
+        if request.misses < MISSES:
+            return most if request.guesses[2] else min(most, UNTRIED)
+        rare = step % (1 << min(2 * (request.misses - MISSES + 1), RAREST)) == 0
+        return min(most, int(rare))
 
     def _lacking(self, request: Request, drafts: int) -> int:
         """Pages that a row of the pending token and so many drafts has not; none or less: it has all."""
@@ -303,6 +312,9 @@ class Core:
         counts.forced_tokens += outcome.forced
         counts.invalid_logits += outcome.faults
         self._ledger.verified(outcome.verified)
+        if self._repeats is not None:
+            for request in outcome.ended:
+                self._repeats.learn(request)
         self._queues.conclude(outcome.ended, step.number, now)
         return outcome.deltas
 

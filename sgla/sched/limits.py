@@ -36,6 +36,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     costs: list[StepCost] = []  # Facts.costs
     drafts: int = 0  # most tokens that a decode row may guess and verify
     padded_drafts: bool = False  # Facts.padded_drafts
+    searched_drafts: bool = False  # Facts.searched_drafts
     guided_drafts: bool = False  # Facts.guided_drafts
     canvas: int = 0  # Facts.canvas
     tiers: list[Tier] = []  # Facts.tiers

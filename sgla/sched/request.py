@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from sgla.cache.tier import chain
 from sgla.cache.tree import TOKEN_BYTES, Node
 from sgla.messages import Delta, Ready, Submit, TokenLogprob, int32
+from sgla.sched.repeats import Text
 from sgla.sched.repetition import Loop
 
 
@@ -140,6 +141,7 @@ class Request:
         "state",
         "stop_ids",
         "submit",
+        "text",
         "tokens",
         "told",
         "turn",
@@ -209,6 +211,7 @@ class Request:
         self.loose = 0  # its rows in flight with drafts: without one it is certain how far it has got
         self.guesses = 0, 0, 0  # see Delta
         self.misses = 0  # its latest rows with drafts of which none was right
+        self.text: Text | None = None  # what is known of its repeating itself
 
         self.cached = 0
         self.brought = ("device", 0)  # a place, and how many pages it has had copied from there

@@ -139,6 +139,7 @@ class GpuSetup(GpuModel):
             step_tokens=steps.step_tokens,
             costs=self._costs(),
             padded_drafts=config.speculative_adaptive,
+            searched_drafts=steps.drafts is not None and steps.drafts.searches,
             guided_drafts=True,
             dtype=dtype_of(config),
             device=self.place.device.name,

@@ -329,6 +329,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "drafts": random.choice((0, 0, 1, 3, 8)),
         "adapters": random.choice((1, 2, 4)),
         "padded_drafts": random.random() < 0.5,
+        "searched_drafts": random.random() < 0.3,
         "guided_drafts": random.random() < 0.7,
         "itl_target": random.choice((None, None, 2.0)),
         "policy": random.choice(("fcfs", "lpm", "auto", "dfs-weight", "lof", "random", "priority")),

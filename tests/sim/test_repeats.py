@@ -1,0 +1,106 @@
+"""Rows get drafts that n-grams are looked for in while their texts repeat what came before, and rarely while
+what is guessed is wrong."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from simulation import make_limits, make_submit
+
+from sgla.messages import SAMPLE, StepResult, int32
+from sgla.sched.core import Core
+from sgla.sched.repeats import Text
+from sgla.worker.state import column
+
+DRAFTS, TOKENS = 5, 512
+# Milliseconds of a step of Qwen3-0.6B with so many rows, and what each that guesses costs beside it.
+MS, BESIDE = {1: 0.44, 2: 0.6, 3: 0.65, 6: 0.83}, 0.3
+
+
+def test_a_text_knows_whether_its_latest_pair_came_before() -> None:
+    """Several pairs share a bit, so that it may seem so where it did not."""
+    rng, wrong = np.random.default_rng(0), 0
+    for vocab, step in ((3, 1), (40, 1), (40, 7), (5000, 3)):
+        tokens, text, seen = array("I"), Text(), set[tuple[int, int]]()
+        for _ in range(300):
+            for token in rng.integers(0, vocab, rng.integers(1, step + 1)).tolist():
+                again = bool(tokens) and (tokens[-1], token) in seen
+                if tokens:
+                    seen.add((tokens[-1], token))
+                tokens.append(token)
+            found = text.read(tokens)
+            assert found == text.read(tokens)
+            assert found or not again
+            wrong += found != again
+    assert wrong <= 4
+
+
+def drafts_of(
+    draw: Callable[[int], int], depth: int, right: int = 0, prompt: range = range(20), **limits: bool
+) -> list[int]:
+    """Of each step of a request: how many guesses it has room for, of which ``right`` are right; -1: it knows
+    of none. The ``draw``-n token of its output is told."""
+    core = Core(make_limits(
+        pages=400, depth=depth, drafts=DRAFTS, context_len=1024, step_tokens=64, padded_drafts=True, **limits
+    ))  # fmt: skip
+    core.offer(make_submit("a", list(prompt), TOKENS), 0.0)
+    flights, found, count = deque(), [], 0
+    while not core.idle:
+        while (plan := core.plan(0.0)) is not None:
+            flights.append(plan)
+        plan = flights.popleft()
+        most = int(column(plan.drafts).max()) if plan.drafts else -1
+        found.append(most)
+        took = 1 + max(0, min(most, right)) if np.frombuffer(plan.flags, np.uint8)[0] & SAMPLE else 0
+        tokens = int32([draw(count + i) for i in range(took)])
+        count += took
+        told = {"counts": int32([took]), "guessed": int32([most])} if most >= 0 else {}
+        core.retire(StepResult(step=plan.step, tokens=tokens, **told), 0.0)
+    return found
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_guesses_that_are_never_right_cost_little(depth: int) -> None:
+    found = drafts_of(lambda i: 1000 + i, depth)
+    cost = sum(MS[1 + max(most, 0)] + BESIDE * (most > 0) for most in found)
+    assert sum(most > 0 for most in found) > 8
+    assert cost < 1.03 * MS[1] * TOKENS
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_drafts_are_for_texts_that_repeat(depth: int) -> None:
+    """They begin two steps in flight behind the pair that came before, and end with the repetition."""
+    found = drafts_of(lambda i: 1000 + i, depth, searched_drafts=True)
+    assert sum(most > 0 for most in found) <= 2
+    begin, end = 100, 160
+
+    def draw(i: int) -> int:
+        return 1000 + i - (begin - 40) * (begin <= i < end)
+
+    found = drafts_of(draw, depth, searched_drafts=True)
+    places = [step for step, most in enumerate(found) if most > 0 and begin <= step <= 2 * end]
+    assert begin < places[0] <= begin + 2 + depth
+    assert places[-1] <= end + 1 + depth
+    assert len(places) > 3
+
+
+def test_what_others_were_answered_repeats() -> None:
+    limits = make_limits(
+        pages=400, depth=1, drafts=DRAFTS, context_len=1024, padded_drafts=True, searched_drafts=True
+    )
+    core = Core(limits)
+    for rid, space, guesses in (("first", "", False), ("again", "", True), ("apart", "x", False)):
+        core.offer(make_submit(rid, list(range(len(rid))), 40, namespace=space), 0.0)
+        count, most = 0, -1
+        while not core.idle:
+            plan = core.plan(0.0)
+            assert plan is not None
+            most = max(most, int(column(plan.drafts).max()) if plan.drafts else -1)
+            told = {"counts": int32([1]), "guessed": int32([0])} if plan.drafts else {}
+            core.retire(StepResult(step=plan.step, tokens=int32([1000 + count]), **told), 0.0)
+            count += 1
+        assert (most > 0) == guesses
