@@ -23,7 +23,7 @@ from sgla.hub.gguf_blocks import LazyTensor, storage_of
 from sgla.hub.gguf_classes import DENSE
 from sgla.hub.gguf_deltas import heads_in_order
 from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
-from sgla.hub.gguf_keys import CHARSMAP, POOLED, SQUEEZED, read_sampling, read_vocabulary, token_id
+from sgla.hub.gguf_keys import CHARSMAP, POOLED, RANKED, SQUEEZED, read_sampling, read_vocabulary, token_id
 from sgla.hub.gguf_layout import HFTensor, Layout
 from sgla.hub.gguf_model import GGUFModel
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT
@@ -142,6 +142,12 @@ class GGUFFile:
         assert self.config
         kind = self.metadata.get(f"{self.architecture}.pooling_type", 0)
         return POOLED.get(kind, "mean" if self.layout.encoder and not kind else "")
+
+    @property
+    def judges(self) -> bool:
+        """Whether it is a reranker that makes text. Raises as ``config`` does."""
+        kind = self.metadata.get(f"{self.architecture}.pooling_type")
+        return bool(self.config) and self.layout.judges and kind == RANKED
 
     @property
     def dense(self) -> list[tuple[int, int]]:

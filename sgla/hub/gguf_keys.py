@@ -296,7 +296,9 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table |= {SPARSE: Text(float), "altup.active_idx": COUNT, "altup.num_inputs": FEW}
         table |= {"attention.shared_kv_layers": COUNT, "embedding_length_per_layer_input": SIZE}
     if layout.pooled:
-        table["pooling_type"] = Only((0, *POOLED))
+        table["pooling_type"] = Only((0, *POOLED, *((RANKED,) if layout.judges else ())))
+    if layout.judges:
+        table["classifier.output_labels"] = Text(str)
     if layout.encoder:
         table |= {"attention.causal": Only((False,)), "pooling_type": Only((0, 1, 2))}
         table["classifier.output_labels"] = Text(str)
@@ -306,6 +308,7 @@ def rules(layout: Layout) -> dict[str, Rule]:
     return table | {key: Only(values) for key, values in layout.only.items()}
 
 
+RANKED = 4  # value of pooling_type: there is a classification head
 POOLED = {1: "mean", 2: "cls", 3: "last"}  # values of pooling_type, and how hidden states become one vector
 _FILES: dict[str, Rule] = {
     "general.type": Only(("model",)),

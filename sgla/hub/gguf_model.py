@@ -16,7 +16,7 @@ from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
 from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_heads import heads, latent, latent_sizes
-from sgla.hub.gguf_keys import PICKS, read_keys
+from sgla.hub.gguf_keys import PICKS, RANKED, read_keys
 from sgla.hub.gguf_layout import (
     ALTUP,
     HF_KEYS,
@@ -295,7 +295,10 @@ class GGUFModel:
             raise WeightError(f"the tensors do not fit a {self.architecture} model: " + "; ".join(complaints))
 
     def _left_out(self, name: str) -> bool:
-        """Whether a tensor is not used: that of a layer that guesses further tokens."""
+        """Whether a tensor is not used: that of a layer that guesses further tokens, or what a reranker may
+        answer, which is in the output layer too."""
+        if name == CLASSES:
+            return self.layout.judges and self.keys.get("pooling_type") == RANKED
         return name.startswith("blk.") and name.split(".")[1] in self._guessing
 
     @cached_property

@@ -129,7 +129,6 @@ GEMMA = {
     **{f"ffn_{part}.weight": one(f"mlp.{part}_proj.weight", "fd") for part in ("gate", "up")},
     "ffn_down.weight": one("mlp.down_proj.weight", "df"),
 }
-RANKED = 4  # value of pooling_type: there is a classification head
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 
 
@@ -166,4 +165,5 @@ class Gguf:
     windows_optional: bool = False
     top: Mapping[str, Stored] = field(default_factory=dict)
     layers: str = "model.layers"
+    judges: bool = False
     head: str = "Model"  # ends the name of an encoder's class

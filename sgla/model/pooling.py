@@ -56,6 +56,8 @@ def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
             raise ConfigError(f"--task {task} does not fit {architecture}", param="task")
         return dual_pooling(architecture, config)
     stated = source.gguf().pooled if source.gguf_path is not None else ""
+    if source.gguf_path is not None and source.gguf().judges and task not in ("rerank", "generate"):
+        raise judge(source.gguf_path)
     found = "embed" if stated else _task(architecture, source.folder)
     if task == "auto":
         task = found
@@ -72,6 +74,10 @@ def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
         pooling.dense.append(Dense(folder="", inputs=inputs, outputs=outputs, bias=False))
         pooling.size = outputs
     return pooling
+
+
+def judge(path: Path) -> ConfigError:
+    return ConfigError(f"{path} holds a reranker that makes text; add --task rerank", param="task")
 
 
 def _task(architecture: str, folder: Path) -> str:
@@ -125,7 +131,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     for entry in entries[:MAX_MODULES]:
         name, place = str(entry.get("type", "")).rpartition(".")[2], str(entry.get("path", ""))
         if name == "LogitScore":
-            raise ConfigError(f"{folder} holds a reranker that makes text; add --task rerank", param="task")
+            raise judge(folder)
         if name not in MODULES:
             raise ConfigError(f"{path}: module {name[:60]!r} is not supported", param="model")
         if Path(place).name != place or place == ".." or (name == "Transformer" and place):

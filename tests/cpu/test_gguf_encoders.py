@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import random_prompts
+from checkpoints import Eager, random_prompts
 from gguf import MODEL_ARCH as Arch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType
@@ -21,6 +21,7 @@ from test_pooling import BERT, BOTH_WAYS, DECODER, LENGTHS, ROBERTA, ROTARY, ans
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
+from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
@@ -207,7 +208,7 @@ def test_quantized_matrices_become_floats(kind: Type, tmp_path: Path) -> None:
         ("bert", {}, "blk.1.attn_q.bias", "1 missing: blk.1.attn_q.bias"),
         ("nomic", {"attention.head_count": 5}, "-", "heads|divide"),
         ("nomic", {"rope.dimension_count": 6}, "-", "rope.dimension_count is 6"),
-        ("qwen3", {"pooling_type": 4}, "-", "pooling_type is 4, .* must be 0 or 1 or 2 or 3"),
+        ("qwen3", {"pooling_type": 5}, "-", "pooling_type is 5, .* must be 0 or 1 or 2 or 3 or 4"),
     ],
 )
 def test_what_a_file_says_otherwise_is_refused(
@@ -217,6 +218,25 @@ def test_what_a_file_says_otherwise_is_refused(
     hf = save_model(tmp_path, model_type, "AutoModel", **sizes)
     with pytest.raises((ConfigError, WeightError), match=message):
         read_spec(open_source(write(tmp_path, hf, name, drop=drop, keys=keys)).config)
+
+
+def test_a_reranker_that_makes_text_says_so(tmp_path: Path) -> None:
+    """Qwen3-Reranker's files have the rows of yes and no beside the output layer."""
+    hf = save_model(tmp_path, "qwen3", "AutoModelForCausalLM", **MODELS["qwen3"][2])
+    keys = {"pooling_type": RANK, "classifier.output_labels": ["yes", "no"]}
+    rows = {"cls.output.weight": torch.randn(2, 48)}
+    source = open_source(write(tmp_path, hf, "qwen3", keys=keys, more=rows))
+    assert read_pooling(source, "rerank") is read_pooling(source, "generate") is None
+    for task in ("auto", "embed"):
+        with pytest.raises(ConfigError, match="a reranker that makes text; add --task rerank"):
+            read_pooling(source, task)
+    prompt = random_prompts([9])[0]
+    found = Eager(load_model(source)).prompt_logprobs([prompt])
+    with torch.no_grad():
+        expected = hf(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    with pytest.raises(WeightError, match="1 unexpected: cls.output.weight"):
+        open_source(write(tmp_path, hf, "qwen3", more=rows))
 
 
 def test_a_decoder_that_says_nothing_of_vectors_makes_text(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ FAMILIES = {
         pooled=True,
         windows=QWEN,
         qk_norm="head",
-        gguf=(Gguf("qwen3"),),
+        gguf=(Gguf("qwen3", judges=True),),
     ),
     "MistralForCausalLM": Family(
         ("mistral",),

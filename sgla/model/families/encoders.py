@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sgla.hub.gguf_keys import RANKED
 from sgla.model.families import gemma
 from sgla.model.families.keys import HEAD_DIM
 from sgla.model.family import Family
-from sgla.model.gguf_words import BERT, BERT_HEAD, BERT_TOP, GEMMA, GEMMA_TOP, NOMIC, NOMIC_TOP, RANKED, Gguf
+from sgla.model.gguf_words import BERT, BERT_HEAD, BERT_TOP, GEMMA, GEMMA_TOP, NOMIC, NOMIC_TOP, Gguf
 
 _GEMMA3 = gemma.FAMILIES["Gemma3ForCausalLM"]
 _BERT = {
