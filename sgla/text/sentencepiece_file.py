@@ -116,7 +116,7 @@ def backend_of(found: SentencePieces, settings: Mapping[str, Any]) -> Tokenizer:
     prefix = found.prefix and settings.get("add_prefix_space") is not False
     steps: list[Any] = [normalizers.Precompiled(found.charsmap)] if found.charsmap else []
     if found.squeezed:
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     cuts: list[Any] = []
     if prefix and settings.get("legacy") is False:
         cuts.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))

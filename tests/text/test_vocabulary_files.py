@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "baichuan": {"model_type": "bpe", **PLAIN, **BYTES, "user_defined_symbols": OWN},
     "bpe without bytes": {"model_type": "bpe", "vocab_size": 190},
     "unigram": {"model_type": "unigram", "vocab_size": 190},
+    "lines": {"model_type": "bpe", **BYTES, "normalization_rule_name": "nfkc"},
     "unigram of bytes": {"model_type": "unigram", **BYTES, "user_defined_symbols": ["<think>", "qu"]},
 }
 
@@ -61,7 +62,7 @@ def texts(count: int = 200) -> list[str]:
     return [text for text in found if "\u0301" not in text]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"lines"}))
 def test_sentencepiece_files_give_its_ids_and_texts(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(trained(name))
     theirs, cache = sentencepiece.SentencePieceProcessor(model_proto=trained(name)), tmp_path / "cache"
@@ -75,6 +76,14 @@ def test_sentencepiece_files_give_its_ids_and_texts(name: str, tmp_path: Path) -
                 assert ours.decode(ids) == theirs.decode(ids)
         assert ours.encode("a") == [theirs.bos_id(), *theirs.encode("a")]
     assert len(list(cache.iterdir())) == 1
+
+
+def test_spaces_are_squeezed_in_lines_and_cut_off_at_the_ends_of_a_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(trained("lines"))
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained("lines"))
+    ours = load_tokenizer(tmp_path)
+    for text in ("a \nb", "a\n b", "  a  \n\n  b  ", " \n ", "\n"):
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text), text
 
 
 def test_settings_say_what_marks_a_text(tmp_path: Path) -> None:
