@@ -16,13 +16,14 @@ from tiny import check_draws, make_core, over_two_ranks, run, submit, tiny_confi
 
 from sgla.config import Config
 from sgla.dist import Shard
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedValue
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.ops import StateLayer
 from sgla.ledger import ledger
 from sgla.loading import load
 from sgla.loading.load import load_model
 from sgla.messages import StepPlan, Submit
+from sgla.model.families import FAMILIES as DECODERS
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import Machine
@@ -227,6 +228,7 @@ def test_the_text_part_of_a_checkpoint_with_towers(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"]}, "layer_types"),
         ({"full_attention_interval": 0}, "full_attention_interval"),
         ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not supported.*'silu' is"),
         ({"attention_bias": True}, "attention_bias"),
     ],
 )
@@ -238,6 +240,16 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], word: str) -> None:
     assert spec.attention[0] == spec.attention[2]  # delta nets, but for every fourth layer
     with pytest.raises(ConfigError, match=word):
         read_decoder(config | change)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["minimax", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "qwen3_5_text"]
+)
+def test_other_activations_are_refused_where_states_have_them_too(model_type: str) -> None:
+    name = next(name for name, family in DECODERS.items() if model_type in family.types)
+    config = {"architectures": [name], "model_type": model_type, "hidden_act": "gelu_pytorch_tanh"}
+    with pytest.raises(UnsupportedValue, match="hidden_act 'gelu_pytorch_tanh' is not supported"):
+        read_decoder(config)
 
 
 @pytest.mark.parametrize(

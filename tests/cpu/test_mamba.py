@@ -214,6 +214,7 @@ def build_for(spec: ModelSpec, ranks: int) -> None:
         ("Jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms"),
         ("NemotronH", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern"),
         ("NemotronH", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ("NemotronH", {"attention_bias": True}, "attention_bias"),
         ("NemotronH", {"moe_latent_size": 8, "mlp_bias": True}, "moe_latent_size"),
     ],

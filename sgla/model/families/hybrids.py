@@ -7,8 +7,8 @@ from sgla.model.families.mixtures import MIXTRAL
 from sgla.model.family import Family, PredictorNames
 from sgla.model.gguf_words import AFTER_NORMS, BALANCED, SHARED_GATE, SIGMOID, Gguf
 
+_SILU = {"hidden_act": "silu"}  # of MLPs, and of what goes into a state
 _DELTA = {
-    "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_theta": 1e4,
@@ -32,6 +32,7 @@ _EXPERTS = {
 }
 _SHARED = ((".shared_expert.", ".shared_experts."),)
 _CAUSAL = {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"} | {
+    **_SILU,
     "attention_bias": False,
     "attn_output_gate": True,
     "mamba_ssm_dtype": "float32",
@@ -100,6 +101,7 @@ FAMILIES = {
         | {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": None},
         _CAUSAL,
         {"num_local_experts": "num_experts"},
+        honoured=(*_SILU,),
         model="sgla.model.delta:JoinedDelta",
         predictor=_PREDICTOR,
         attention="sgla.model.delta_spec:read",
@@ -121,6 +123,7 @@ FAMILIES = {
         ("qwen3_5_text",),
         _DELTA | sizes(248320, 4096, 12288, 32, 16, 32768, 4),
         _CAUSAL,
+        honoured=(*_SILU,),
         model="sgla.model.delta:Delta",
         also=("Qwen3_5ForConditionalGeneration",),
         outer=Family(("qwen3_5",), _TOWERS),
@@ -138,6 +141,7 @@ FAMILIES = {
         | {"num_experts_per_tok": 8, "num_experts": 256},
         _CAUSAL,
         {"num_local_experts": "num_experts"},
+        honoured=(*_SILU,),
         model="sgla.model.delta:Delta",
         also=("Qwen3_5MoeForConditionalGeneration",),
         outer=Family(("qwen3_5_moe",), _TOWERS),
@@ -151,7 +155,7 @@ FAMILIES = {
     ),
     "OlmoHybridForCausalLM": Family(
         ("olmo_hybrid",),
-        {key: value for key, value in DECODER.items() if key not in ("head_dim", "rope_theta")}
+        {key: value for key, value in DECODER.items() if key not in ("hidden_act", "head_dim", "rope_theta")}
         | sizes(100352, 3840, 11008, 32, 30, 65536)
         | {
             "attention_bias": False,
@@ -164,7 +168,8 @@ FAMILIES = {
             "linear_num_value_heads": None,
             "linear_allow_neg_eigval": True,
         },
-        CAUSAL,
+        CAUSAL | _SILU,
+        honoured=(*_SILU,),
         model="sgla.model.olmo_hybrid:OlmoHybrid",
         nulls=(
             *KV_HEADS,
@@ -181,7 +186,7 @@ FAMILIES = {
     ),
     "MiniMaxForCausalLM": Family(
         ("minimax", "minimax_m1", "minimax_text_01"),
-        DECODER
+        {key: value for key, value in DECODER.items() if key not in _SILU}
         | sizes(32000, 4096, 14336, 32, 32, 131072, 8)
         | {
             "rms_norm_eps": 1e-5,
@@ -197,8 +202,9 @@ FAMILIES = {
             **dict.fromkeys(_MINIMAX, None),
             **dict.fromkeys(_MINIMAX.values(), 1),
         },
-        CAUSAL | {"postnorm": True, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"},
+        CAUSAL | _SILU | {"postnorm": True, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"},
         {"num_experts": "num_local_experts"},
+        honoured=(*_SILU,),
         names=_MINIMAX,
         model="sgla.model.minimax:MiniMax",
         nulls=(*HEAD_DIM, *_MINIMAX, "rotary_dim", "attn_type_list"),
@@ -211,7 +217,6 @@ FAMILIES = {
         ("kimi_linear",),
         sizes(163840, 2304, 9216, 27, 32, 1048576, 32)
         | {
-            "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
             "kv_lora_rank": 512,
@@ -240,6 +245,7 @@ FAMILIES = {
             **dict.fromkeys(_KIMI),
         },
         {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"}
+        | _SILU
         | {
             "attention_bias": False,
             "mla_use_nope": True,
@@ -248,6 +254,7 @@ FAMILIES = {
             "rope_scaling": None,
             "use_grouped_topk": True,
         },
+        honoured=(*_SILU,),
         model="sgla.model.kimi:Kimi",
         nulls=(*KV_HEADS, *HEAD_DIM, "rope_theta"),
         names=_KIMI,
@@ -272,7 +279,7 @@ FAMILIES = {
     ),
     "BailingHybridForCausalLM": Family(
         ("bailing_hybrid",),
-        {key: value for key, value in DECODER.items() if key != "head_dim"}
+        {key: value for key, value in DECODER.items() if key not in ("hidden_act", "head_dim")}
         | sizes(157184, 2560, 6144, 42, 32, 262144, 32)
         | {
             "rope_theta": 6e6,
@@ -305,7 +312,9 @@ FAMILIES = {
             **dict.fromkeys(_BAILING),
         },
         {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"}
+        | _SILU
         | {"rope_interleave": True},
+        honoured=(*_SILU,),
         model="sgla.model.bailing:Bailing",
         nulls=(*KV_HEADS, *(_BAILING.keys() - {"num_experts", "num_shared_experts"})),
         names=_BAILING,

@@ -52,7 +52,6 @@ _NEMOTRON = {
     "hybrid_override_pattern": None,
     "layer_norm_epsilon": 1e-5,
     "head_dim": 128,
-    "mlp_hidden_act": "relu2",
     "mlp_bias": False,
     "tie_word_embeddings": False,
     "ssm_state_size": 128,
@@ -218,7 +217,7 @@ FAMILIES = {
         sizes(131072, 4096, 21504, 4, 32, 4096, 8) | _NEMOTRON,
         CAUSAL
         | {"attention_bias": False, "mamba_proj_bias": False, "sliding_window": None}
-        | {"n_shared_experts": 1, "rope_theta": 1e4},
+        | {"n_shared_experts": 1, "rope_theta": 1e4, "mlp_hidden_act": "relu2", "hidden_act": "relu2"},
         {"attention_head_dim": "head_dim", "rms_norm_eps": "layer_norm_epsilon"}
         | {"norm_eps": "layer_norm_epsilon"}
         | {"mamba_conv_bias": "use_conv_bias", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand"}
@@ -227,9 +226,9 @@ FAMILIES = {
             "mamba_num_heads": "num_heads",
             "ssm_state_size": "state_size",
             "use_bias": "proj_bias",
-            "mlp_hidden_act": "hidden_act",
             "layer_norm_epsilon": "rms_norm_eps",
         },
+        honoured=("mlp_hidden_act",),
         model="sgla.model.nemotron_h:NemotronH",
         nulls=("layers_block_type", "mtp_layers_block_type", "moe_latent_size"),
         attention="sgla.model.mamba_spec:nemotron",
