@@ -323,3 +323,20 @@ def test_gaps_of_a_tower_have_names() -> None:
         }
     )
     assert picture_stages.gaps([]) == {}
+
+
+def test_imagined_talks() -> None:
+    """Every turn has its answer; with a tier no prompt is read again."""
+    import imagined
+
+    given = ["--talks=6", "--at=2", "--pool=6000", "--rounds=3", "--question=600", "--answer=4"]
+    times = []
+    for tier in ("4", "0"):
+        world = imagined.World(imagined.parsed([*given, "--tier", tier])[0])
+        world.run()
+        assert all(0 < turn.start < turn.first <= turn.last for turn in world.turns.values())
+        assert [len(talk.tokens) for talk in world.talks] == [3 * 604] * 6
+        read = sum(tokens for _, tokens in world.mixed)
+        assert (read < 6 * (600 + 640 + 640)) == (tier == "4")
+        times.append(imagined.numbers(world)["ttft_mean_ms"])
+    assert times[0] < times[1]
