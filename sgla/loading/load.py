@@ -93,13 +93,13 @@ def load_model(
         report = on_progress or (lambda _: None)
         rank = shard or Shard()
         return load_generic(source, spec, dtype, rank, positions, seed, on_model, report)
-    if spec.tied and has_own_head(source):
+    rename = renaming(spec.architecture)
+    if spec.tied and has_own_head(source, rename):
         spec = replace(spec, tied=False)
     if spec.moe is not None and spec.moe.crossed and has_outputs_first(source, spec):
         spec = replace(spec, moe=replace(spec.moe, crossed=False))
     spec = replace(spec, stage=stage)
     quantization = spec.quantized(quantization, _device().type)
-    rename = renaming(spec.architecture)
     build = decoder_build(source, spec, dtype, quantization, shard or Shard(), rename)
     if context_len is not None and context_len > spec.context_len:
         raise ConfigError(
@@ -184,13 +184,15 @@ def _tell_names(adapters: Adapters, build: Build, rename: Callable[[str], str], 
         adapters.mend = lambda module, rows: mend(f"{adapters.rename(module)}.weight", Values(rows)).dense()
 
 
-def has_own_head(source: ModelSource) -> bool:
+def has_own_head(source: ModelSource, rename: Callable[[str], str]) -> bool:
     """Whether the files hold an output layer that is not the embedding, which counts for more than
-    ``tie_word_embeddings``, as in transformers. Raises WeightError."""
+    ``tie_word_embeddings``, as in transformers. ``rename``: from their names to declared ones. Raises
+    WeightError."""
     if source.kind not in ("safetensors", "pt"):
         return False
     tables = {"lm_head.weight", EMBEDDING}
-    found = {name: tensor for raw, tensor in stored_tensors(source) if (name := canonical(raw)) in tables}
+    names = ((canonical(rename(raw)), tensor) for raw, tensor in stored_tensors(source))
+    found = {name: tensor for name, tensor in names if name in tables}
     if len(found) < 2:
         return False
     head, embedding = found["lm_head.weight"], found[EMBEDDING]
@@ -276,7 +278,7 @@ class Declared:
 
     def look(self, source: ModelSource) -> None:
         """Read all of them, and store nothing. Raises WeightError."""
-        if self.tied and has_own_head(source):
+        if self.tied and has_own_head(source, self.rename):
             raise WeightError("the weights have an output layer of their own, which those before had not")
         tensors = _stream(source, self.build, self.seed, self.rename, self.mend)
         _look(_fitting(self.build.table, tensors, self.architecture, self.tied, self.ignored))

@@ -81,12 +81,22 @@ def test_known_buffers_and_a_tied_head_may_be_present(tmp_path: Path) -> None:
     assert torch.equal(Eager(plain).prompt_logprobs(prompts), Eager(alone).prompt_logprobs(prompts))
 
 
-def test_a_head_that_is_not_the_embedding_counts_for_more_than_the_configuration(tmp_path: Path) -> None:
-    """As in transformers."""
+@pytest.mark.parametrize(
+    ("model_type", "embedding", "changes"),
+    [
+        ("llama", "model.embed_tokens", {}),
+        ("gpt2", "transformer.wte", {"intermediate_size": ..., "num_key_value_heads": ...}),
+        ("falcon", "transformer.word_embeddings", {"intermediate_size": ..., "num_key_value_heads": ...}),
+    ],
+)
+def test_a_head_that_is_not_the_embedding_counts_for_more_than_the_configuration(
+    model_type: str, embedding: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """As in transformers, whatever files call the embedding."""
     from transformers import AutoModelForCausalLM
 
-    save_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
-    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].flip(0).clone()}))
+    save_checkpoint(tmp_path, model_type, tie_word_embeddings=True, **changes)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t[f"{embedding}.weight"].flip(0).clone()}))
     hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     prompts = random_prompts([9])
     with torch.no_grad():
