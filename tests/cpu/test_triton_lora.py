@@ -264,3 +264,5 @@ def test_layers_of_decode_rows_add_what_adapters_do(adds: bool, monkeypatch: pyt
     found = forward.hidden(batch, None, Mock()).float()
     assert (found - expected).norm() < 0.02 * expected.norm()
     assert len(taken) == 4 * adds
+    [program] = forward._programs.values()
+    assert ("expanded, gated" in [node.op for node in program.work.nodes.values()]) != adds

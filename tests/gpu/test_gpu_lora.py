@@ -33,7 +33,7 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
     from sgla.kernels import ops
     from sgla.kernels.cuda.batch_gemm import Unscaled
     from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
-    from sgla.kernels.triton.lora import FEW, MANY, add, expand_norm, shrink, sort
+    from sgla.kernels.triton.lora import FEW, MANY, add, expand_gated, expand_norm, shrink, sort
 
     torch.manual_seed(rank)
     with torch.device("cuda"):
@@ -82,6 +82,11 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
             found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
             for made, each in zip(found, wanted):
                 torch.testing.assert_close(made.float(), each, atol=tolerance, rtol=tolerance)
+        if len(sizes) == 2:
+            inner = shrink(x, stack, rows, False)
+            gated = expand_gated(y.clone(), inner, stack, rows, False, "silu").float()
+            wanted = ops.act_mul.body(expected, "silu")
+            torch.testing.assert_close(gated, wanted, atol=tolerance, rtol=tolerance)
         squares = torch.rand(32, -(-len(places) // 32) * 32) * k / 32
         scale = torch.rsqrt(squares.sum(0)[: len(places), None] / k + 1e-6)
         check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.lora import Rows, Stack, Tiles
-from sgla.kernels.triton.common import _begin, _pdl, cdiv, next_power_of_2
+from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv, next_power_of_2
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
@@ -237,6 +237,31 @@ def _expand_norm(
     tl.store(out + row * n + i, v * tl.rsqrt(tl.sum(v * v) / n + eps) * norm, mask=live)
 
 
+@triton.jit(do_not_specialize_on_alignment=["places"])
+def _expand_gated(
+    inner, b, places, y, out, n, s_place, s_rank, s_inner, R: tl.constexpr, RP: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some columns of gate and up of a row, and their activation. It loads what the adapter has
+    before it waits."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place, r = tl.load(places + row).to(tl.int64), tl.arange(0, RP)
+    live, there = i < n, r < tl.where(place > 0, R, 0)
+    source = b + tl.maximum(place - 1, 0) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
+    own = there[:, None] & live[None, :]
+    w, v = tl.load(source, mask=own, other=0.0), tl.load(source + n, mask=own, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(y + row * 2 * n + i, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(y + row * 2 * n + n + i, mask=live, other=0.0).to(tl.float32)
+    inner += row * 2 * R
+    gate += tl.sum(w.to(tl.float32) * _shrunk_of(inner, s_inner, r, there, SPLITS, SP)[:, None], 0)
+    up += tl.sum(v.to(tl.float32) * _shrunk_of(inner + R, s_inner, r, there, SPLITS, SP)[:, None], 0)
+    tl.store(out + row * n + i, _activate(gate, GELU) * up, mask=live)
+
+
 @triton.jit(do_not_specialize_on_alignment=["places", "ids"])
 def _pair(places, ids, order, runs, pairs, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Each pair of a token and an expert here is a tile."""
@@ -414,6 +439,19 @@ def expand_norm(
         num_warps=8, **_pdl(),
     )  # fmt: skip
     return out, residual
+
+
+def expand_gated(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool, kind: str) -> Tensor:
+    """``ops.act_mul`` of ``expand`` [T, 2 n], whose parts are gate and up: [T, n]."""
+    splits, tokens, _, rank = inner.shape
+    n, padded = y.shape[1] // 2, next_power_of_2(rank)
+    out, block = y.new_empty(tokens, n), max(64, 8192 // max(16, padded))
+    _expand_gated[tokens, cdiv(n, block)](
+        inner, stack.b, rows.places[sampled], y, out, n, stack.b.stride(0), stack.b.stride(2),
+        inner.stride(0), R=rank, RP=padded, SPLITS=splits, SP=next_power_of_2(splits), BLOCK=block,
+        GELU=kind == "gelu_tanh", **_pdl(),
+    )  # fmt: skip
+    return out
 
 
 def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
