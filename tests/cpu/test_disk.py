@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -629,6 +630,13 @@ def test_a_store_that_is_not_there_is_refused() -> None:
         with pytest.raises(ConfigError, match=word) as caught:
             store(url)
         assert caught.value.param == "kv_store"
+
+
+def test_a_package_of_a_store_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"s3fs.*pip install 'sgla\[remote\]'") as caught:
+        store("s3://bucket/kv")
+    assert caught.value.param == "kv_store"
 
 
 def test_the_identity_is_made_of_values_alone(tmp_path: Path) -> None:
