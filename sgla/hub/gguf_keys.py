@@ -297,6 +297,8 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table |= {"attention.shared_kv_layers": COUNT, "embedding_length_per_layer_input": SIZE}
     if layout.pooled:
         table["pooling_type"] = Only((0, *POOLED, *((RANKED,) if layout.judges else ())))
+    if layout.sees:  # of text all axes are one
+        table |= {"rope.dimension_sections": Text(int), "n_deepstack_layers": COUNT}
     if layout.judges:
         table["classifier.output_labels"] = Text(str)
     if layout.encoder:

@@ -100,6 +100,7 @@ class Layout:
     longrope: bool = False
     mscales: bool = False  # HF's longrope says by what cosines and sines are multiplied
     pooled: bool = False  # vectors are made of it, too
+    sees: bool = False  # what makes pictures of tokens is in another file
     judges: bool = False  # files of rerankers have beside the rows of what it may answer
     encoder: bool = False  # tokens see all others, and there is no output layer
     top: Mapping[str, Stored] = field(default_factory=dict)  # of an encoder: tensors of no layer

@@ -47,6 +47,7 @@ _GROUPS = (
     "DeepSeek-V2, V3 and R1 have them in groups and choose some of these first, which gives slightly other "
     "answers; files of newer converters have the key"
 )
+_BLIND = "{}: what sees is in another file (mmproj), which is not read, so pictures are refused; text alone"
 _MAGNITUDE = (
     "a GGUF file does not say short_mscale and long_mscale, so cosines and sines are multiplied by "
     "{}.rope.scaling.attn_factor, {:.4g}; Phi-3.5-MoE has 1.243 in transformers, which gives slightly other "
@@ -159,6 +160,8 @@ class GGUFModel:
     def notes(self) -> tuple[str, ...]:
         """What the file leaves open."""
         layout, keys = self.layout, self.keys
+        if layout.sees:
+            return (_BLIND.format(layout.name),)
         if layout.mscales and LONG in self._tables:
             return (_MAGNITUDE.format(layout.name, keys["rope.scaling.attn_factor"]),)
         name = layout.model_type

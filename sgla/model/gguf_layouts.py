@@ -71,6 +71,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         learned=family.learned,
         head_bias=family.head_bias,
         pooled=family.pooled,
+        sees=gguf.sees,
         judges=gguf.judges,
     )
 

@@ -165,5 +165,6 @@ class Gguf:
     windows_optional: bool = False
     top: Mapping[str, Stored] = field(default_factory=dict)
     layers: str = "model.layers"
+    sees: bool = False
     judges: bool = False
     head: str = "Model"  # ends the name of an encoder's class

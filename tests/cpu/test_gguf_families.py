@@ -407,6 +407,8 @@ DELTA_KEYS = {
     "rope__dimension_count": 4,
     "rope__dimension_sections": [1, 1, 0, 0],
 }
+SEES = {"rope__dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3}
+SEES |= {"attention__sliding_window": None}
 DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": (Arch.GEMMA, "gemma", TIED | {"head_dim": 16}, {}),
     "gemma2": (Arch.GEMMA2, "gemma2", TIED | WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
@@ -522,6 +524,18 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_5_text",
         DELTA | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
         DELTA_KEYS | {"attention__recurrent_layers": [False, True, True]},
+    ),
+    "qwen3-vl": (
+        Arch.QWEN3VL,
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": False},
+        SEES,
+    ),
+    "qwen2.5-vl": (
+        Arch.QWEN2VL,
+        "qwen2",
+        {"use_sliding_window": False},
+        {"rope__dimension_sections": [2, 1, 1, 0], "attention__sliding_window": None},
     ),
     "seed-oss": (Arch.SEED_OSS, "seed_oss", {"head_dim": 16}, {}),
     "ministral3": (
@@ -643,6 +657,13 @@ def check(hf: Any, path: Path, tolerance: float = 2e-4) -> None:
     expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
     found = Eager(load_model(open_source(path))).prompt_logprobs(PROMPTS)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def test_a_model_that_sees_says_that_its_file_does_not(saved: Saved) -> None:
+    folder, hf, arch, keys = saved("qwen3-vl")
+    assert "pictures are refused" in open_source(write(folder, hf, arch, **keys)).notes[0]
+    with pytest.raises(ConfigError, match="dimension_sections"):  # of another architecture
+        open_source(write(folder, hf, Arch.QWEN3, **keys))
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -839,6 +860,12 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_moe",
         EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
         {"attention__sliding_window": None},
+    ),
+    "qwen3-vl moe": (
+        Arch.QWEN3VLMOE,
+        "qwen3_moe",
+        EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
+        SEES,
     ),
     "olmoe": (Arch.OLMOE, "olmoe", {"num_experts": 6, "num_experts_per_tok": 2}, {}),
     "gpt-oss": (

@@ -66,7 +66,7 @@ FAMILIES = {
         pooled=True,
         windows=QWEN,
         qkv_bias=True,
-        gguf=(Gguf("qwen2"),),
+        gguf=(Gguf("qwen2"), Gguf("qwen2vl", sees=True)),
     ),
     "Qwen3ForCausalLM": Family(
         ("qwen3",),
@@ -89,7 +89,7 @@ FAMILIES = {
         pooled=True,
         windows=QWEN,
         qk_norm="head",
-        gguf=(Gguf("qwen3", judges=True),),
+        gguf=(Gguf("qwen3", judges=True), Gguf("qwen3vl", sees=True)),
     ),
     "MistralForCausalLM": Family(
         ("mistral",),

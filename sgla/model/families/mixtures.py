@@ -97,7 +97,10 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:qwen3",
         windows=switched(everywhere),
         qk_norm="head",
-        gguf=(Gguf("qwen3moe", missing={"expert_weights_norm": True}),),
+        gguf=(
+            Gguf("qwen3moe", missing={"expert_weights_norm": True}),
+            Gguf("qwen3vlmoe", missing={"expert_weights_norm": True}, sees=True),
+        ),
     ),
     "Llama4ForCausalLM": Family(
         ("llama4_text",),
