@@ -52,11 +52,14 @@ def test_graphs_go_on_after_a_sleep(model: dict[str, Any], settings: dict[str, A
         assert generate(runner, PROMPTS, 12, True) == first
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_prefixes_come_back_from_where_they_were_saved(tier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tier", "dtype"),
+    [("host", "auto"), ("disk", "auto"), ("host", "fp8"), ("disk", "fp8"), ("host", "int8")],
+)
+def test_prefixes_come_back_from_where_they_were_saved(tier: str, dtype: str, tmp_path: Path) -> None:
     """Pages that others have written meanwhile are what they were."""
     settings: dict[str, Any] = {"host": {"kv_host_bytes": 64 << 20}, "disk": {"kv_disk": f"{tmp_path}:64M"}}
-    runner = make(**settings[tier])
+    runner = make(**settings[tier], kv_cache_dtype=dtype)
     first = generate(runner, {0: PROMPTS[0]}, 12, True)
     count = -(-len(PROMPTS[0]) // runner.facts.page_size)
     pages, places = ints(*range(1, count + 1)), ints(*range(3, count + 3))
@@ -72,14 +75,15 @@ def test_prefixes_come_back_from_where_they_were_saved(tier: str, tmp_path: Path
         assert moved[0].ok
         assert not runner.copying
 
-    before = [layer.k[1 : count + 1].clone() for layer in runner.steps.kv]
+    kept = [x.view(torch.uint8) for layer in runner.steps.kv for x in (layer.k, layer.v)]
+    before = [x[1 : count + 1].clone() for x in kept]
     copy("device", tier, pages, places)
     with torch.inference_mode():
-        for layer in runner.steps.kv:
-            layer.k[1 : count + 1] = float("nan")
+        for x in kept:
+            x[1 : count + 1] = 0xFF  # of floats, that is none
     copy(tier, "device", places, pages)
-    for layer, had in zip(runner.steps.kv, before):
-        assert torch.equal(layer.k[1 : count + 1], had)
+    for x, had in zip(kept, before):
+        assert torch.equal(x[1 : count + 1], had)
     assert generate(runner, {0: PROMPTS[0]}, 12, True) == first
     runner.close()
 
