@@ -29,7 +29,7 @@ from sgla.worker.kv import memory_of
 from sgla.worker.lent import HostLending
 from sgla.worker.memory import cache_groups, mib
 from sgla.worker.parts import parts_of_units
-from sgla.worker.prompt_graphs import HISTORY, REAL, TOKENS, PromptGraphs
+from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.tier_setup import Units, open_tiers, threaded
 from sgla.worker.warm_up import measure, warm_up
 
@@ -181,13 +181,13 @@ class GpuSetup(GpuModel):
         return graph_bytes(count, layers, prompts * largest // max(largest, self.steps.step_tokens))
 
     def _costs(self) -> list[StepCost]:
-        """Steps that run as a graph read prompts more cheaply than larger ones. Not those of mixtures. Stages
-        were not measured, nor ranks that share requests or prompts out."""
+        """Steps that run as a graph read prompts more cheaply than larger ones.
+        Not those of mixtures, and several ranks gain nothing from them."""
         every = StepCost(tokens=self.steps.step_tokens, tile=STEP_TILE)
-        apart = self.shard.count > self.shard.size or self.shard.lockstep is not None
-        if not self.steps.reads_in_graphs or self.steps.model.spec.moe or apart:
+        several = self.shard.count > 1 or self.shard.lockstep is not None
+        if not self.steps.reads_in_graphs or self.steps.model.spec.moe or several:
             return [every]
-        limit = min(self.prompts.limit, TOKENS[-1])
+        limit = self.prompts.limit
         tokens = min(limit, MIXED) if self.budget.ledger["weights"] > HEAVY else limit
         return [StepCost(tokens=tokens, prompts=REAL, longest=HISTORY, tile=STEP_TILE), every]
 
