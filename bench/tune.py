@@ -253,7 +253,7 @@ def compile_ahead(layers: Sequence[Layer], rows: Iterable[int], most: int) -> No
             assert isinstance(config, batch_gemm.Config)
             named = {"gate": batch_gemm.SILU, "add": batch_gemm.ADD, "logits": batch_gemm.FLOAT32}
             epilogue = named.get(layer.behind, batch_gemm.STORE)
-            batch_gemm._kernel(config, batch_gemm.rows_of(config, m), epilogue, False)
+            batch_gemm.ask(config, m, epilogue)
 
 
 def main() -> None:
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="bench/models/qwen3-8b,bench/models/qwen3-0.6b")
     parser.add_argument("--tp", type=int, default=1, help="layers are those of one rank of so many")
+    parser.add_argument("--without", default="", help="what is behind layers that are left out: logits, say")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="in the order of their weight")
     parser.add_argument("--most", type=int, default=MOST, help="choices of tiles that are tried")
     parser.add_argument("--seconds", type=float, default=110)
@@ -271,7 +272,8 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
     sources = [open_source(Path(model), "dummy") for model in args.models.split(",")]
-    layers = list(dict.fromkeys(layer for source in sources for layer in layers_of(source, args.tp)))
+    every = dict.fromkeys(layer for source in sources for layer in layers_of(source, args.tp))
+    layers = [layer for layer in every if layer.behind not in args.without.split(",") or not layer.behind]
     rows = [int(m) for m in args.rows.split(",")]
     compile_ahead(layers, rows, args.most)
     times: dict[tuple[Product, int], dict[Algorithm, float]] = {}

@@ -36,18 +36,22 @@ nvidia-smi topo -m >>"$T/machine.txt" 2>&1; cat "$T/machine.txt" | head -12; pac
 for each in ${*:-sums steps8b tp8b tp30b ways ep30b data30b pp30b dcp cp8b pp dp tests}; do
   case $each in
   sums) part sums 60 python bench/allreduce.py --ranks 2 --rows 1,16,64,256 --layers 12 ;;
-  tune) part tune 200 python bench/tune.py --out "$T/tune" --tp 2 --seconds 180 --most 6 \
-        --rows 256,128,192,64,224,160,96,32,16,8192,4096,1 \
-        --models bench/models/qwen3-8b,bench/models/qwen3-30b-a3b
+  tune) both() { # half of the numbers of rows on each GPU
+          one() { CUDA_VISIBLE_DEVICES=$1 python bench/tune.py --out "$T/tune$1" --tp 2 --seconds "${TUNE:-100}" --most 4 \
+                  --without logits --rows "$2" --models bench/models/qwen3-8b; }
+          one 0 256,192,64,224,96 & one 1 128,16,160,32; wait
+        }
+        export -f both; export T; part tune $((${TUNE:-100} + 30)) bash -c both
         # What follows is measured with what was found. Products that the table has stay as they are.
-        python - "$T"/tune/*.jsonl <<'PY'
+        python - "$T"/tune?/H200.jsonl <<'PY'
 import json, sys
 from pathlib import Path
 table = Path("sgla/kernels/gpu/tuned/H200.jsonl")
 lines, product = table.read_text().splitlines(), lambda line: [json.loads(line)[key] for key in ("n", "k", "gated", "storage")]
 there = [product(line) for line in lines]
-new = [line for line in Path(sys.argv[1]).read_text().splitlines() if product(line) not in there]
+new = [line for path in sys.argv[1:] for line in Path(path).read_text().splitlines() if product(line) not in there]
 table.write_text("\n".join(lines + new) + "\n")
+(Path(sys.argv[1]).parent.parent / "H200.jsonl").write_text(table.read_text())
 print(len(new), "lines are new")
 PY
         ;;

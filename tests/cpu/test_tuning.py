@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from test_compile import BASE, SHAPES
 
 from sgla.config import Config
@@ -218,6 +219,37 @@ def test_the_bench_measures_in_its_order_until_its_time_is_spent() -> None:
     assert all(line.us["library"] == 5.0 for line in lines)
     read = [msgspec.json.decode(json.dumps(msgspec.to_builtins(line)), type=Line) for line in lines]
     assert read == lines
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each kernel would be compiled behind all others."""
+    import tune
+
+    asked: list[Any] = []
+
+    class Asked:
+        def __init__(self, file: str, name: str, *more: Any) -> None:
+            asked.append(more)
+
+        def launch(self, *args: Any) -> None: ...
+
+    layers = tune.layers_of(source_of(**SHAPES["qwen3-8b"] | QWEN), 2)[:4]
+    monkeypatch.setattr(batch_gemm, "Kernel", Asked)
+    monkeypatch.setattr(batch_gemm, "_maps", lambda *args: (None, None))
+    monkeypatch.setattr(batch_gemm, "_Params", lambda *args: None)
+    monkeypatch.setattr(batch_gemm, "_exchange", lambda *args: (torch.empty(1), torch.empty(1)))
+    batch_gemm._kernel.cache_clear()
+    tune.compile_ahead(layers, (64, 256), 4)
+    ahead = len(asked)
+    assert ahead > 12
+    for m, layer in tune.jobs(layers, (64, 256)):
+        n, k, gated, _ = layer.product
+        x, w = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16).expand(n, k)
+        for kernel, config in tune.candidates(m, *layer, 4):
+            if kernel == "tiles":
+                batch_gemm.linear(x, w, config, epilogue=batch_gemm.SILU if gated else batch_gemm.STORE)
+    assert len(asked) == ahead
+    batch_gemm._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 64, 160, 256, 512, 8192])

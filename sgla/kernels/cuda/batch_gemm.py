@@ -260,17 +260,23 @@ def _cut_rows(count: int, m: int, n: int, k: int) -> Config:
     return Config(64, split, 1 if alone else 2, split > 1 and (alone or m > 192), 64)
 
 
+def ask(config: Config, m: int, epilogue: int) -> Kernel:
+    """Begin to compile what multiplies ``m`` rows of bfloat16 alone."""
+    return _kernel(config, rows_of(config, m), epilogue, False, False, 0, False, False, 0)
+
+
+# Without defaults, since a call that leaves some out would be another one for the cache.
 @cache
 def _kernel(
     config: Config,
     rows: int,
     epilogue: int,
     scaled: bool,
-    e4m3: bool = False,
-    ranks: int = 0,
-    grouped: bool = False,
-    rounded: bool = False,
-    adapted: int = 0,
+    e4m3: bool,
+    ranks: int,
+    grouped: bool,
+    rounded: bool,
+    adapted: int,
 ) -> Kernel:
     stage, cluster = (config.box + rows) * 128 * config.panels, 1 if config.apart else config.split
     cluster = 2 if config.shares else cluster
