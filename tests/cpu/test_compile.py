@@ -195,6 +195,10 @@ def test_every_file_of_cuda_compiles() -> None:
             {"E4M3": 1, "GROUPED": 1, "STAGED": 2, "NORM": 1},
         ],
         "experts.cu": [{"GELU": 1}],
+        "integer_experts.cu": [
+            {"DOWN": 1, "CHANNELS": 768, "OUTPUTS": 2048, "ADD": 1},
+            {"BITS": 8, "GROUP": 32},
+        ],
         "token_experts.cu": [{"COMMON": 1}, {"DOWN": 1, "WIDTH": 1408, "OUTPUTS": 2048, "ROWS": 2, "ADD": 1}],
         "stationary_gemm.cu": [{"NORM": 1, "EPILOGUE": 2}, {"NT": 1, "BITS": 8, "SLICES": 3, "EPILOGUE": 1}],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}],

@@ -11,10 +11,14 @@ import pytest
 import torch
 from emulated_cuda import HERE, compile_kernel
 
-from sgla.kernels.cuda import token_experts
+from sgla.kernels.cuda import integer_experts, token_experts
 from sgla.kernels.cuda.token_experts import Chosen, Cut
+from sgla.kernels.integers import are_integers
+from sgla.quant.weight import pack
 
 D, F, EXPERTS = 264, 56, 7
+SIZES = ((12 * 2 * 136, 304), (12 * 304, 136))  # of experts in integers
+CASES = (("int4m32", 2, 3), ("int8g128", 2, 10), ("int4g64", 1, 9))
 
 
 @pytest.fixture
@@ -23,17 +27,19 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     class Emulated:
         def __init__(self, file: str, name: str, defines: dict[str, int], shared: int) -> None:
-            assert shared <= 113 << 10
+            assert shared <= (113 if file == "token_experts.cu" else 227) << 10
             self.library = compile_kernel(file, name, defines, 256, 1, tmp_path)
 
         def launch(self, grid: int, threads: int, params: Any) -> None:
             self.library.run(ctypes.byref(params), 1, grid)
 
-    monkeypatch.setattr(token_experts, "Kernel", Emulated)
-    monkeypatch.setattr(token_experts, "processors", lambda: 3)
-    token_experts._kernel.cache_clear()
+    for module in (token_experts, integer_experts):
+        monkeypatch.setattr(module, "Kernel", Emulated)
+        monkeypatch.setattr(module, "processors", lambda: 3)
+        module._kernel.cache_clear()
     yield
-    token_experts._kernel.cache_clear()
+    for module in (token_experts, integer_experts):
+        module._kernel.cache_clear()
 
 
 def assert_products(x: torch.Tensor, pairs: Chosen, p: torch.Tensor, ids: torch.Tensor, experts: int) -> None:
@@ -62,6 +68,33 @@ def test_the_kernel_equals_the_products(emulated: None, tokens: int, top_k: int,
     ids = torch.stack([torch.randperm(EXPERTS - common)[:top_k].int() for _ in range(tokens)])
     ids[:, top_k - common :] = EXPERTS - common + torch.arange(common)
     assert_products(x, Chosen(p, ids, common), p, ids, EXPERTS)
+
+
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+@pytest.mark.parametrize(
+    ("kind", "tokens", "top_k"),
+    [("int4g128", 1, 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
+def test_integers_are_multiplied_as_they_are(emulated: None, kind: str, tokens: int, top_k: int) -> None:
+    """Channels that fill no whole number of a warp's loads; tokens with more experts than a block warps."""
+    torch.manual_seed(0)
+    d, f, experts, named = 304, 136, 12, {"rtol": 1e-2, "atol": 1e-2}
+    x, p = torch.randn(tokens, d).bfloat16(), torch.rand(tokens, top_k)
+    ids = torch.stack([torch.randperm(experts)[:top_k].int() for _ in range(tokens)])
+    pairs, w, v = Chosen(p, ids, 0), *(pack(torch.randn(n, k) / 8, kind) for n, k in SIZES)
+    assert are_integers(w)
+    assert are_integers(v)
+    inner = integer_experts.gate_up(x, pairs, w, f, "silu")
+    dense = w.dequant().view(experts, 2 * f, d)
+    g, up = torch.einsum("td,tkfd->tkf", x.float(), dense[ids]).chunk(2, -1)
+    expected = torch.nn.functional.silu(g) * up * p[:, :, None]
+    torch.testing.assert_close(inner.float().view(tokens, top_k, f), expected, **named)
+    of_down = v.dequant().view(experts, d, f)[ids]
+    summed = torch.einsum("tkf,tkdf->td", inner.float().view(tokens, top_k, f), of_down)
+    torch.testing.assert_close(integer_experts.down(inner, pairs, v, d).float(), summed, **named)
+    residual = torch.randn(tokens, d).bfloat16()
+    added = integer_experts.down(inner, pairs, v, d, residual.clone())
+    torch.testing.assert_close(added.float(), summed + residual.float(), **named)
 
 
 def test_two_blocks_fit_on_a_multiprocessor() -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import experts, grouped_gemm, token_experts
+from sgla.kernels.cuda import experts, grouped_gemm, integer_experts, token_experts
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
 from sgla.kernels.expert_counts import ExpertCounts
-from sgla.kernels.integers import KINDS
+from sgla.kernels.integers import KINDS, are_integers
 from sgla.kernels.lora_moe import Adapted
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Clamped, Gating, Routing
@@ -71,6 +71,8 @@ class Few:
     def _down(self, out: Tensor | None) -> Tensor:
         if isinstance(self.pairs, Tensor):
             return moe.few_down(self.inner, self.down.data, self.down.scale, self.pairs, self.width, out)
+        if are_integers(self.down):
+            return integer_experts.down(self.inner, self.pairs, self.down, self.width, out)
         return token_experts.down(self.inner, self.pairs, self.down.data, self.width, out)
 
 
@@ -135,14 +137,19 @@ def run(
         sent = _route(x, norm, residual, routed, router, routing, biases, places, fixed)
     if counts is not None:
         counts.add(sent.ids)
+    common = routing.common if biases.places is None and routing.held is None else None
     if gate_up.kind in PACKED:
+        if common == 0 and not apart and _few_integers(x, routing.top_k, down):
+            assert are_integers(gate_up)
+            chosen = token_experts.Chosen(sent.probabilities, sent.ids, 0)
+            inner = integer_experts.gate_up(sent.x, chosen, gate_up, down.k, str(activation))
+            return Few(inner, chosen, down, x.shape[1])
         return _packed(sent, count, gate_up, down, activation, biases)
     if apart:
         return _apart(sent, count, gate_up, down, activation, biases)
     assert activation == "silu" or activation == "gelu_tanh"
     if one_kernel:
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
-    common = routing.common if biases.places is None and routing.held is None else None
     return _products(sent, count, common, gate_up, down, activation, rounded)
 
 
@@ -332,6 +339,14 @@ def _alone(x: Tensor, top_k: int, down: Weight) -> bool:
     if down.kind != "bf16" or x.dtype != torch.bfloat16:
         return False
     return this_device().wgmma and token_experts.refuses(len(x), top_k, x.shape[1], down.k) is None
+
+
+def _few_integers(x: Tensor, top_k: int, down: Weight) -> bool:
+    """The same for integers."""
+    if len(x) > FEW or not are_integers(down) or x.dtype != torch.bfloat16:
+        return False
+    shape = len(x), top_k, x.shape[1], down.k, down.bits, down.group
+    return this_device().wgmma and integer_experts.refuses(*shape) is None
 
 
 def _native(x: Tensor, router: Weight) -> bool:
