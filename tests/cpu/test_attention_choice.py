@@ -204,6 +204,17 @@ def test_latent_attention_needs_no_memory_that_grows() -> None:
         assert attention.choose_backend("auto", [other])[0].name == "triton decode, triton prefill"
 
 
+@pytest.mark.parametrize("name", ["torch", "flex"])
+def test_parts_of_histories_are_for_those_who_know_them(name: str) -> None:
+    """Pages of which a rank has some of the tokens."""
+    latent = SHAPE._replace(kv_heads=1, head_dim=576, v_dim=512, latent=True, parts=True)
+    assert names(shape=latent)[:2] == ("native", "triton")
+    assert names(shape=latent._replace(page_size=8))[:2] == ("triton", "triton")
+    for decode, prefill in ((name, None), (None, name)):
+        with pytest.raises(ConfigError, match="ranks share out the tokens of a page"):
+            attention.choose_backend("auto", [latent], decode=decode, prefill=prefill)
+
+
 def test_sinks_are_for_those_who_know_them() -> None:
     backend, notes = attention.choose_backend("auto", [SHAPE._replace(sinks=True)])
     assert backend.name == "native decode, triton prefill"
