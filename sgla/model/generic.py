@@ -175,6 +175,8 @@ class Probing:
             raise refusal("its layers do not attend once each, by a number of their own")
         if not isinstance(mask, Mask):
             raise refusal("it masks attention in a way of its own")
+        if not getattr(module, "is_causal", True):
+            raise refusal("its tokens see those behind them")
         if not (q.shape[2] == k.shape[2] == v.shape[2] == TOKENS) or q.shape[0] > 1:
             raise refusal("its attention is not from each token of a step to those before it")
         if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
