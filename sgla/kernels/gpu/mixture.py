@@ -126,6 +126,10 @@ def run(
     apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
     one_kernel = not apart and _one_kernel(x, down, pairs, count.here)
     places = experts.places(count.here) if one_kernel else 0
+    common = routing.common if biases.places is None and routing.held is None else None
+    alone = not apart and common is not None and _alone(x, routing.top_k + common, down)
+    integers = not apart and common == 0 and _few_integers(x, routing.top_k, down)
+    early = not (alone or integers)
     softmax = routed is None and fixed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
         weight, eps = norm or (None, 0.0)
@@ -134,12 +138,11 @@ def run(
             residual=residual, norm=weight, eps=eps, places=places,
         )  # fmt: skip
     else:
-        sent = _route(x, norm, residual, routed, router, routing, biases, places, fixed)
+        sent = _route(x, norm, residual, routed, router, routing, biases, places, early, fixed)
     if counts is not None:
         counts.add(sent.ids)
-    common = routing.common if biases.places is None and routing.held is None else None
     if gate_up.kind in PACKED:
-        if common == 0 and not apart and _few_integers(x, routing.top_k, down):
+        if integers:
             assert are_integers(gate_up)
             chosen = token_experts.Chosen(sent.probabilities, sent.ids, 0)
             inner = integer_experts.gate_up(sent.x, chosen, gate_up, down.k, str(activation))
@@ -150,28 +153,29 @@ def run(
     assert activation == "silu" or activation == "gelu_tanh"
     if one_kernel:
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
-    return _products(sent, count, common, gate_up, down, activation, rounded)
+    if alone:
+        assert common is not None
+        chosen = token_experts.Chosen(sent.probabilities, sent.ids, common)
+        inner = token_experts.gate_up(sent.x, chosen, gate_up.data, down.k, activation)
+        return Few(inner, chosen, down, x.shape[1])
+    return _products(sent, count, common or 0, gate_up, down, activation, rounded)
 
 
 def _products(
     routed: RoutedExperts,
     count: Count,
-    common: int | None,
+    common: int,
     gate_up: Weight,
     down: Weight,
     activation: Literal["silu", "gelu_tanh"],
     rounded: fp8.Rounded | None,
 ) -> Outputs:
-    """The experts' two products. ``common``: so many experts every token has; None: some pairs may be
-    another rank's."""
+    """The experts' two products. ``common``: so many experts every token has, all on this rank."""
     x, probabilities, ids, _ = routed
     tokens, d = x.shape
-    if tokens <= FEW and common is not None and _alone(x, ids.shape[1], down):
-        pairs = token_experts.Chosen(probabilities, ids, common)
-        return Few(token_experts.gate_up(x, pairs, gate_up.data, down.k, activation), pairs, down, d)
     if tokens <= FEW:
         inner = moe.few_gate_up(
-            x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, common or 0
+            x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, common
         )
         return Few(inner, ids, down, d)
     if (
@@ -251,7 +255,7 @@ def run_adapted(
     """``lora_moe``: both products grouped, and what adapters add to each pair of token and expert."""
     (first, second), rows, sampled = adapted
     count, d = Count(len(routing.here(router.n)), routing.experts(router.n)), x.shape[1]
-    x, probabilities, ids, _ = _route(x, None, None, routed, router, routing, biases, 0, fixed)
+    x, probabilities, ids, _ = _route(x, None, None, routed, router, routing, biases, 0, True, fixed)
     if counts is not None:
         counts.add(ids)
     pairs, top_k, each = lora.pairs(ids, rows, sampled, second), ids.shape[1], ids.flatten().long()
@@ -296,9 +300,10 @@ def _route(
     routing: Routing,
     biases: Biases,
     places: int,
+    early: bool,
     fixed: Tensor | None = None,
 ) -> RoutedExperts:
-    """The experts of each row, by any rule."""
+    """The experts of each row, by any rule. ``early``: as ``moe.route`` has it."""
     weight, eps = norm or (None, 0.0)
     if residual is not None:
         assert weight is not None
@@ -307,7 +312,7 @@ def _route(
         assert weight is None
         logits = _logits(routed, router.data)
     elif x.shape[0] <= ROUTED:
-        x, logits = moe.norm_router(x, weight, eps, router.data)
+        x, logits = moe.norm_router(x, weight, eps, router.data, early)
     else:
         x = x if weight is None else elementwise.rms_norm(x, weight, eps)
         logits = _logits(x, router.data)
@@ -317,7 +322,7 @@ def _route(
         if biases.places is not None:
             probabilities, ids = _here(probabilities, ids, biases.places)
         return RoutedExperts(x, probabilities, ids.int(), done if done is None else done.zero_())
-    return RoutedExperts(x, *moe.route(logits, routing, biases, done), done)
+    return RoutedExperts(x, *moe.route(logits, routing, biases, done, early), done)
 
 
 def _here(probabilities: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,7 +341,7 @@ def _one_kernel(x: Tensor, down: Weight, pairs: int, count: int) -> bool:
 
 def _alone(x: Tensor, top_k: int, down: Weight) -> bool:
     """Whether kernels of CUDA read each token's experts."""
-    if down.kind != "bf16" or x.dtype != torch.bfloat16:
+    if down.kind != "bf16" or x.dtype != torch.bfloat16 or len(x) > FEW:
         return False
     return this_device().wgmma and token_experts.refuses(len(x), top_k, x.shape[1], down.k) is None
 

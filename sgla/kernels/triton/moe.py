@@ -504,8 +504,11 @@ def _few_down(
     tl.store(to, y, mask=c < d)
 
 
-def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
-    """``(normed x, router logits float32 [T, E])``; for few tokens. Without ``norm`` x itself."""
+def norm_router(
+    x: Tensor, norm: Tensor | None, eps: float, router: Tensor, early: bool = True
+) -> tuple[Tensor, Tensor]:
+    """``(normed x, router logits float32 [T, E])``; for few tokens. Without ``norm`` x itself. ``early``: see
+    ``route``."""
     tokens, d = x.shape
     experts = router.shape[0]
     normed = x if norm is None else torch.empty_like(x)
@@ -514,7 +517,7 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     each = max(1, min(ROUTER.n * ROUTER.k // width, next_power_of_2(experts)))
     _norm_router[(tokens, cdiv(experts, each))](
         x, norm if norm is not None else x, router, normed, logits, eps, d, experts,
-        HAS_NORM=norm is not None, D=width, BE=each, EARLY=tokens <= EARLY,
+        HAS_NORM=norm is not None, D=width, BE=each, EARLY=early and tokens <= EARLY,
         num_warps=ROUTER.warps, **_pdl(),
     )  # fmt: skip
     return normed, logits
@@ -534,10 +537,15 @@ def route_refuses(routing: Routing) -> str | None:
 
 
 def route(
-    logits: Tensor, routing: Routing, biases: Biases = NO_BIASES, done: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    biases: Biases = NO_BIASES,
+    done: Tensor | None = None,
+    early: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``; the ids are places of
-    whole experts on this rank, or -1. ``done`` int32[n] becomes zeros."""
+    whole experts on this rank, or -1. ``done`` int32[n] becomes zeros. ``early``: what follows gains by
+    starting at once where tokens are few; kernels of CUDA, which fill the multiprocessors, lose."""
     tokens, shared = logits.shape[0], routing.common
     experts, width = routing.experts(logits.shape[1]) - shared, routing.top_k + shared
     ids = _indices(tokens, width, device=logits.device)
@@ -556,7 +564,7 @@ def route(
         GROUPS=max(2, next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,
         LEAST=routing.least > 0, HELD=biases.places is not None, E=next_power_of_2(experts),
-        K=next_power_of_2(width), BT=each, EARLY=tokens <= EARLY,
+        K=next_power_of_2(width), BT=each, EARLY=early and tokens <= EARLY,
         num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
