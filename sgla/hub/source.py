@@ -22,6 +22,7 @@ THINKERS = {  # by model_type
     "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
     "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
+BODY = "Gemma3TextModel"
 MAX_ENDS = 1024  # ids that end a generation
 
 
@@ -108,12 +109,20 @@ def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | 
         raise ConfigError(
             f"{path} has no config.json" + (", and several .gguf files: name one" if found else "")
         )
-    config, generation = thinking(read_object(path / "config.json")), path / "generation_config.json"
+    config, generation = plain(read_object(path / "config.json")), path / "generation_config.json"
     generation_config = read_object(generation) if generation.is_file() else {}
     if load_format == "dummy":
         return ModelSource("dummy", path, (), config, generation_config)
     kind, files = weight_files(path, load_format)
     return ModelSource(kind, path, files, config, generation_config)
+
+
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that speaks, what thinks. The class of a Gemma 3 that makes vectors, and whose tokens do not
+    see those behind them, is called as those of other decoders are."""
+    if config.get("architectures") == [BODY] and config.get("use_bidirectional_attention") in (None, False):
+        return {**config, "architectures": ["Gemma3Model"]}
+    return thinking(config)
 
 
 def thinking(config: dict[str, Any]) -> dict[str, Any]:

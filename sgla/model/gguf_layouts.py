@@ -70,7 +70,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         xielu=family.defaults.get("hidden_act") == "xielu",
         learned=family.learned,
         head_bias=family.head_bias,
-        pooled=family.pooled,
+        pooled=family.pooled and not gguf.both_ways,
         sees=gguf.sees,
         judges=gguf.judges,
     )

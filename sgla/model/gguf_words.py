@@ -165,6 +165,7 @@ class Gguf:
     windows_optional: bool = False
     top: Mapping[str, Stored] = field(default_factory=dict)
     layers: str = "model.layers"
+    both_ways: bool = False  # files that pool mean that tokens see those behind them
     sees: bool = False
     judges: bool = False
     head: str = "Model"  # ends the name of an encoder's class

@@ -46,7 +46,7 @@ def gemma(c: Reader, spec: EncoderSpec) -> EncoderSpec:
     if not c.architecture.endswith("Model"):
         raise ConfigError(f"{c.architecture} is not supported; Gemma3TextModel is", param="model")
     if not c.flag("use_bidirectional_attention"):
-        raise c.error("use_bidirectional_attention", "true: this class makes vectors alone")
+        raise c.error("use_bidirectional_attention", "true for an encoder")
     heads, head_dim = c.integer("num_key_value_heads", spec.heads), c.integer("head_dim", HEAD_DIM, 2)
     if spec.heads % heads or head_dim % 2:
         raise ConfigError(

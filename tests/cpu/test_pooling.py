@@ -64,6 +64,9 @@ BOTH_WAYS = {key: value for key, value in BERT.items() if key != "type_vocab_siz
 }
 
 
+ONE_WAY = BOTH_WAYS | {"use_bidirectional_attention": False}
+
+
 def save_model(folder: Path, model_type: str, auto: str, **settings: Any) -> PreTrainedModel:
     """A random float32 model, norms and biases random too, in ``folder``."""
     import transformers
@@ -180,6 +183,7 @@ EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "nomic": ("nomic_bert", "AutoModel", ROTARY, "mean_tokens"),
     "embeddinggemma": ("gemma3_text", "AutoModel", BOTH_WAYS, "mean_tokens"),
+    "gemma3 body": ("gemma3_text", "AutoModel", ONE_WAY, "lasttoken"),
     "embeddinggemma, biases": (
         "gemma3_text",
         "AutoModel",

@@ -117,11 +117,12 @@ FAMILIES = {
         model="sgla.model.gemma:Gemma3",
         also=("Gemma3ForConditionalGeneration",),
         outer=_GEMMA3,
+        pooled=True,
         windows=listed(every()),
         qk_norm="head",
         norm_offset=1.0,
         scaled_embedding=True,
-        gguf=(Gguf("gemma3", GEMMA_NORMS, missing={"rope.freq_base": 1e6}, by_width=62),),
+        gguf=(Gguf("gemma3", GEMMA_NORMS, missing={"rope.freq_base": 1e6}, by_width=62, both_ways=True),),
     ),
     "DiffusionGemmaForBlockDiffusion": Family(
         ("diffusion_gemma_text",),
