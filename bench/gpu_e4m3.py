@@ -114,8 +114,7 @@ def blocks(m: int, role: str) -> dict[Any, Body]:
     epilogue = batch_gemm.SILU if gated else batch_gemm.STORE
     cut = batch_gemm.Config
     found = [batch_gemm.grouped_config(m, n, k, gated)]
-    found += [cut(128, 1, 1, rows=rows, shares=shares) for rows in (128, 256) for shares in (False, True)]
-    found += [cut(192, 1, 1, rows=128, shares=shares) for shares in (False, True)]
+    found += [cut(128, 1, 1, rows=rows) for rows in (128, 256)]
     if m <= batch_gemm.MAX_ROWS and n <= 8192:
         found += [cut(128, split, 1, rows=rows) for split in (2, 4) for rows in (128, 256)]
 

@@ -72,12 +72,6 @@
 #ifndef GROUPED
 #define GROUPED 0
 #endif
-#ifndef TAKE_TURNS
-#define TAKE_TURNS 1
-#endif
-#ifndef SHARES  // 1: two blocks, a cluster, work on the same rows of x, of which each fetches a half for both
-#define SHARES 0
-#endif
 // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate)
 // * up; 6: float32, or tokens drawn from it.
 #ifndef EPILOGUE
@@ -102,7 +96,7 @@ constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * 
 // 160 registers a consumer, for which the loading group gives up its own.
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
 // Those that load give registers to those that multiply.
-constexpr bool LENDS = TIGHT || (GROUPED && (BN > 128 || (GROUPS == 3 && BN == 128)));
+constexpr bool LENDS = TIGHT || (GROUPED && BN > 128);
 constexpr int GATHERERS = ADAPTED ? 128 : 0;  // threads that wait for what x is shrunk to
 constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32) + GATHERERS;
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
@@ -112,9 +106,8 @@ constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
 static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
-static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > (BN > 128 ? 2 : 3)))));
+static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > 2))));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
-static_assert(!(SHARES && (!GROUPED || SPLIT > 1 || PAIRED || PASSES > 1 || SEND)));
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
 // Of an adapter: 16 ranks of what the tile has of b, and how many such pieces are in a stage. What x is
 // shrunk to differs by parts of the layer: those of gate and up, or of 64 rows of w.
@@ -222,27 +215,9 @@ __device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, u32 ba
                "{%3, %4, %5}], [%2];"
                ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(row), "r"(panel) : "memory");
 }
-// Half of the rows of x, this block's, to both.
-__device__ __forceinline__ void copy_half(u32 to, const TensorMap& map, u32 bar, int k, int row, int rows) {
-  const int from = blockIdx.x % 2 * rows;
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-               ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-               ::"r"(to + from * ROW_BYTES), "l"(&map), "r"(bar), "r"(k), "r"(row + from),
-               "h"((unsigned short)3)
-               : "memory");
-}
-// A stage is free, as the first threads of a group tell every block that writes there.
-__device__ __forceinline__ void release(u32 bar) {
-  const u32 block = threadIdx.x % 128;
-  if (!SHARES && block == 0) barrier_arrive(bar);
-  if (SHARES && block < 2)
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, "
-                 "%1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar), "r"(block) : "memory");
-}
-// Of step `step` of k; `rows` of them.
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int step, int row, int rows) {
-  if (SHARES) copy_half(to, map, bar, step * BK, row, rows / 2);
-  else if (PANELS > 1) copy_panels(to, map, bar, step * PANELS, row);
+// Of step `step` of k.
+__device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int step, int row) {
+  if (PANELS > 1) copy_panels(to, map, bar, step * PANELS, row);
   else copy_2d(to, map, bar, step * BK, row);
 }
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int step, int row, u64 policy) {
@@ -266,16 +241,11 @@ __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, in
 struct Tile {
   int w, row, pass;
   __device__ __forceinline__ Tile(const Params& p, int i) {
-    const int wide = across(p), tiles = wide * p.row_tiles;
+    const int tiles = p.tiles * p.row_tiles;
     pass = PASSES == 1 ? 0 : i / tiles, i -= pass * tiles;
-    const int band = i / (BAND * wide), rows = min(BAND, p.row_tiles - band * BAND),
-              j = i - band * BAND * wide;
+    const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND),
+              j = i - band * BAND * p.tiles;
     w = j / rows, row = (band * BAND + j % rows) * BN;
-    if (SHARES) w = w * 2 + blockIdx.x % 2;
-  }
-  // Tiles of w that blocks or, if they share, clusters take.
-  __device__ __forceinline__ static int across(const Params& p) {
-    return SHARES ? (p.tiles + 1) / 2 : p.tiles;
   }
   __device__ __forceinline__ bool odd() const { return PAIRED && w % 2; }
   // Of the pass. In the last one the last 64 rows of an even tile are the first ones of an odd tile.
@@ -290,10 +260,8 @@ struct Work {
   int rank, first, count, begin, step, total;
   __device__ __forceinline__ Work(const Params& p) {
     const int steps = p.k / (BK * PANELS);
-    constexpr int TOGETHER = SHARES ? 2 : SPLIT;  // blocks
     rank = blockIdx.x % SPLIT, first = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - first;
-    begin = blockIdx.x / TOGETHER, step = gridDim.x / TOGETHER;
-    total = Tile::across(p) * p.row_tiles * PASSES;
+    begin = blockIdx.x / SPLIT, step = gridDim.x / SPLIT, total = p.tiles * p.row_tiles * PASSES;
   }
 };
 
@@ -317,7 +285,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   pdl_wait();
   pdl_launch();
   for (int i = 0; i < ahead; ++i)
-    copy_x(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, work.first + i, one.row, p.x_rows);
+    copy_x(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, work.first + i, one.row);
   if (ahead == STAGES) slot.parity = 1; else slot.stage = ahead;
   for (int at = work.begin, i = ahead; at < work.total; at += work.step, i = 0) {
     const Tile tile(p, at);
@@ -326,7 +294,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
       barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
       barrier_expect(bar, bytes);
       copy_w(stage, p.w, bar, work.first + i, tile.w_row(), policy);
-      copy_x(stage + W_BYTES, p.x, bar, work.first + i, tile.row, p.x_rows);
+      copy_x(stage + W_BYTES, p.x, bar, work.first + i, tile.row);
     }
   }
 }
@@ -613,19 +581,8 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
   if (threadIdx.x % 128 == 0) barrier_arrive(used);
 }
 
-// GROUPED: groups of warps give their products to the tensor cores in turn. Else all wait for products at
-// the same time and meet the scales at the same time, when the tensor cores have nothing to do.
-constexpr bool TURNS = TAKE_TURNS && GROUPED && GROUPS > 1 && BN >= 128 && !PAIRED;
-constexpr int TURN_AT = 2;  // the barrier of the first group, where the last one arrives
-__device__ __forceinline__ void await_turn(int group) {
-  if (TURNS) meet_at<256>(TURN_AT + group);
-}
-__device__ __forceinline__ void give_turn(int group) {
-  if (TURNS) arrive_at<256>(TURN_AT + (group + 1) % GROUPS);
-}
-
-// The same, with the scales of these steps. Many rows of x are multiplied one half after the other, so that
-// sums of a group take half the registers.
+// GROUPED: the same, with the scales of these steps. Many rows of x are multiplied one half after the other,
+// so that sums of a group take half the registers.
 template <int SIZE>
 __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Shared& shared,
                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,
@@ -641,15 +598,13 @@ __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Share
     for (int half = 0; half < HALVES; ++half) {
       float part[PART];
       const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at + half * (PART * 2 * ROW_BYTES));
-      await_turn(threadIdx.x / 128);
       wgmma_fence();
       wgmma_e4m3_first(part, w, x);
 #pragma unroll
       for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(part, w + k * 2, x + k * 2);
       wgmma_commit();
-      give_turn(threadIdx.x / 128);
       wgmma_wait<0>(part);
-      if (half == HALVES - 1) release(shared.empty + slot.stage * 8);
+      if (half == HALVES - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
 #pragma unroll
       for (int j = 0; j < PART; ++j)
         acc[half * PART + j] = fmaf(part[j], scale[j / 2 % 2], acc[half * PART + j]);
@@ -732,8 +687,6 @@ __device__ __forceinline__ void consume(const Params& p, const Work& work, const
     begin_draw(p.draw, *shared.draws, p.m);
     meet_at<CONSUMERS>(1);
   }
-  const int group = threadIdx.x / 128;
-  if (group == GROUPS - 1) give_turn(group);  // to the first group
   Slot<STAGES> slot;
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
@@ -742,15 +695,6 @@ __device__ __forceinline__ void consume(const Params& p, const Work& work, const
     else
       work_on<BN>(p, tile, work, shared, slot, told);
   }
-  if (group == 0) await_turn(group);
-}
-
-// Not before the other block of the cluster is done, which writes here and tells that a stage is free.
-__device__ __forceinline__ void leave() {
-  if (!SHARES) return;
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const __grid_constant__ Params p) {
@@ -771,7 +715,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     load_first(p, ring, full, work);
   }
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) barrier_init(empty + s * 8, SHARES ? 2 * GROUPS : GROUPS);
+    for (int s = 0; s < STAGES; ++s) barrier_init(empty + s * 8, GROUPS);
     if (FACTORS) barrier_init(smem_addr(&scaled), 32);
     if (CLUSTER) barrier_init(delivered, 1), barrier_expect(delivered, INBOX_BYTES);
 #if ADAPTED
@@ -781,9 +725,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   }
   __syncthreads();
   if (CLUSTER) cluster_arrive_relaxed();
-  if (SHARES) cluster_arrive(), cluster_wait();
   if (threadIdx.x >= CONSUMERS) {
-    if (LENDS) fewer_registers<GROUPS == 3 ? 32 : 40>();
+    if (LENDS) fewer_registers<TIGHT ? 32 : 40>();
 #if ADAPTED
     if (threadIdx.x >= THREADS - GATHERERS) {
       gather(p, adapters, work.begin, work.rank * DONE_ROWS);
@@ -801,7 +744,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
       find_scales(p, scales, Tile(p, work.begin).row);
       barrier_arrive(smem_addr(&scaled));
     }
-    leave();
     return;
   }
   const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), p.x_rows * ROW_BYTES,
@@ -810,10 +752,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
                       &adapters,
 #endif
   };
-  if (LENDS) more_registers<GROUPS == 3 ? 160 : 232>();
+  if (LENDS) more_registers<TIGHT ? 160 : 232>();
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);
   else
     consume<false>(p, work, shared);
-  leave();
 }

@@ -37,12 +37,6 @@ OWN = {
     "copy_w": "template <class Map> void copy_w(u32 to, const Map& map, u32 bar, int step, int row, u64) "
     "{ const long long k = step * BK; if (GATED) copy_box(to, map, bar, k, 0ll, 0ll, row / 16ll); "
     "else copy_2d(to, map, bar, k, row); }\n",
-    "copy_half": "template <class Map> "
-    "void copy_half(u32 to, const Map& map, u32 bar, int k, int row, int rows) "
-    "{ const int from = blockIdx.x % 2 * rows; for (int r = 0; r < 2; ++r) "
-    "copy_2d(emulated::there(to + from * ROW_BYTES, r), map, emulated::there(bar, r), k, row + from); }\n",
-    "release": "void release(u32 bar) { const u32 block = threadIdx.x % 128; if (block < 1 + SHARES) "
-    "emulated::counted(SHARES ? emulated::there(bar, block) : bar, 1, 0); }\n",
     "log2_fast": "float log2_fast(float x) { return std::log2(x); }\n",
     "nanoseconds": "u64 nanoseconds() { return 0; }\n",
     "larger": "float larger(float a, float b) { return a != a || a > b ? a : b; }\n",

@@ -101,8 +101,7 @@ class Config(NamedTuple):
     """A block takes ``tile`` weight rows (multiples of 64 up to 256; with STORE, SILU, GELU and FLOAT32 also
     32 less) in so many ``passes``; ``split`` blocks share the sum over k, as a cluster or, ``apart``, through
     global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor. A tile takes at most ``rows`` of x.
-    ``panels``: of 64 of k in a stage, more than one for STORE and FLOAT32 alone; k is a multiple of all.
-    ``shares``: two blocks, a cluster, fetch x for each other (scales of groups, no ``split``)."""
+    ``panels``: of 64 of k in a stage, more than one for STORE and FLOAT32 alone; k is a multiple of all."""
 
     tile: int
     split: int
@@ -111,7 +110,6 @@ class Config(NamedTuple):
     rows: int = MAX_ROWS
     passes: int = 1
     panels: int = 1
-    shares: bool = False
 
     @property
     def groups(self) -> int:
@@ -279,7 +277,6 @@ def _kernel(
     adapted: int,
 ) -> Kernel:
     stage, cluster = (config.box + rows) * 128 * config.panels, 1 if config.apart else config.split
-    cluster = 2 if config.shares else cluster
     # Scales, parts of squares, or what a row's draw needs.
     kept = (
         4
@@ -289,14 +286,13 @@ def _kernel(
     if adapted:  # adapters of the rows, and what these are shrunk to
         done, sets = rows // config.split, 2 if epilogue in (SILU, GELU) else config.groups
         kept += 32 + (12 + 32 * adapted * sets) * done
-    inbox = 4 * config.tile * rows * (config.split - 1) // config.split  # sums from the others of the cluster
-    inbox = 0 if config.apart else inbox
+    inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
     stages = min(8 if config.tile >= 64 else 12, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
     defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
-    defines |= ({"SHARES": 1} if config.shares else {}) | ({"ADAPTED": adapted} if adapted else {})
+    defines |= {"ADAPTED": adapted} if adapted else {}
     defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
@@ -311,8 +307,6 @@ def _exchange(tiles: int, config: Config, rows: int) -> tuple[Tensor, Tensor]:
 
 def rows_of(config: Config, m: int) -> int:
     """Of x in a tile, where there are ``m``."""
-    if config.shares:
-        return config.rows
     return next(size for size in ROWS if size >= min(m, config.rows) and size % (8 * config.split) == 0)
 
 
@@ -400,7 +394,7 @@ def _launch(
     assert x.is_contiguous(), "the tensor map knows no padding"
     rows = rows_of(config, m)
     tiles, row_tiles = _tiles(n, config.tile), -(-m // rows)
-    x_rows = min(rows, -(-m // 16) * 16) if config.shares else min(rows, -(-m // 8) * 8)
+    x_rows = min(rows, -(-m // 8) * 8)
     grouped = scales is not None and scales.weight.dim() == 2
     kept = scaled or (e4m3 and not grouped)  # factors of rows of x
     blocks = _blocks(config, tiles, row_tiles, kept)
@@ -411,7 +405,7 @@ def _launch(
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     drawing = (None,) * 6 if draw is None else draw[:6]
     given = (
-        *_maps(x, weight, config, x_rows // 2 if config.shares else x_rows, gated),
+        *_maps(x, weight, config, x_rows, gated),
         *(None if t is None else t.data_ptr() for t in (*tensors, *drawing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
         0 if row_squares is None else row_squares.shape[0], _row_stride(m),
@@ -435,7 +429,6 @@ def _launch(
     adapted = 0 if added is None else -(-added.b.shape[2] // 16)
     kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded, adapted)
     lends = rows > (GROUPED_ROWS if grouped else 192 if config.groups == 3 else MAX_ROWS)
-    lends |= grouped and rows == GROUPED_ROWS and config.groups == 3
     helpers = (128 if lends else 32 + 32 * kept) + (128 if adapted else 0)
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 
@@ -444,7 +437,7 @@ def adapters_refuse(m: int, n: int, config: Config, gated: bool, ends: list[int]
     """Why adapters of a stack with these ``ends`` and ``ranks`` cannot be added in the same kernel, or None.
     ``n``: rows of the weight. Its blocks wait for what is shrunk beside them, so there must be room for that,
     and none may begin only when others have ended."""
-    if config.tile % 64 or config.passes > 1 or config.panels > 1 or config.shares:
+    if config.tile % 64 or config.passes > 1 or config.panels > 1:
         return "tiles are of 64 rows of weights"
     if m > ADAPTED_ROWS or _tiles(n, config.tile) * config.split >= processors() * config.per_sm:
         return "blocks wait for what is shrunk beside them"
@@ -461,8 +454,6 @@ def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
     """Those of a launch.
     ``scaled``: a block keeps the scales of one tile's rows, so all its tiles are of these."""
     blocks, most = tiles * row_tiles * config.split, processors() * config.per_sm
-    if config.shares:
-        return 2 * min(-(-tiles // 2) * row_tiles, most // 2)
     if config.split == 1:
         blocks = min(blocks, most // row_tiles * row_tiles if scaled else most)
     assert blocks <= most or not config.apart, "blocks wait for each other"
