@@ -54,6 +54,11 @@ class Adapters:
         return any(place.transfer for place in self._places)
 
     @property
+    def bringing(self) -> bool:
+        """Somebody is held for a copy."""
+        return any(place.transfer and place.waiters for place in self._places)
+
+    @property
     def used(self) -> int:
         """Places that have an adapter."""
         return len(self._of)

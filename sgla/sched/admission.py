@@ -53,12 +53,16 @@ class Admission:
         ordered = self._hurry.first(order(policy, waiting, memory.cache, now, limits.patience))
         flying = sum(flight.plan_bytes for flight in queues.flights)
         last = len(waiting) - 1
+        # Nobody runs: those whose adapters come one after the other begin together, in one step.
+        gathers = not (queues.running or queues.flights) and memory.adapters.bringing
         for i, request in enumerate(ordered):
             plan_bytes = step.plan_bytes + request.plan_bytes
             if budget.tokens <= 0 or (step.plan_bytes and plan_bytes > STEP_BYTES):
                 return
             if flying and flying + plan_bytes > FLIGHT_BYTES:
                 return
+            if gathers and request.adapter:
+                continue
             if awaited := self._await_adapter(request):
                 if awaited == ADAPTER:
                     queues.hold(request, ADAPTER)

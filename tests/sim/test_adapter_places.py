@@ -9,7 +9,8 @@ import pytest
 from examples import examples
 from simulation import Simulation, make_limits, make_submit
 
-from sgla.messages import ADAPTER, Keep, Submit
+from sgla.messages import ADAPTER, Keep, Moved, StepResult, Submit, int32
+from sgla.sched.core import Core
 
 
 def wanted(rid: str, adapter: int, max_new: int = 4, **changes: object) -> Submit:
@@ -42,6 +43,32 @@ def test_a_request_is_held_while_its_adapter_is_copied() -> None:
     simulation.run()
     assert [new.place for plan in simulation.plans for new in plan.new] == [0, 1]
     simulation.verify()
+
+
+def test_a_burst_of_adapters_begins_in_one_step() -> None:
+    """While nobody runs, whose adapter has come waits for those whose copies are under way; a request of the
+    base does not, and beside rows that run nobody does. Adapters that have come keep their places."""
+    core = Core(make_limits(adapters=3, slots=8, step_tokens=64))
+    for i in range(5):
+        core.offer(wanted(f"a{i}", 1 + i), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    assert not plan.new
+    assert len(plan.copies) == 3
+    core.retire(StepResult(step=plan.step, tokens=b""), 0.0)
+    for copy in plan.copies[:2]:
+        core.moved(Moved(copy.transfer, ok=True))
+        assert core.plan(0.0) is None
+    core.offer(wanted("base", 0, max_new=1), 0.0)
+    alone = core.plan(0.0)
+    assert alone is not None
+    assert [new.place for new in alone.new] == [0]
+    core.retire(StepResult(step=alone.step, tokens=int32([1])), 0.0)
+    core.moved(Moved(plan.copies[2].transfer, ok=True))
+    together = core.plan(0.0)
+    assert together is not None
+    assert [new.place for new in together.new] == [1, 2, 3]
+    core.check()
 
 
 def test_places_are_kept_and_the_one_unused_for_longest_goes() -> None:
