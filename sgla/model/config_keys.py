@@ -111,7 +111,7 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
     ConfigError for those that ask for something else than HF's class computes; UnsupportedValue, if nothing
     else is wrong, for what HF's class computes and is not computed here."""
     if (found := config.get("model_type")) is not None and found not in family.types:
-        raise ConfigError(
+        raise UnsupportedValue(
             f"config.json: model_type {shown(found)} is not that of {architecture}, which is "
             f"{' or '.join(map(repr, family.types))}; transformers would run another class",
             param="model",

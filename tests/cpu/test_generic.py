@@ -469,8 +469,11 @@ LENT = {
 
 @pytest.mark.parametrize("kind", LENT)
 @torch.no_grad()
-def test_kinds_that_another_class_computes(kind: str, tmp_path: Path) -> None:
+def test_kinds_that_another_class_computes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their files name a class of the checkpoint's own code, which is not needed."""
+    probing.fork_probes(monkeypatch)
     name, changes = LENT[kind]
     hf = save_checkpoint(tmp_path, kind, **changes)
     own = {"architectures": [name], "auto_map": {"AutoModelForCausalLM": f"modeling.{name}"}}
@@ -481,6 +484,9 @@ def test_kinds_that_another_class_computes(kind: str, tmp_path: Path) -> None:
     found = Eager(model).prompt_logprobs(PROMPTS[2:])
     expected = hf(torch.tensor(PROMPTS[2:])).logits[0].log_softmax(-1)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    found = open_source(tmp_path)  # saved by transformers, with the name of the class that computes it
+    assert FACTS in found.config
+    assert "would run another class" in found.config[FACTS]["notes"][0]
     with pytest.raises(ConfigError, match="has no causal language model OwnForCausalLM"):
         probe(
             source.config | {"architectures": ["OwnForCausalLM"], "model_type": "llama", "auto_map": None},
