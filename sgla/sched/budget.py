@@ -25,8 +25,8 @@ PRIOR_WEIGHT = 0.05
 YIELDING_SHARE = 0.25  # by this part of its time a step may get longer for rows that yield
 DECODE_SHARE = 0.1  # prefill may always take this part of the decode time, or it would never end
 # Of steps with prompts beside decode rows: how fast errors of the model are learned; by how many mean errors
-# more a step may take longer than it should, about one of a hundred; and the largest error that counts.
-LEARNED, MARGIN, LARGEST = 0.1, 3.0, 0.05
+# more a step may take longer than it should, fewer than one of a hundred; and the largest error that counts.
+LEARNED, MARGIN, LARGEST = 0.1, 4.0, 0.05
 
 Coefficients = tuple[float, float, float]
 

@@ -73,6 +73,7 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
         DecodeGraphs(steps).rehearse()
         if steps.reads_in_graphs:
             PromptGraphs(steps).rehearse()
+        steps.forward.load_library(steps.step_tokens)
         if steps.drafts is not None:
             plan = msgspec.structs.replace(_step([(0, 0, 1)]), drafts=bytes(4))
             verify = Verify(steps.drafts, plan, guided=True)

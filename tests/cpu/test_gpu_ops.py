@@ -28,7 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import rewrite, rules, tiles, whole_step
+from sgla.kernels.gpu import rewrite, rules, tiles, tuning, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -777,3 +777,23 @@ def test_the_product_behind_a_gate_takes_both(
 def test_what_has_a_kernel_is_recorded_as_itself() -> None:
     """Or its body would be."""
     assert set(LOWERINGS) <= set(RESULTS)
+
+
+def test_the_library_loads_its_kernels_for_every_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a product of each shape of weights, where it multiplies them."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(tuning, "measured", lambda *asked: None)
+    monkeypatch.setattr(batch_gemm, "default_config", lambda *shape: None)
+    monkeypatch.setattr(prompt_gemm, "refuses", lambda *shape: "not here")
+    driver = small_model("LlamaForCausalLM")
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    seen = Mock()
+    monkeypatch.setattr(torch.nn.functional, "linear", seen)
+    forward.load_library(100)
+    asked = {(x.shape[0], *weight.shape) for x, weight in (call.args for call in seen.call_args_list)}
+    record = forward._record("hidden", True)
+    assert record is not None
+    assert asked == {(m, w.n, w.k) for m in (16, 32, 48, 64, 80, 96) for w in record.weights}
+    seen.reset_mock()
+    forward.load_library(8)
+    seen.assert_not_called()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sgla.model.base import CausalLM
 
 KEPT = 512  # programs
+# Tokens up to which the scheduler makes steps of any number beside streams, and up to which of halves of it.
+FEW, MANY = 512, 2048
 
 
 class Output(NamedTuple):
@@ -194,6 +196,22 @@ class RecordedForward:
                 first.setdefault((shape, *_algorithms(m, *shape)), m)
         packed = integers.sizes(record.weights, most), e4m3.sizes(record.weights, most)
         return sorted({*first.values(), *packed[0], *packed[1]})
+
+    def load_library(self, most: int) -> None:
+        """Multiply up to ``most`` tokens by weights of each shape, where torch's library does that. It has a
+        kernel for each few numbers of tokens, and loads one when it takes it for the first time, which takes
+        as long as a step."""
+        record = self._record("hidden", True)
+        sizes = [m for m in (*range(16, FEW, 16), *range(FEW, MANY + 1, FEW // 2)) if m <= most]
+        if record is None or self._gpu.deterministic or not sizes:
+            return
+        weights = {(w.n, w.k): w.data for w in record.weights if w.kind == "bf16"}
+        for (n, k), weight in weights.items():
+            x = weight.new_zeros(sizes[-1], k)
+            for m in sizes:
+                found = (algorithm_for(m, Product(n, k, gated)) for gated in (False, True))
+                if any(algorithm.kernel == "library" for algorithm in found):
+                    torch.nn.functional.linear(x[:m], weight)
 
     def _run(
         self,
