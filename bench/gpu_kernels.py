@@ -541,45 +541,36 @@ def bench_behind() -> None:
 
 
 def bench_orders() -> None:
-    """Prompts behind histories: heads of a tile side by side, and some heads after the other; pages that are
-    shuffled, and such as follow each other, which are an order to the copy engine each or together."""
+    """Prompts behind histories: heads of a tile side by side, and some heads after the other."""
     import numpy as np
 
     from sgla.attention.base import cut
     from sgla.kernels.cuda import prompt_attention
     from sgla.kernels.cuda.build import processors
 
-    scale, zero, piece = SCORING.scale, np.zeros(1, np.int32), prompt_attention.PIECE
+    scale, zero = SCORING.scale, np.zeros(1, np.int32)
     for tokens, history in ((8192, 24_576), (7424, 25_344), (8448, 0), (8448, 122_368)):
         flops = 4 * 32 * 128 * tokens * (history + tokens / 2)
         _, layers, batch = decode_batch(1, history + tokens, 32, 8, 128)
         q = torch.randn(tokens, 32 * 128, dtype=BF16, device="cuda")
-        out, shuffled = torch.empty_like(q), batch.page_table
+        out, pages = torch.empty_like(q), prompt_attention.Pages(layers[0].k, layers[0].v, batch.page_table)
         tiles = cut(zero, zero + history, zero + tokens, 0, prompt_attention.tile_tokens(4))
         blocks = -(-(tiles[:, 2] + tiles[:, 3]) // prompt_attention.KEYS)
         orders: dict[str, Any] = {"all": None, "chosen": prompt_attention.order_of(tiles, 8, processors())}
         for heads in (1, 2, 8):
             orders[f"{heads}, dealt"] = prompt_attention._dealt(blocks, 8, heads, processors())[0]
-        sent, wanted_of = torch.from_numpy(tiles).cuda(), dict[str, torch.Tensor]()
-        for kind, table, size in (
-            ("shuffled", shuffled, piece),
-            ("in order, one by one", shuffled.sort().values, 0),
-            ("in order", shuffled.sort().values, piece),
-        ):
-            prompt_attention.PIECE = size  # 0: none is an order with others
-            pages = prompt_attention.Pages(layers[0].k, layers[0].v, table)
-            for name, made in orders.items():
-                order = None if made is None else torch.from_numpy(made).cuda()
+        sent, wanted = torch.from_numpy(tiles).cuda(), None
+        for name, made in orders.items():
+            order = None if made is None else torch.from_numpy(made).cuda()
 
-                def body(order: Any = order) -> None:
-                    for _ in range(2):
-                        prompt_attention.attend(q, pages, None, sent, scale, out, order=order)
+            def body(order: Any = order) -> None:
+                for _ in range(2):
+                    prompt_attention.attend(q, pages, None, sent, scale, out, order=order)
 
-                us = time_us(body, 2, repeats=6)
-                wanted = wanted_of.setdefault(kind[:8], out.clone())  # those in order hold the same
-                same = torch.equal(out, wanted)
-                rate = {"us": round(us, 1), "tflop_s": round(flops / us / 1e6), "same": same}
-                emit(bench="orders", pages=kind, order=name, tokens=tokens, history=history, **rate)
+            us = time_us(body, 2, repeats=6)
+            wanted = out.clone() if wanted is None else wanted
+            rate = {"us": round(us, 1), "tflop_s": round(flops / us / 1e6), "same": torch.equal(out, wanted)}
+            emit(bench="orders", order=name, tokens=tokens, history=history, **rate)
 
 
 def bench_sampling() -> None:

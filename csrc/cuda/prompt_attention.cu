@@ -2,8 +2,7 @@
 //
 // A tile is some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every
 // key up to them, the last keys first. Blocks stay and take tiles by turns. Four warps feed the rings of keys
-// and values with the copy engine, from pages, 16 tokens at a time or 128 where pages follow each other, or
-// from where the projection left them.
+// and values with the copy engine, from pages, 16 tokens at a time, or from where the projection left them.
 // Two groups of warps multiply 64 rows each: the scores of the next keys and the values of these are issued
 // together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah et al.,
 // 2024). The first scores of a tile go with the last values of the one before, so products never pause.
@@ -66,7 +65,6 @@ struct Params {
   TensorMap q;                   // dims: column, head, token
   TensorMap k, v;                // dims: column, token of a head of a page
   TensorMap k_beside, v_beside;  // dims: column of all KV heads, token; WHOLE: as of q
-  TensorMap k_run, v_run;        // dims: column, token of a page, head, page; of PIECES pages
   bf16* out;                     // [T, Hq * HD]
   const int* page_table;
   // Slot (-1: keys and values lie beside q; WHOLE: how many keys), first token in q, its position, tokens;
@@ -80,7 +78,6 @@ struct Params {
   int chunk;    // CHUNKED: blocks of keys
   float v_scale;  // of the pages' values
   int turns;      // of `order`
-  int runs;       // whether pages have PIECE tokens, so that such as follow each other are one order
 };
 
 __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head,
@@ -88,13 +85,6 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, in
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
                "{%3, %4, %5}], [%2];"
                ::"r"(to), "l"(&map), "r"(bar), "r"(column), "r"(head), "r"(token) : "memory");
-}
-
-__device__ __forceinline__ void copy_run(u32 to, const TensorMap& map, u32 bar, int column, int head,
-                                         int page) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
-               "{%3, %4, %5, %6}], [%2];"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page) : "memory");
 }
 
 // s += q k^T, s = q k^T of 64 rows of q, in registers, and 128 keys.
@@ -250,13 +240,7 @@ struct Loader {
       if (lane == 0) barrier_expect(shared.k_raw_full + there.stage * 8, bytes);
       if (lane == 0) barrier_expect(shared.v_raw_full + there.stage * 8, bytes);
       __syncwarp();
-      const u32 bar = raw_full + there.stage * 8;
-      if (run(page, lane < 2 * PIECES)) {
-        const TensorMap& map = values ? p.v_run : p.k_run;
-        if (lane < 2 * PIECES && piece == 0) copy_run(to, map, bar, 0, work.head, page);
-      } else if (token < end) {
-        copy_2d(to, values ? p.v : p.k, bar, 0, row);
-      }
+      if (token < end) copy_2d(to, values ? p.v : p.k, raw_full + there.stage * 8, 0, row);
       page = next, there.next();
     }
   }
@@ -286,20 +270,9 @@ struct Loader {
       const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
       const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
       const u32 to = stage() + piece * 128, bar = expect(bytes);
-      if (run(page, lane < PIECES)) {
-        if (lane == 0) copy_run(to, VALUES ? p.v_run : p.k_run, bar, half * 64, work.head, page);
-      } else if (token < end) {
-        copy_2d(to, map, bar, half * 64, row);
-      }
+      if (token < end) copy_2d(to, map, bar, half * 64, row);
       page = next;
     }
-  }
-
-  // Whether the pages of the lanes that are asked follow each other. Those of a block that is not full do
-  // not, as the last ones are page 0.
-  __device__ __forceinline__ bool run(int page, bool asked) const {
-    const int first = __shfl_sync(~0u, page, 0);
-    return p.runs && !__any_sync(~0u, asked && page != first + lane % PIECES);
   }
 
   // Where this warp's half goes.

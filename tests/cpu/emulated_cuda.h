@@ -465,9 +465,6 @@ template <class Map> void copy_q(unsigned to, const Map& map, unsigned bar, int 
   copy_box(to, map, bar, (long long)x, (long long)y, (long long)z);
 }
 template <class... Each> void copy_panels(const Each&...) {}
-template <class Map> void copy_run(unsigned to, const Map& map, unsigned bar, int x, int head, int page) {
-  copy_box(to, map, bar, (long long)x, 0ll, (long long)head, (long long)page);
-}
 inline void fence_shared() {}
 
 // Products of groups of warps, done where they are issued. A warp has 16 rows of a in registers; b lies in

@@ -19,7 +19,6 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
-PIECE = 16  # tokens of an order to the copy engine, or of pages that may be one together
 FP8_STAGES, RAW = 2, 2  # the same with pages of 8 bits, and stages of these as they are
 THREADS = 384
 MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
@@ -34,15 +33,14 @@ Int32s = npt.NDArray[Any]
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, TensorMap) for name in ("q", "k", "v", "k_beside", "v_beside", "k_run", "v_run")),
+        *((name, TensorMap) for name in ("q", "k", "v", "k_beside", "v_beside")),
         *((name, P) for name in ("out", "page_table", "tiles", "parts", "order", "sums")),
         *((name, ctypes.c_int) for name in ("tile_count", "table_stride", "kv_heads", "page_size")),
         ("scale", ctypes.c_float),
         ("chunk", ctypes.c_int),
         ("v_scale", ctypes.c_float),
         ("turns", ctypes.c_int),
-        ("runs", ctypes.c_int),
-        ("pad", ctypes.c_int * 11),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 12),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -106,8 +104,8 @@ def refuses(device: Device, dtype: torch.dtype, head_dim: int, group: int, page_
         return f"it needs a head dimension of 64 or 128, not {head_dim}"
     if group > 16:
         return f"it takes at most 16 query heads a KV head, not {group}"
-    if page_size % PIECE:
-        return f"it needs a page size that is a multiple of {PIECE}"
+    if page_size % 16:
+        return "it needs a page size that is a multiple of 16"
     return None
 
 
@@ -326,7 +324,7 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, scale: float) -
         _map(x.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), (64, 1, ROWS)) for x in (q, k, v)
     ]
     params = _Params(
-        *maps, *maps[1:], *maps[1:], out.data_ptr(), None, tiles.data_ptr(), None, None, None,
+        *maps, *maps[1:], out.data_ptr(), None, tiles.data_ptr(), None, None, None,
         tiles.shape[0], 0, heads, 1, scale * LOG2E, 0, 1.0,
     )  # fmt: skip
     grid = min(processors(), tiles.shape[0] * heads)
@@ -358,7 +356,7 @@ def _params(
     kv_heads = heads // group
     assert q.stride(1) == 1
     assert out.is_contiguous()
-    table, stride, page_size, runs = None, 0, 1, []
+    table, stride, page_size = None, 0, 1
     if pages is not None:
         count, page_size = pages.k.shape[:2]
         assert pages.k.stride() == (kv_heads * page_size * dim, dim, page_size * dim, 1) == pages.v.stride()
@@ -367,11 +365,6 @@ def _params(
             _map(x.data_ptr(), (dim, count * kv_heads * page_size), (size * dim,), (wide, 16), pages.fp8)
             for x in (pages.k, pages.v)
         ]
-        if page_size == PIECE:
-            dims = dim, page_size, kv_heads, count
-            apart = tuple(math.prod(dims[:n]) * size for n in (1, 2, 3))
-            many = wide, page_size, 1, KEYS // page_size
-            runs = [_map(x.data_ptr(), dims, apart, many, pages.fp8) for x in (pages.k, pages.v)]
         table, stride = pages.table.data_ptr(), pages.table.stride(0)
     if beside is not None:
         assert beside.k.stride()[1:] == (dim, 1) == beside.v.stride()[1:]
@@ -383,10 +376,9 @@ def _params(
         _map(q.data_ptr(), (dim, heads, tokens), (2 * dim, 2 * q.stride(0)), box),
         *(in_rows if pages is None else in_pages),
         *(in_pages if beside is None else in_rows),
-        *(runs or (in_rows if pages is None else in_pages)),
         out.data_ptr(), table, tiles.data_ptr(), None, None, None if sums is None else sums.data_ptr(),
         tiles.shape[0], stride, kv_heads, page_size, scale * LOG2E, 0,
-        1.0 if pages is None else pages.v_scale, 0, bool(runs),
+        1.0 if pages is None else pages.v_scale,
     )  # fmt: skip
 
 
