@@ -174,12 +174,35 @@ class Extend(Backend, Protocol):
         honours ``Media.until`` unless it refuses shapes that are ``together``."""
 
 
+class Splits(Protocol):
+    """Prompt rows in a captured step whose histories are split, so that few tokens behind long ones keep a
+    GPU busy. Their plan of ``room`` rows, int32[room, 4], lies on the device. Up to ``tiles`` can all be
+    split."""
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def tiles(self) -> int: ...
+
+    def plan(self, tiles: Int32s) -> Int32s | None:
+        """Of tiles (``cut``). None: they are too many, or need not be split."""
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
+    ) -> None:
+        """As ``Prompts.forward``, with a plan in the place of ``tiles``."""
+
+
 class Prompts(Protocol):
     """The same rows in a captured step, where the host cannot plan: their plan lies on the device, as tiles
-    of at most ``tile`` tokens (``cut``)."""
+    of at most ``tile`` tokens (``cut``). ``splits``: None where no history can be split."""
 
     @property
     def tile(self) -> int: ...
+
+    @property
+    def splits(self) -> Splits | None: ...
 
     def forward(
         self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
@@ -254,17 +277,21 @@ class Attention:
 
 
 class InGraph(NamedTuple):
-    """Attention of a captured step, whose prompts lie on the device as ``tiles`` int32[n, 4] (``cut``)."""
+    """Attention of a captured step, whose prompts lie on the device as ``tiles`` int32[n, 4] (``cut``), or as
+    a plan of ``Splits``."""
 
     attention: Attention
     tiles: Tensor
+    split: bool = False
 
     @property
     def in_place(self) -> bool:
         return False
 
     def __call__(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
-        decode, prompts = self.attention.decode, self.attention.prompts
+        decode, whole = self.attention.decode, self.attention.prompts
+        assert whole is not None
+        prompts = whole.splits if self.split else whole
         assert prompts is not None
         rows = batch.decode_rows > 0
         out = decode.forward(q, kv, batch, scoring) if rows else outcome(q, kv)
@@ -315,6 +342,8 @@ class ExtendByLayer(_Backends[Extend]):
 
 
 class PromptsByLayer(_Parts[Prompts]):
+    splits = None
+
     @property
     def tile(self) -> int:
         """One that all take."""

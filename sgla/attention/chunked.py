@@ -79,6 +79,8 @@ class ChunkedExtend:
 
 
 class ChunkedPrompts:
+    splits = None
+
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self.tile, self._chunks = prompt_attention.tile_tokens(shape.group), chunks_of(shape)
 

@@ -83,6 +83,8 @@ class NativeLatentDecode:
 
 
 class LatentPrompts:
+    splits = None
+
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._cut = latent.extend_cut(shape.head_dim, shape.v_dim, shape.dtype.itemsize, device.shared)
         self.tile = self._cut.m

@@ -19,6 +19,9 @@ from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton.cascade import attend_prefixes
 
 TILE = decode_attention.TILE
+# Of a captured step that splits histories: its parts, at most; and those of all KV heads, each of which has
+# 66 KB of sums where heads have 128 values.
+SPLIT, SPLIT_HEADS = 64, 512
 
 
 class NativeDecode:
@@ -80,6 +83,7 @@ class NativePrompts:
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self.tile = prompt_attention.tile_tokens(shape.group)
         self._shape, self._processors = shape, device.multiprocessors
+        self.splits = NativeSplits(shape, device)
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
@@ -94,6 +98,36 @@ class NativePrompts:
 
     def lost(self, tiles: Int32s) -> float:
         return prompt_attention.lost(tiles, self._shape.kv_heads, self._shape.head_dim, self._processors)
+
+
+class NativeSplits:
+    """The plan: tiles, their parts, and what is merged of these, as ``prompt_attention.Cuts`` has them."""
+
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
+        self._shape, self._processors = shape, device.multiprocessors
+        self._parts = max(2, min(SPLIT, SPLIT_HEADS // shape.kv_heads))
+        self.tiles = self._parts // 2
+        self._lengths = [self._parts, self._parts, self.tiles]
+        self.room = sum(self._lengths)
+
+    def plan(self, tiles: Int32s) -> Int32s | None:
+        counts = prompt_attention.parts_of(tiles, self._shape.kv_heads, self._processors, self._parts)
+        if counts is None:
+            return None
+        plan = np.zeros((self.room, 4), np.int32)
+        for rows, made in zip(
+            np.split(plan, np.cumsum(self._lengths)[:-1]), prompt_attention.cut(tiles, counts)
+        ):
+            rows[: len(made)] = made
+        return plan
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
+    ) -> None:
+        tiles, parts, merges = tiles[: self.room].split(self._lengths)
+        cuts = prompt_attention.Cuts(parts, merges, self._parts)
+        pages = Pages(kv.k, kv.v, page_table, kv.v_scale)
+        prompt_attention.attend(q, pages, None, tiles, scoring.scale * kv.k_scale, out, cuts)
 
 
 def no_pages(shape: AttentionShape) -> str | None:

@@ -49,6 +49,8 @@ class TritonDecode:
 
 
 class TritonPrompts:
+    splits = None
+
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._cut = attention.extend_cut(
             max(shape.head_dim, shape.v_dim), shape.dtype.itemsize, device.shared

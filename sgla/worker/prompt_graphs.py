@@ -37,6 +37,9 @@ BESIDE = 2048  # the same, where each rank brings as many to its MLPs: of two th
 # histories: if that saves more than their launch costs.
 HISTORY = 8192
 DECODES = (0, 64, 256)  # decode rows among these tokens, at most; or as many as there may be
+# Tokens of steps that split histories, and decode rows among them, at most; how long the longest history is
+# at least. In others a few tokens keep as few multiprocessors busy as there are heads.
+SPLIT, SPLIT_ROWS, SPLIT_FROM = (128, 256, 384, 512), 64, 2048
 # A row of few tokens behind a history is read faster as so many decode rows of its slot, which split it, than
 # as a prompt row, which goes through it alone: tokens of such a row, and (query, key) pairs of all.
 SHORT, PAIRS = 16, 1 << 16
@@ -58,7 +61,11 @@ class PromptGraphs:
         self.limit = self.tokens[-1] if self.tokens else 0
         prompts = steps.attention.prompts
         self._tile = prompts.tile if prompts is not None else 1
-        self._tiles = self.limit // self._tile + REAL
+        splits = prompts.splits if prompts is not None and not steps.apart else None
+        self._splits = splits
+        split_rows = min(SPLIT_ROWS, steps.rows)
+        self.splits = [(split_rows, n) for n in SPLIT if n <= self.limit] if splits is not None else []
+        self._tiles = max(self.limit // self._tile + REAL, 0 if splits is None else splits.room)
         self._states = steps.tables.states
         size = sum(self._lengths(steps.rows))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
@@ -69,6 +76,7 @@ class PromptGraphs:
         self._cum = {w: torch.zeros(steps.rows + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self._out = torch.zeros(steps.rows, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._split_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pipe = steps.shard.pipe
         if self._pipe is not None:
             wide, dtype = (self.limit, steps.model.spec.hidden), steps.model.embed.dtype
@@ -107,8 +115,11 @@ class PromptGraphs:
         few = few and (states is None or prompts[states.marks[:, 0]].sum() <= SEGMENTS - REAL)
         if not few or (flags & (PROMPT_LOGPROBS | POOL)).any():
             return False
+        fits = self._may_split(len(prompts) - int(prompts.sum()), int(q_lens.sum()))
         starts, q_lens = starts[prompts], q_lens[prompts]
         if (starts < HISTORY).all():
+            return True
+        if fits and self._splits is not None and (-(-q_lens // self._tile)).sum() <= self._splits.tiles:
             return True
         return not self._steps.apart and self._lost(starts, q_lens) < EAGER
 
@@ -119,15 +130,31 @@ class PromptGraphs:
         tiles = cut(np.zeros_like(starts), starts, q_lens, 0, self._tile)
         return attention.lost(tiles) * len(self._steps.kv)
 
+    def _may_split(self, decodes: int, tokens: int) -> bool:
+        return bool(self.splits) and decodes <= self.splits[-1][0] and tokens <= self.splits[-1][1]
+
+    def _plan_splits(self, slots: Any, starts: Any, q_lens: Any, decodes: Any) -> Any:
+        """``Splits.plan`` of the prompts in a step. None: their histories are read as a whole."""
+        rest, count = ~decodes, int(decodes.sum())
+        if self._splits is None or not self._may_split(count, int(q_lens.sum())):
+            return None
+        if not rest.any() or starts[rest].max() < SPLIT_FROM:
+            return None
+        return self._splits.plan(cut(slots[rest], starts[rest], q_lens[rest], count, self._tile))
+
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels."""
         for pair in self.pairs:
             self._forward(*pair)
+        for pair in self.splits:
+            self._forward(*pair, split=True)
 
     def capture(self, capture: Capture) -> None:
         """After the decode graphs; large to small as they."""
         for n, size in sorted(self.pairs, key=lambda pair: (-pair[1], -pair[0])):
             self._graphs[n, size] = capture.unrun(partial(self._forward, n, size))
+        for n, size in reversed(self.splits):
+            self._split_graphs[size] = capture.unrun(partial(self._forward, n, size, split=True))
 
     def _fill(
         self,
@@ -138,9 +165,10 @@ class PromptGraphs:
         sampled: Any,
         sizes: tuple[int, int],
         states: StateColumns | None,
+        plan: Any = None,
     ) -> None:
         """Send the step's columns.
-        ``decodes`` bool[R]: which rows are decode rows; ``sampled``: rows that sample."""
+        ``decodes`` bool[R]: which rows are decode rows; ``sampled``: rows that sample; ``plan``: of tiles."""
         padded, size = sizes
         lengths = self._lengths(padded)
         pinned = self._pinned[self._stage][: sum(lengths)]
@@ -165,8 +193,9 @@ class PromptGraphs:
         last[rest] = q_start[1 : prompts + 1] - 1
         q_start[prompts + 1 :] = size
         at[:new], where[:new], ends[:new] = last[sampled], slots[sampled], stops[sampled]
-        cuts = cut(slots[rest], starts[rest], q_lens[rest], count, self._tile)
-        tiles[: len(cuts)] = cuts
+        if plan is None:
+            plan = cut(slots[rest], starts[rest], q_lens[rest], count, self._tile)
+        tiles[: len(plan)] = plan
         if states is not None:
             self._fill_units(kept, states.ordered(np.concatenate([first, rest])), q_start, padded, count)
         self._columns[: len(host)].copy_(pinned, non_blocking=True)
@@ -193,15 +222,16 @@ class PromptGraphs:
         if self._states:
             verify.link(self._device_states(kept, padded, self.limit))
 
-    def _forward(self, n: int, size: int) -> None:
-        """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows."""
+    def _forward(self, n: int, size: int, split: bool = False) -> None:
+        """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows. ``split``: tiles
+        are a plan of ``Splits``."""
         if self._pipe is None:
-            self._compute(n, size)
+            self._compute(n, size, split)
             return
         with self._pipe.holding(self._arrived, self._leaving):
-            self._compute(n, size)
+            self._compute(n, size, split)
 
-    def _compute(self, n: int, size: int) -> None:
+    def _compute(self, n: int, size: int, split: bool) -> None:
         steps, tables = self._steps, self._steps.tables
         lengths = self._lengths(n)
         columns = self._columns[: sum(lengths)].split(lengths)
@@ -230,7 +260,7 @@ class PromptGraphs:
             cum=cum,
             states=self._device_states(kept, n, size) if self._states else None,
         )
-        attend: Attend = InGraph(steps.attention, tiles.view(-1, 4))
+        attend: Attend = InGraph(steps.attention, tiles.view(-1, 4), split)
         if isinstance(steps.ops.attend, Shares):
             attend = steps.ops.attend.over(attend)
         with steps.ops.attending(attend):
@@ -269,14 +299,20 @@ class PromptGraphs:
             )
         sampled = np.flatnonzero(flags & SAMPLE)
         count, new, total = int(decodes.sum()), len(sampled), int(q_lens.sum())
-        size = next(size for size in self.tokens if size >= max(total, least))
-        sizes = self._pair(count, size)
-        self._fill(slots, starts, q_lens, decodes, sampled, sizes, states)
+        plan = None if least else self._plan_splits(slots, starts, q_lens, decodes)
+        if plan is None:
+            size = next(size for size in self.tokens if size >= max(total, least))
+            sizes = self._pair(count, size)
+            graph = self._graphs[sizes]
+        else:
+            sizes = next(sizes for sizes in self.splits if sizes[1] >= total)
+            graph = self._split_graphs[sizes[1]]
+        self._fill(slots, starts, q_lens, decodes, sampled, sizes, states, plan)
         if verify is not None:
             self._guess(verify, sizes[0])
         if self._pipe is not None and not self._pipe.first:
             self._pipe.receive(self._arrived[:total])
-        self._graphs[sizes].replay()
+        graph.replay()
         if self._pipe is not None and not self._pipe.last:
             self._pipe.send(self._leaving[:total])
             return self._out, 0, None

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sgla.kernels.cuda.prompt_attention import lost
+from sgla.attention.base import AttentionShape, cut
+from sgla.attention.native import NativeSplits
+from sgla.device import nvidia
+from sgla.kernels.cuda.prompt_attention import KEYS, lost
 from sgla.messages import SAMPLE
 from sgla.worker.batch import StateColumns
 from sgla.worker.prompt_graphs import (
@@ -21,6 +24,9 @@ from sgla.worker.prompt_graphs import (
     REAL,
     ROWS,
     SHORT,
+    SPLIT,
+    SPLIT_FROM,
+    SPLIT_ROWS,
     TOKENS,
     PromptGraphs,
     _decodes,
@@ -35,6 +41,7 @@ def without_a_gpu() -> Any:
     attention = SimpleNamespace(prompts=SimpleNamespace(lost=lambda tiles: lost(tiles, 8, 128, 132)))
     steps = SimpleNamespace(slots=SLOTS, kv=[None] * 36, attention=attention, apart=False)
     graphs._steps = steps  # type: ignore[assignment]
+    graphs._splits, graphs.splits = None, []
     graphs.tokens, graphs.limit, graphs._tile = list(TOKENS), TOKENS[-1], TILE
     graphs._tiles, graphs._states, graphs.decodes = TOKENS[-1] // TILE + REAL, True, [*DECODES, SLOTS]
     size = sum(graphs._lengths(SLOTS))
@@ -126,6 +133,64 @@ def test_columns(seed: int) -> None:
         for i in range(count)
     ]
     assert sorted(covered) == [(i, *tokens[i]) for i in range(q_start[0], size) if tokens[i][0] != SLOTS]
+
+
+def splitting() -> Any:
+    graphs = without_a_gpu()
+    shape = AttentionShape(32, 8, 128, 16, torch.bfloat16, frozenset({0}), 0.0, SLOTS)
+    graphs._splits = splits = NativeSplits(shape, nvidia("H200", (9, 0), 132))
+    graphs.splits, graphs._tiles = [(SPLIT_ROWS, size) for size in SPLIT], splits.room
+    size = sum(graphs._lengths(SLOTS))
+    graphs._columns = torch.full((size,), -7, dtype=torch.int32)
+    graphs._pinned = [torch.full((size,), -7, dtype=torch.int32) for _ in range(8)]
+    return graphs
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_columns_of_a_step_that_splits_histories(seed: int) -> None:
+    """Every key of each tile is in one of its parts, and these are merged."""
+    rng = np.random.default_rng(seed)
+    decodes, prompts = int(rng.integers(0, SPLIT_ROWS)), int(rng.integers(1, REAL + 1))
+    q_lens = np.array([1] * decodes + rng.integers(2, 400 // prompts, prompts).tolist(), np.int32)
+    starts = rng.integers(20, 40_000, len(q_lens)).astype(np.int32)
+    starts[-1] = 60_000
+    slots, graphs = rng.permutation(SLOTS)[: len(q_lens)].astype(np.int32), splitting()
+    flags = np.full(len(q_lens), SAMPLE, np.uint8)
+    assert graphs.takes(starts, q_lens, flags)
+    is_decode = _decodes(q_lens, flags)
+    plan = graphs._plan_splits(slots, starts, q_lens, is_decode)
+    assert plan is not None
+    sizes = next(sizes for sizes in graphs.splits if sizes[1] >= q_lens.sum())
+    graphs._fill(slots, starts, q_lens, is_decode, np.arange(len(q_lens)), sizes, None, plan)
+    rows = graphs._columns[: 4 * graphs._splits.room].view(-1, 4).numpy()
+    tiles, parts, merges = np.split(rows, np.cumsum(graphs._splits._lengths)[:-1])
+    seen: dict[tuple[int, ...], list[int]] = {}
+    numbers = []
+    for tile, (first, last, number, _) in zip(tiles.tolist(), parts.tolist()):
+        if tile[3]:
+            seen.setdefault(tuple(tile), []).extend(range(first, last + 1))
+            numbers += [number] if number >= 0 else []
+    rest = ~is_decode
+    for tile in cut(slots[rest], starts[rest], q_lens[rest], decodes, TILE).tolist():
+        assert sorted(seen.pop(tuple(tile))) == list(range(-(-(tile[2] + tile[3]) // KEYS)))
+    assert not seen
+    assert sorted(numbers) == [first + i for _, _, first, count in merges.tolist() for i in range(count)]
+    assert max(numbers) < graphs._splits._parts
+
+
+def test_what_may_split_histories() -> None:
+    graphs, one = splitting(), np.full(1, SAMPLE, np.uint8)
+    for start, tokens, taken, split in (
+        (2 * HISTORY, 2, True, True),
+        (2 * HISTORY, 300, True, True),
+        (2 * HISTORY, 512, True, False),
+        (SPLIT_FROM - 1, 100, True, False),
+        (SPLIT_FROM, 100, True, True),
+        (2 * HISTORY, 700, False, False),
+    ):
+        row = np.array([start], np.int32), np.array([tokens], np.int32)
+        assert graphs.takes(*row, one) == taken
+        assert (graphs._plan_splits(np.zeros(1, np.int32), *row, np.zeros(1, bool)) is not None) == split
 
 
 def test_sizes_of_graphs() -> None:

@@ -13,9 +13,12 @@ import pytest
 import torch
 from emulated_cuda import HERE, kernels, tensor_map
 
-from sgla.attention.base import cut
+from sgla.attention.base import AttentionShape, cut
+from sgla.attention.native import NativeSplits
+from sgla.device import nvidia
 from sgla.kernels.cuda import prompt_attention
 from sgla.kernels.cuda.prompt_attention import KEYS, Chunks, Cuts, Pages
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import units
 
 pytestmark = [
@@ -124,6 +127,22 @@ def test_any_order_gives_the_same_bits(chunked: bool, dim: int) -> None:
     torch.testing.assert_close(outs[0].float(), wanted, atol=6e-3, rtol=2e-2)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("kind", [BF16, FP8])
+def test_a_plan_that_splits_histories(kind: torch.dtype) -> None:
+    """Of a captured step, with places for more tiles, parts and merged ones than there are."""
+    kv_heads, group, dim, start, count = 2, 4, 64, 1500, 40
+    q = torch.randn(count, kv_heads * group * dim).to(BF16)
+    rows = [torch.randn(start + count, kv_heads, dim).to(kind) for _ in "kv"]
+    shape = AttentionShape(kv_heads * group, kv_heads, dim, PAGE, BF16, frozenset({0}), 0.0, 4)
+    splits, there = NativeSplits(shape, nvidia("H200", (9, 0), 132)), paged(rows)
+    plan = splits.plan(tiles_of([start], [count], group))
+    assert plan is not None
+    out = torch.full_like(q, torch.nan)
+    splits.forward(q, KVLayer(there.k, there.v), there.table, torch.from_numpy(plan), Scoring(dim**-0.5), out)
+    wanted = expected(q.view(count, -1, dim), rows[0].float(), rows[1].float(), start)
+    torch.testing.assert_close(out.float(), wanted, atol=6e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize(

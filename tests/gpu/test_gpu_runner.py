@@ -262,8 +262,12 @@ def test_a_graph_for_prompts_and_decode_rows_equals_eager(
     assert sum(same) >= 16
 
 
-def test_a_graph_behind_a_long_history_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more tokens than graphs take where attention gains by splitting it, beside a decode row."""
+@pytest.mark.parametrize(("count", "split"), [(900, False), (500, True), (100, True)])
+def test_a_graph_behind_a_long_history_equals_eager(
+    monkeypatch: pytest.MonkeyPatch, count: int, split: bool
+) -> None:
+    """Of more tokens than eager steps are chosen for, and of some behind a history that is split, beside a
+    decode row."""
     monkeypatch.setattr(sys.modules[__name__], "PAGES", 640)
     runner = make(context_length=16 * PAGES, max_running_requests=4)
     prompts = {0: prompt(0, 90), 1: prompt(1, 10 * 1024)}
@@ -273,17 +277,22 @@ def test_a_graph_behind_a_long_history_equals_eager(monkeypatch: pytest.MonkeyPa
         runner.execute(plan(0, [(0, 0, 90, SAMPLE)], new))
         for at in range(0, 9 * 1024, 1024):
             runner.execute(plan(1, [(1, at, 1024, 0)]))
-        rows = [(0, 90, 1, SAMPLE), (1, 9 * 1024, 500, 0)]
+        rows = [(0, 90, 1, SAMPLE), (1, 9 * 1024, count, 0)]
         tokens = np.frombuffer(runner.execute(plan(2, rows)).tokens, np.int32).tolist()
-        pages = torch.arange(1 + PAGES + 576, 1 + PAGES + 576 + 31, device="cuda")
+        pages = torch.arange(1 + PAGES + 576, 1 + PAGES + 576 + count // 16, device="cuda")
         return tokens, [x[pages].float() for layer in runner.steps.kv for x in (layer.k, layer.v)]
 
-    assert runner.prompts.takes(np.array([90, 9 * 1024]), np.array([1, 500]), np.array([SAMPLE, 0], np.uint8))
+    asked = np.array([90, 9 * 1024]), np.array([1, count]), np.array([SAMPLE, 0], np.uint8)
+    assert runner.prompts.takes(*asked)
+    forward = runner.prompts._forward
     with monkeypatch.context() as patch:
-        kept = twice(runner.prompts, patch, "_graphs", runner.prompts._forward)
+        whole = twice(runner.prompts, patch, "_graphs", forward)
+        in_parts = partial(forward, runner.prompts.splits[0][0], split=True)
+        parts = twice(runner.prompts, patch, "_split_graphs", in_parts)
         captured = found()
-    assert len(kept) == 11
-    assert_same_bits(kept[-1], 1)
+    assert len(parts) == split
+    assert len(whole) == 11 - split
+    assert_same_bits((parts or whole)[-1], 1)
     monkeypatch.setattr(runner.prompts, "limit", 0)
     eager = found()
     for one, other in zip(captured[1], eager[1]):

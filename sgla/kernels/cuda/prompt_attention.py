@@ -24,6 +24,7 @@ THREADS = 384
 MERGERS, SHARES = 256, 4  # threads of a block of ``merge_parts``; blocks that share the rows of a tile
 PART = 2  # blocks of keys that take as long as what a part costs besides
 MOST = 16  # parts of a tile
+LONG = 1 << 20  # more parts than there are
 CACHED = 1 << 15  # keys of a head, with their values, that the L2 cache keeps while tiles read them
 BLOCK = 1.7  # microseconds of a block of keys of 128 values: 650 TFLOP/s
 LOG2E = 1.4426950408889634
@@ -114,9 +115,9 @@ def tile_tokens(group: int) -> int:
     return ROWS // group
 
 
-def parts_of(tiles: Int32s, kv_heads: int, processors: int) -> Int32s | None:
-    """Into how many parts each of the ``tiles`` (see ``attend``) is cut, so that few with long histories keep
-    all ``processors`` busy. None: none is."""
+def parts_of(tiles: Int32s, kv_heads: int, processors: int, most_parts: int = LONG) -> Int32s | None:
+    """Into how many parts each of the ``tiles`` (see ``attend``) is cut, ``most_parts`` in all, so that few
+    with long histories keep all ``processors`` busy. None: none is."""
     blocks = -(-(tiles[:, 2] + tiles[:, 3]) // KEYS)
     ideal = int(blocks.sum()) * kv_heads / processors
     if len(tiles) * kv_heads >= 8 * processors or ideal == 0:
@@ -126,6 +127,8 @@ def parts_of(tiles: Int32s, kv_heads: int, processors: int) -> Int32s | None:
     for pieces in range(1, MOST + 1):  # of the longest
         most = max(8, math.ceil(blocks.max() / pieces))
         counts = np.minimum(-(-blocks // most), MOST)
+        if int(counts.sum()) > most_parts:
+            break
         end = _last_end(blocks, counts, kv_heads, processors)
         if end < best:
             best, found = end, counts
