@@ -31,7 +31,7 @@ from sgla.worker.gpu_steps import Kernels, Sizes
 from sgla.worker.kv import DTYPES
 from sgla.worker.place import Gpu
 
-SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
+SLOTS, STEP_TOKENS = 256, 8448  # where the configuration leaves them open
 
 
 def dtype_of(config: Config) -> str:
