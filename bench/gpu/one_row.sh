@@ -7,7 +7,7 @@ set -uo pipefail
 python=${PYTHON:-python3} kind=${1:-dense} name=decode
 flags=() model=qwen3-0.6b
 [ "$kind" = mixture ] && flags=(--mixture) name=mixture model=qwen3-30b-a3b
-timeout 45 $python bench/gpu_one_row.py ${flags[@]+"${flags[@]}"} > "$OUT/one-row-$kind.txt" 2> "$OUT/one-row-$kind.err"
+timeout 38 $python bench/gpu_one_row.py ${flags[@]+"${flags[@]}"} > "$OUT/one-row-$kind.txt" 2> "$OUT/one-row-$kind.err"
 $python - "$OUT/one-row-$kind.txt" sgla/kernels/cuda/${name}_step.py <<'END'
 import json, re, sys
 from pathlib import Path
@@ -22,5 +22,5 @@ text = re.sub(r"EXCHANGE: dict\[str, int\] = \{.*?\}", f"EXCHANGE: dict[str, int
 path.write_text(text)
 print("taken:", best, defines, {name: round(us / 3, 1) for name, (us, _) in found.items()})
 END
-timeout 60 $python -m pytest -q -n 4 tests/gpu/test_gpu_${name}_step.py 2>&1 | tail -5
-timeout 45 $python bench/offline.py --model bench/models/$model --workloads W2 --repeat 3 | tail -3
+timeout 35 $python -m pytest -q -n 4 tests/gpu/test_gpu_${name}_step.py 2>&1 | tail -5
+timeout 30 $python bench/offline.py --model bench/models/$model --workloads W2 --repeat 3 | tail -3

@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   if (self.warp == WARPS) return supply(p, s, self);
 
   pdl_wait();
-  u32 tag = *p.steps & 0xff;
+  u32 tag = *static_cast<volatile u32*>(p.steps) & 0xff;  // not what the step before left in the L1 cache
   Place at;
   at.head = block % KV_HEADS;
   at.split = block / KV_HEADS;
