@@ -5,7 +5,8 @@
 
 ``base``: the graph of steps without adapters, as on a server without them. The others: rows of one adapter,
 and of as many as there are rows. ``above`` is their share of the base's time. ``--timeline``: the kernels of
-the adapters by name, and what a step's other kernels take. ``--sweep``: other sizes of the kernels' tiles.
+the adapters by name, and what a step's other kernels take. ``--sweep``: other kernels, and sizes of their
+tiles; rounding flips some of the tokens that are drawn.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def variants() -> dict[str, dict[tuple[Any, str], Any]]:
     wide = {norm: Other(kernels._expand_norm, num_warps=16)}
     return {
         "as it is": {},
-        "by kernels behind layers": {(tiles, "ADDS"): False},
+        "layers add": {(tiles, "ADDS"): True},
         "before the layer": {(tiles, "BESIDE"): False},
         "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},
         "1 rank early": {(kernels, "EARLY"): 1},
@@ -141,7 +142,7 @@ def variants() -> dict[str, dict[tuple[Any, str], Any]]:
 
 def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, seconds: float) -> None:
     """One row of places for each, in graphs of their own."""
-    begun, adapted = time.perf_counter(), runner.steps.adapted
+    begun, adapted, tokens = time.perf_counter(), runner.steps.adapted, dict[str, torch.Tensor]()
     assert adapted is not None
     for name, changes in variants().items():
         if time.perf_counter() - begun > seconds:
@@ -160,6 +161,9 @@ def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, s
         for kind, places in (("one", [1] * rows), ("each", list(range(1, rows + 1)))):
             set_places(runner, places)
             found[kind] = round(graph_ms(graph, 30) / without - 1, 4)
+            drawn = runner.graphs.out[:rows].clone()
+            same = (drawn == tokens.setdefault(kind, drawn)).float().mean()
+            found[f"{kind}, same tokens"] = round(float(same), 3)
         lines.emit(base | {"w": "sweep", "variant": name, "above": found})
 
 

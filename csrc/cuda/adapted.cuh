@@ -41,9 +41,13 @@ __device__ __forceinline__ void gather(const Params& p, Adapters& found, int til
   if (i == 0) found.count = found.before[0] + found.before[1];
   meet_at<GATHERERS>(2);
   if (i == 0) barrier_arrive(smem_addr(&found.listed));
-  for (int run = i; run < p.m; run += GATHERERS)
-    if (__ldcg(p.runs + 3 * run + 1) > 0)
-      for (Patience patience; int(arrived(p.shrunk + run)) < p.wanted; patience.check()) __nanosleep(100);
+  const u32 runs = __ballot_sync(~0u, i < p.m && __ldcg(p.runs + 3 * i + 1) > 0);
+  if (i < 64 && lane == 0) found.before[i / 32] = __popc(runs);
+  meet_at<GATHERERS>(2);
+  if (i == 0) {  // one thread asks, and rarely: all blocks wait for the same word
+    const int wanted = (found.before[0] + found.before[1]) * p.wanted;
+    for (Patience patience; int(arrived(p.shrunk)) < wanted; patience.check()) __nanosleep(400);
+  }
   meet_at<GATHERERS>(2);
   for (int e = i; e < SETS * DONE_ROWS * (RANKS / 4); e += GATHERERS) {
     const int rank = e % (RANKS / 4) * 4, row = e / (RANKS / 4) % DONE_ROWS, set = e / (RANKS / 4) / DONE_ROWS;

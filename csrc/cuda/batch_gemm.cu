@@ -142,10 +142,10 @@ struct Params {
   TensorMap b;          // columns of 64 or, GATED, 32 rows of w, ranks of all places, such columns; GATED: 2
   const int* places;    // [m], 0: none
   const int* runs;      // [m][3], as ``Tiles.runs`` of kernels/lora.py
-  const u32* shrunk;    // [m], how many parts of a run are shrunk
+  const u32* shrunk;    // how many parts of runs are shrunk
   const float* inner;   // [splits][m][layers][ranks], see ``shrink`` of kernels/triton/lora.py
   int ends[4];          // of the layers beside each other, in rows of w
-  int layers, splits, ranks, wanted;  // wanted: parts of a run
+  int layers, splits, ranks, wanted;  // wanted: parts of each run
 #endif
 };
 

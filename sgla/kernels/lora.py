@@ -39,8 +39,8 @@ class Rows:
     False knows of no adapters.
 
     Kernels of a GPU read ``places`` int32[T] and int32[S], and the ``tiles`` of tokens and of sampled rows.
-    In decode steps they count in ``shrunk`` int32[stacks, T or more], of each stack, what is done of each
-    tile.
+    In decode steps they count in ``shrunk`` int32[stacks, 4], the first of each stack, what is done of its
+    tiles.
     """
 
     places: tuple[Tensor, Tensor]

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import ADAPTED_ROWS
 from sgla.kernels.lora import Tiles, tiles_of
 from sgla.kernels.triton.lora import FEW, MANY, sort
 from sgla.layers.adapters import Adapters
@@ -26,7 +25,7 @@ class AdaptedRows:
     def __init__(self, adapters: Adapters, tables: DeviceTables, most: int) -> None:
         self.rows, self._tables = adapters.rows, tables
         count = len(adapters.stacks)
-        self.rows.shrunk = torch.zeros(count, ADAPTED_ROWS, dtype=torch.int32, device="cuda")
+        self.rows.shrunk = torch.zeros(count, 4, dtype=torch.int32, device="cuda")
         self._places, self._order = torch.zeros(2, most, dtype=torch.int32, device="cuda")
         self._runs = torch.zeros(most, 3, dtype=torch.int32, device="cuda")
 

@@ -58,7 +58,7 @@ def made(
     runs = torch.zeros(rows, 3, dtype=torch.int32)
     found = torch.from_numpy(tiles_of(places.cpu().numpy(), 8)[1])
     runs[: len(found)] = found.to(runs.device)
-    counts = torch.where(runs[:, 1] > 0, SPLITS * len(sizes), 0).int()
+    counts = ((runs[:, 1] > 0).sum() * SPLITS * len(sizes)).int()[None]
     added = Added(stack.b, stack.ends, places, runs, inner, counts)
     return x, w, added, more * (places > 0)[:, None]
 

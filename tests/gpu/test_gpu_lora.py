@@ -208,6 +208,7 @@ def test_what_is_shrunk_beside_a_layer_is_as_before_it(
     """In bfloat16, graphs and eager steps; added by the layers themselves, and by kernels behind them."""
     from sgla.kernels.gpu import tiles
 
+    monkeypatch.setattr(tiles, "ADDS", True)
     asked = [replace(one, rid=f"{one.rid} {i}") for i in range(3) for one in requests()]
     runner = adapted_runner(lora_target_modules=modules)
     found = [answers(runner, asked) for _ in range(3)]

@@ -82,8 +82,8 @@ class _AdaptedParams(ctypes.Structure):
 class Added(NamedTuple):
     """What adapters add (``kernels/lora.py``): ``b`` bf16 ``[places, n, ranks]`` of the stack, whose parts
     end at ``ends``; ``places`` int32[m] and ``runs`` int32[m, 3] of the rows; and what a kernel beside this
-    one makes of x: ``inner`` float32 ``[splits, m, parts, ranks]``, and ``shrunk`` int32[m], how many of
-    ``wanted`` parts of each run are there."""
+    one makes of x: ``inner`` float32 ``[splits, m, parts, ranks]``, and ``shrunk`` int32[1 or more], how many
+    parts are there in all, ``wanted`` of each run."""
 
     b: Tensor
     ends: list[int]

@@ -24,7 +24,7 @@ ADAPTED = "tiles, adapted"  # a layer that adds itself what adapters do
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
 BESIDE = True  # what adapters do stands behind the layer (before it costs 3 to 8 % more: bench/gpu_lora.py)
-ADDS = True  # layers add themselves what adapters do in graphs of decode rows
+ADDS = False  # layers add themselves what adapters do in graphs of decode rows (bench/gpu_lora.py --sweep)
 SENT = 64  # rows up to which tiles send what they make to other ranks (bench/allreduce.py --layers)
 
 

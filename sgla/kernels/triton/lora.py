@@ -126,7 +126,7 @@ def _shrink(
     tl.store(at, total, mask=(r < R)[:, None] & own[None, :])
     if COUNTS:
         tl.debug_barrier()
-        tl.atomic_add(shrunk + tile, 1, sem="release")
+        tl.atomic_add(shrunk, 1, sem="release")
     if THERE:
         _wait_at(tile + part + split == 0, PDL)
 
@@ -335,8 +335,8 @@ def room(tokens: int, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
 
 
 def shrink_counted(x: Tensor, stack: Stack, rows: Rows, sampled: bool, inner: Tensor, there: bool) -> None:
-    """``shrink`` into ``inner``. The layer that expands hears of each part of a run by ``rows.shrunk`` of the
-    stack. ``there``: as ``shrink_beside``."""
+    """``shrink`` into ``inner``. The layer that expands hears of each part of a run by the stack's word of
+    ``rows.shrunk``. ``there``: as ``shrink_beside``."""
     assert rows.shrunk is not None
     _shrink_into(inner, x, stack, rows.tiles[sampled], None, there, rows.shrunk[stack.number])
 
