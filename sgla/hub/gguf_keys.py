@@ -451,7 +451,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> dict[str, Any]:
     tokens = found.get("tokenizer.ggml.tokens", [])
     kind = found.get("tokenizer.ggml.model")
     for key, kinds in ((SEPARATED, ("bert", "t5")), (SQUEEZED, ("t5",)), (CHARSMAP, ("t5",))):
-        if kind not in kinds and found.get(key):
+        if kind not in kinds and found.get(key) and found.get("tokenizer.ggml.pre") != "modern-bert":
             raise ConfigError(f"the key {key} is not supported with tokens of kind {str(kind)[:60]!r}")
     for key, value in found.items():
         if key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores") and len(value) != len(tokens):

@@ -35,12 +35,13 @@ class HFTensor(NamedTuple):
 @dataclass(frozen=True)
 class Stored:
     """A tensor of a layer: the ``tensors`` of HF's class that its rows are, one below the other.
-    ``layers``: all, those without or with experts, with an indexer or with a window. ``flag``: the key of
-    HF's configuration that says whether there is one. ``unless``: a size without which alone there is one,
-    ``given``: one without which there is none. ``mixer``: of layers that alone have one."""
+    ``layers``: all, those without or with experts, with an indexer, with a window or behind the first.
+    ``flag``: the key of HF's configuration that says whether there is one. ``unless``: a size without which
+    alone there is one, ``given``: one without which there is none. ``mixer``: of layers that alone have
+    one."""
 
     tensors: tuple[HFTensor, ...]
-    layers: Literal["all", "dense", "sparse", "picks", "slides"] = "all"
+    layers: Literal["all", "dense", "sparse", "picks", "slides", "later"] = "all"
     flag: str = ""
     unless: str = ""
     given: str = ""
@@ -100,6 +101,7 @@ class Layout:
     longrope: bool = False
     mscales: bool = False  # HF's longrope says by what cosines and sines are multiplied
     pooled: bool = False  # vectors are made of it, too
+    full_first: bool = False  # of as many layers as a pattern says, the first has no window
     sees: bool = False  # what makes pictures of tokens is in another file
     judges: bool = False  # files of rerankers have beside the rows of what it may answer
     encoder: bool = False  # tokens see all others, and there is no output layer
@@ -126,7 +128,7 @@ class Layout:
 
     @property
     def rotates(self) -> bool:
-        return "rope_theta" in self.known or "rope_theta" in self.names
+        return "rope_theta" in (*self.known, *self.names) or "rope.freq_base" in self.keys
 
     @property
     def windowed(self) -> bool:

@@ -210,7 +210,7 @@ class GGUFModel:
             config["indexer_types"] = ["full" if self._picks(i) else "shared" for i in range(self.layers)]
         if not layout.rotates:
             return config
-        base = layout.names.get("rope_theta", "rope_theta")
+        base = layout.keys.get("rope.freq_base") or layout.names.get("rope_theta", "rope_theta")
         config[base] = keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4))
         config["rope_scaling"] = rope_scaling(layout, keys, self._tables)
         if layout.longrope and (trained := keys.get("rope.scaling.original_context_length")):
@@ -372,7 +372,7 @@ class GGUFModel:
     def _is_kind(self, kind: str, layer: int) -> bool:
         if kind == "slides":
             return has_window(self.keys, layer)
-        return kind == "picks" and self._picks(layer)
+        return layer > 0 if kind == "later" else kind == "picks" and self._picks(layer)
 
     def _picks(self, layer: int) -> bool:
         """Whether it has an indexer. Where no key says which have, those do whose tensors are there."""
@@ -420,7 +420,7 @@ def _windows(layout: Layout, keys: Mapping[str, Any], window: int | None, layers
     if isinstance(pattern, int) and "sliding_window_pattern" in layout.known:
         return {"sliding_window_pattern": pattern}
     if isinstance(pattern, int):
-        pattern = [(i + 1) % pattern for i in range(layers)]
+        pattern = [(i if layout.full_first else i + 1) % pattern for i in range(layers)]
     return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
 
 

@@ -30,6 +30,8 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
             when=gguf.when,
             eps=f"attention.layer_norm_{'rms_' if 'rms_norm_eps' in known else ''}epsilon",
             shift=family.norm_offset,
+            keys=gguf.keys,
+            full_first=gguf.full_first,
             encoder=True,
             top=gguf.top,
             layers=gguf.layers,

@@ -114,6 +114,19 @@ NOMIC = {
     **_linear("attn_output_norm", "post_attention_layernorm", "d"),
     **_linear("layer_output_norm", "post_mlp_layernorm", "d"),
 }
+MODERN_TOP = {
+    "token_embd.weight": one("embeddings.word_embeddings.weight", "vd"),
+    "token_embd_norm.weight": one("embeddings.LayerNorm.weight", "d"),
+    "output_norm.weight": one("final_norm.weight", "d"),
+}
+MODERN = {
+    "attn_norm.weight": one("post_attention_layernorm.weight", "d", layers="later"),
+    **{f"attn_{part}.weight": one(f"self_attn.{part}_proj.weight", "dd") for part in "qkv"},
+    "attn_output.weight": one("self_attn.o_proj.weight", "dd"),
+    "ffn_norm.weight": one("post_mlp_layernorm.weight", "d"),
+    "ffn_up.weight": Stored(tuple(HFTensor(f"mlp.{part}_proj.weight", "fd") for part in ("gate", "up"))),
+    "ffn_down.weight": one("mlp.down_proj.weight", "df"),
+}
 GEMMA_TOP = {
     "token_embd.weight": one("embed_tokens.weight", "vd"),
     "output_norm.weight": one("norm.weight", "d"),
@@ -165,6 +178,7 @@ class Gguf:
     windows_optional: bool = False
     top: Mapping[str, Stored] = field(default_factory=dict)
     layers: str = "model.layers"
+    full_first: bool = False
     both_ways: bool = False  # files that pool mean that tokens see those behind them
     sees: bool = False
     judges: bool = False

@@ -68,6 +68,7 @@ _EXAONE = (
 # ``pre`` -> regular expressions, each of which splits what the one before it left whole.
 _GROUPS: dict[tuple[str, ...], list[str]] = {
     ("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "exaone4"): [GPT2],
+    ("modern-bert",): [GPT2],
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): [r"\p{N}", GPT2],
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): [LLAMA3],
     ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"): [LLAMA3],
@@ -85,7 +86,7 @@ _GROUPS: dict[tuple[str, ...], list[str]] = {
     ("default",): [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
 # Of vocabularies that mark texts: what begins and ends one, and the kind of the second of two.
-_MARKS = {"bert": ("[CLS]", "[SEP]", 1), "t5": ("<s>", "</s>", 0)}
+_MARKS = {"bert": ("[CLS]", "[SEP]", 1), "t5": ("<s>", "</s>", 0), "modern-bert": ("[CLS]", "[SEP]", 1)}
 SPLITS = {name: patterns for names, patterns in _GROUPS.items() for name in names}
 _WHOLE_TOKENS_FIRST = (
     "llama-bpe",
@@ -142,8 +143,8 @@ def _build(raw: dict[str, Any]) -> Tokenizer:
             param="tokenizer",
         )
     _add_tokens(tokenizer, raw)
-    if kind in _MARKS:
-        _add_pair_marks(tokenizer, raw, *_MARKS[kind])
+    if marks := _MARKS.get(str(raw.get("pre") if kind == "gpt2" else kind)):
+        _add_pair_marks(tokenizer, raw, *marks)
     else:
         _add_bos(tokenizer, raw)
     return tokenizer
@@ -171,7 +172,7 @@ def _byte_level(raw: dict[str, Any]) -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    if SPLITS[pre] in ([QWEN2], [QWEN35]):
+    if pre == "modern-bert" or SPLITS[pre] in ([QWEN2], [QWEN35]):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -18,6 +18,7 @@ from gguf import GGUFValueType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 from test_pooling import BERT, BOTH_WAYS, DECODER, LENGTHS, ROBERTA, ROTARY, answers, hidden, save_model
+from test_pooling import MODERN as MODERN_BERT
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
@@ -37,12 +38,15 @@ KEYS = {
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "sliding_window": "attention.sliding_window",
+    "norm_eps": "attention.layer_norm_epsilon",
+    "local_attention": "attention.sliding_window",
 }
 MEAN, CLS, LAST, RANK = 1, 2, 3, 4
 GEMMA = {key: value for key, value in BOTH_WAYS.items() if key != "sliding_window_pattern"} | {
     "num_hidden_layers": 7,
     "query_pre_attn_scalar": 16,
 }
+MODERN = MODERN_BERT | {"num_hidden_layers": 5, "local_attention": 12, "global_attn_every_n_layers": 3}
 WIDE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
 # Architecture of the file, HF's kind, its sizes, how the file pools, and that in words.
 MODELS: dict[str, tuple[Arch, str, dict[str, Any], int, str]] = {
@@ -50,6 +54,7 @@ MODELS: dict[str, tuple[Arch, str, dict[str, Any], int, str]] = {
     "bert, the first token": (Arch.BERT, "bert", BERT, CLS, "cls"),
     "xlm-roberta": (Arch.BERT, "xlm-roberta", ROBERTA, CLS, "cls"),
     "nomic": (Arch.NOMIC_BERT, "nomic_bert", ROTARY, MEAN, "mean"),
+    "modernbert": (Arch.MODERN_BERT, "modernbert", MODERN, CLS, "cls"),
     "embeddinggemma": (Arch.GEMMA_EMBEDDING, "gemma3_text", GEMMA, MEAN, "mean"),
     "qwen3": (Arch.QWEN3, "qwen3", DECODER | {"tie_word_embeddings": True}, LAST, "last"),
 }
@@ -77,6 +82,9 @@ def write(
     if arch in (Arch.BERT, Arch.NOMIC_BERT):
         found["attention.causal"] = False
         writer.add_token_type_count(config["type_vocab_size"])
+    if arch == Arch.MODERN_BERT:
+        found["attention.sliding_window_pattern"] = 3
+        found["rope.freq_base_swa"] = float(config["rope_parameters"]["sliding_attention"]["rope_theta"])
     if rope := config.get("rope_parameters"):
         found["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     offset = config["pad_token_id"] + 1 if model_type == "xlm-roberta" else 0

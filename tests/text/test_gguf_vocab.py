@@ -118,6 +118,18 @@ def test_word_pieces(cased: bool) -> None:
         backend_from_gguf(raw)
 
 
+def test_modern_bert_marks_texts() -> None:
+    original = tiny.byte_level()
+    original.normalizer = normalizers.NFC()
+    original.add_special_tokens(["[CLS]", "[SEP]"])
+    first, last = (original.token_to_id(mark) for mark in ("[CLS]", "[SEP]"))
+    original.post_processor = processors.BertProcessing(("[SEP]", last), ("[CLS]", first))
+    raw = byte_level_raw(original, "modern-bert", add_bos=True, add_eos=True)
+    ours = backend_from_gguf(raw)
+    assert_same(ours, original)
+    assert ours.encode("a", "b").ids == original.encode("a", "b").ids
+
+
 def test_unigram() -> None:
     """XLM-RoBERTa's, whose characters are replaced as SentencePiece says first."""
     data = io.BytesIO()

@@ -8,7 +8,18 @@ from sgla.hub.gguf_keys import RANKED
 from sgla.model.families import gemma
 from sgla.model.families.keys import HEAD_DIM
 from sgla.model.family import Family
-from sgla.model.gguf_words import BERT, BERT_HEAD, BERT_TOP, GEMMA, GEMMA_TOP, NOMIC, NOMIC_TOP, Gguf
+from sgla.model.gguf_words import (
+    BERT,
+    BERT_HEAD,
+    BERT_TOP,
+    GEMMA,
+    GEMMA_TOP,
+    MODERN,
+    MODERN_TOP,
+    NOMIC,
+    NOMIC_TOP,
+    Gguf,
+)
 
 _GEMMA3 = gemma.FAMILIES["Gemma3ForCausalLM"]
 _BERT = {
@@ -161,6 +172,21 @@ FAMILIES = {
             (".mlp.Wo.", ".mlp.down_proj."),
             (".attn_norm.", ".post_attention_layernorm."),
             (".mlp_norm.", ".post_mlp_layernorm."),
+        ),
+        gguf=(
+            Gguf(
+                "modern-bert",
+                tensors=MODERN,
+                top=MODERN_TOP,
+                layers="layers",
+                missing={"rope.freq_base": 160_000.0},
+                keys={
+                    "attention.sliding_window": "local_attention",
+                    "rope.freq_base": "global_rope_theta",
+                    "rope.freq_base_swa": "local_rope_theta",
+                },
+                full_first=True,
+            ),
         ),
     ),
     "Gemma3Text": Family(
