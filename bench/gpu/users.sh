@@ -3,7 +3,7 @@
 # results into $OUT (users.jsonl: a JSON line each; users.log: what was printed).
 #   OUT=/tmp/out bash bench/gpu/users.sh [PART ...]
 #   orders     attention of long prompts with their heads in several orders (15 s)
-#   documents  Qwen3-8B: prompts of 32,768 tokens (W8) and of 4,096 (W3); wide: in steps of 8,448 tokens (40 s each)
+#   documents  Qwen3-8B: prompts of 32,768 tokens (W8) and of 4,096 (W3) (40 s)
 #   whole      Llama-3.1-8B: one prompt of 130,816 tokens, the longest that leaves room for an answer (40 s)
 #   flood      prompts of 100 tokens while prompts of 16,000 are read (40 s)
 #   arrival    Llama-3.1-8B: a prompt of 100,000 tokens beside 32 streams; when their longest gaps end (40 s)
@@ -39,14 +39,12 @@ vocab=$($python -c 'import json, sys; print(min(100000, json.load(open(sys.argv[
 with() { printf '{"device": "%s"%s}' "$device" "${1:-}"; }
 text_of() { printf ', "tokenizer": "%s/%s"' "$words" "$(basename "$1")"; }
 
-for each in ${*:-orders documents wide whole flood arrival schemas partition chats agents}; do
+for each in ${*:-orders documents whole flood arrival schemas partition chats agents}; do
     case $each in
     orders) part orders 40 bench/gpu_kernels.py orders ;;
-    documents | wide)
-        step=
-        [ $each = wide ] && step=', "step_tokens": 8448'
-        part "$each" 60 bench/offline.py --model "$eight" --max-model-len $short --workloads W8,W3 --document-tokens $document \
-            --documents 1,8 --repeat 1 --vocab "$vocab" --tag "$each" --extra "$(with "$step")"
+    documents)
+        part documents 60 bench/offline.py --model "$eight" --max-model-len $short --workloads W8,W3 --document-tokens $document \
+            --documents 1,8 --repeat 1 --vocab "$vocab" --extra "$(with)"
         ;;
     whole)
         part whole 60 bench/offline.py --model "$llama" --max-model-len $longest --workloads W8 --document-tokens $longest \
