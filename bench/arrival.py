@@ -16,7 +16,7 @@ import asyncio
 import json
 import random
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -84,26 +84,26 @@ class Bench:
             pass
         return begun, now()
 
-    async def start(self, streams: Streams) -> None:
+    async def start(self, streams: Streams, count: int) -> None:
         params = SamplingParams(max_tokens=self.args.tokens - LEAD, temperature=0, ignore_eos=True)
 
         async def follow(prompt: list[int], times: list[float]) -> None:
             async for event in self.engine.astream(prompt, params):
                 times += [now()] if event.tokens else []
 
-        for _ in range(self.args.streams):
+        for _ in range(count):
             streams.came.append([])
             work = follow(self.prompt(LEAD), streams.came[-1])
             streams.tasks.append(asyncio.create_task(work))
         while not all(streams.came):
             await asyncio.sleep(0.01)
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self, count: int) -> dict[str, Any]:
         # Made here: streams would wait for it.
         *before_it, last = (self.prompt(self.args.tokens) for _ in range(self.args.alone + 1))
         alone = [end - begun for begun, end in [await self.first_token(one) for one in before_it]]
         streams = Streams()
-        await self.start(streams)
+        await self.start(streams, count)
         quiet = now()
         await asyncio.sleep(BEFORE)
         begun, end = await self.first_token(last)
@@ -131,7 +131,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="bench/models/llama-3.1-8b", help="folder with config.json")
     parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--streams", default="32", help="numbers of them, one after the other: 32,96")
     parser.add_argument("--alone", type=int, default=2, help="prompts alone, for each run")
     parser.add_argument("--vocab", type=int, default=100_000)
     parser.add_argument("--repeat", type=int, default=3)
@@ -141,9 +141,9 @@ def main() -> None:
     steps = Steps() if args.steps else []
     bench = Bench(args)
     with bench.engine:
-        for repeat in range(args.repeat):
-            found = asyncio.run(bench.run())
-            head = {"bench": "arrival", "model": args.model, "tokens": args.tokens, "streams": args.streams}
+        for repeat, count in product(range(args.repeat), map(int, args.streams.split(","))):
+            found = asyncio.run(bench.run(count))
+            head = {"bench": "arrival", "model": args.model, "tokens": args.tokens, "streams": count}
             lines.emit(head | {"rep": repeat, "extra": args.extra} | found)
     if args.steps:
         Path(args.steps).write_text("".join(json.dumps(step) + "\n" for step in steps))
