@@ -21,7 +21,7 @@ from sgla.kernels.triton.cascade import attend_prefixes
 TILE = decode_attention.TILE
 # Of a captured step that splits histories: its parts, at most; and those of all KV heads, each of which has
 # 66 KB of sums where heads have 128 values.
-SPLIT, SPLIT_HEADS = 64, 512
+SPLIT, SPLIT_HEADS = 256, 512
 
 
 class NativeDecode:
