@@ -129,6 +129,7 @@ def variants() -> dict[str, dict[tuple[Any, str], Any]]:
     wide = {norm: Other(kernels._expand_norm, num_warps=16)}
     return {
         "as it is": {},
+        "rows are expanded one by one": {(kernels, "BY_ROWS"): True},
         "layers add": {(tiles, "ADDS"): True},
         "before the layer": {(tiles, "BESIDE"): False},
         "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},

@@ -78,6 +78,25 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
         torch.testing.assert_close(found, (normed, total), atol=1e-4, rtol=1e-4)
 
 
+def test_few_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several parts, some of them without an adapter, and with less than the highest rank."""
+    generator = torch.Generator().manual_seed(0)
+    stack = Stack(3, 40, [256, 128, 128], first=16)
+    memory = torch.randn(3, 6, stack.last, generator=generator)
+    memory[2, 3:] = 0
+    stack.lie(memory)
+    stack.ranks = [6, 6, 3]
+    places = np.array([0, 2, 3, 0, 1, 2], np.int32)
+    rows = Rows()
+    rows.set(places, places)
+    on_device(rows, places)
+    x, y = (torch.randn(6, n, generator=generator) for n in (40, 512))
+    expected = y + lora.body(x, stack, rows, False)
+    monkeypatch.setattr(kernels, "BY_ROWS", True)
+    monkeypatch.setattr(kernels, "_expanded", Mock(side_effect=AssertionError))
+    torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_pairs_alone_and_together(parts: int) -> None:
     """Of tokens and experts, some of which other ranks have; rows of several adapters, and of none."""

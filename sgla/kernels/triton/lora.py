@@ -10,6 +10,7 @@ beside a kernel that lets its successor start when x is there.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ SHRUNK, EXPANDED = 256, 512  # inputs that a program multiplies at a time, and o
 GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
 EARLY, VALUES = 16, 1 << 16  # ranks, and values of these, that a program which norms loads before it waits
 SORTED = 16  # rows that a program finds the places of
+BY_ROWS, ROWS = False, 64  # so many rows are expanded one by one: bench/gpu_lora.py --sweep
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "table"])
@@ -238,6 +240,33 @@ def _expand_norm(
 
 
 @triton.jit(do_not_specialize_on_alignment=["places"])
+def _expand_rows(
+    inner, b, places, ends, y, s_place, s_rank, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some outputs of a part of a row. It loads what the adapter has before it waits."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.load(places + row).to(tl.int64)
+    if place == 0:
+        _wait_at(tl.program_id(0) + tl.program_id(1) == 0, PDL)
+        return
+    part = 0
+    for p in tl.static_range(PARTS - 1):
+        part += (start >= tl.load(ends + p)).to(tl.int32)
+    i, r = start + tl.arange(0, BLOCK), tl.arange(0, RP)
+    there = r < R
+    source = b + (place - 1) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
+    w = tl.load(source, mask=there[:, None], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    made = tl.load(y + row * s_y + i)
+    u = _shrunk_of(inner + (row * PARTS + part) * R, s_inner, r, there, SPLITS, SP)
+    tl.store(y + row * s_y + i, made.to(tl.float32) + tl.sum(w.to(tl.float32) * u[:, None], 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["places"])
 def _expand_gated(
     inner, b, places, y, out, n, s_place, s_rank, s_inner, R: tl.constexpr, RP: tl.constexpr,
     SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
@@ -399,6 +428,17 @@ def _shrink_into(
 
 def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``y + inner.sum(0) @ b.T`` in the memory of y [T, n]."""
+    block = gcd(EXPANDED, *stack.sizes)
+    if BY_ROWS and len(y) <= ROWS and block >= 128:
+        splits, tokens, parts, rank = inner.shape
+        padded = next_power_of_2(rank)
+        block = min(block, 8192 // max(16, padded))
+        _expand_rows[tokens, y.shape[1] // block](
+            inner, stack.b, rows.places[sampled], stack.bounds, y, stack.b.stride(0), stack.b.stride(2),
+            y.stride(0), inner.stride(0), R=rank, RP=padded, PARTS=parts, SPLITS=splits,
+            SP=next_power_of_2(splits), BLOCK=block, **_pdl(),
+        )  # fmt: skip
+        return y
     return _expanded(y, inner, stack, rows.tiles[sampled])
 
 
