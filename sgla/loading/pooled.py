@@ -17,7 +17,7 @@ from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
 from sgla.model.encoder import IGNORED, EncoderSpec
 from sgla.model.families import FAMILIES
-from sgla.model.gemma_encoder import GemmaEncoder
+from sgla.model.grouped_encoder import GroupedEncoder
 from sgla.model.heads import Layer, make_head
 from sgla.model.read import read_decoder
 from sgla.model.registry import body_of
@@ -27,7 +27,7 @@ from sgla.quant.weight import Make, anywhere
 
 
 class PooledEncoder(NamedTuple):
-    body: Encoder | RotaryEncoder | GemmaEncoder
+    body: Encoder | RotaryEncoder | GroupedEncoder
     head: list[Layer]
 
 
@@ -65,9 +65,9 @@ def load_encoder(
     return model
 
 
-def _body(spec: EncoderSpec, build: Build) -> Encoder | RotaryEncoder | GemmaEncoder:
+def _body(spec: EncoderSpec, build: Build) -> Encoder | RotaryEncoder | GroupedEncoder:
     if spec.grouped is not None:
-        return GemmaEncoder(spec, build)
+        return GroupedEncoder(spec, build)
     return Encoder(spec, build) if spec.rotary is None else RotaryEncoder(spec, build)
 
 

@@ -46,6 +46,7 @@ _NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})
 HARMLESS = frozenset(
     """
     architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition
+    bos_token eos_token pad_token mask_token
     vocab_size_or_config_json_file
     quantization_config compression_config tie_word_embeddings use_flash_attention
     initializer_cutoff_factor sparse_prediction sparse_pred_ignore_index deterministic_flash_attn

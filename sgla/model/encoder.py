@@ -43,12 +43,13 @@ class RotarySpec(NamedTuple):
 
 
 class GroupedSpec(NamedTuple):
-    """Of encoders whose heads share keys and values: how many there are of these, values of a head, and what
-    scores are multiplied by."""
+    """Of encoders whose heads share keys and values: how many there are of these, values of a head, what
+    scores are multiplied by, and whether it is Gemma 3 else, and not a Llama."""
 
     kv_heads: int
     head_dim: int
     scale: float
+    gemma: bool = False
 
 
 @dataclass(frozen=True)

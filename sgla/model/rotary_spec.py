@@ -47,19 +47,41 @@ def gemma(c: Reader, spec: EncoderSpec) -> EncoderSpec:
         raise ConfigError(f"{c.architecture} is not supported; Gemma3TextModel is", param="model")
     if not c.flag("use_bidirectional_attention"):
         raise c.error("use_bidirectional_attention", "true for an encoder")
-    heads, head_dim = c.integer("num_key_value_heads", spec.heads), c.integer("head_dim", HEAD_DIM, 2)
-    if spec.heads % heads or head_dim % 2:
-        raise ConfigError(
-            f"config.json: {spec.heads} attention heads of {head_dim} values (head_dim) with {heads} of keys "
-            "and values are not supported; these must divide the heads, and head_dim must be even",
-            param="model",
-        )
+    heads, head_dim = _grouped(c, spec)
     windows = tuple(window // 2 for window in listed(every())(c, spec.layers))
     whole, local = ropes(c, head_dim, spec.positions)
     turns = tuple(local if window else whole for window in windows)
     rotary = RotarySpec(turns, windows, frozenset(["qkv", "out"] if c.flag("attention_bias") else ()))
     scale = float(c.number("query_pre_attn_scalar") ** -0.5)
-    return replace(spec, rotary=rotary, grouped=GroupedSpec(heads, head_dim, scale))
+    return replace(spec, rotary=rotary, grouped=GroupedSpec(heads, head_dim, scale, gemma=True))
+
+
+def euro(c: Reader, spec: EncoderSpec) -> EncoderSpec:
+    """EuroBERT: a Llama whose layers see both ways."""
+    if c.architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(f"{c.architecture} is not supported; EuroBertModel is", param="model")
+    heads, head_dim = _grouped(c, spec)
+    rope, _ = ropes(c, head_dim, spec.positions)
+    biases = {"attention_bias": ("qkv", "out"), "mlp_bias": ("gate_up", "down")}
+    named = frozenset(part for key, parts in biases.items() if c.flag(key) for part in parts)
+    rotary = RotarySpec((rope,) * spec.layers, (0,) * spec.layers, named)
+    return replace(spec, rotary=rotary, grouped=GroupedSpec(heads, head_dim, head_dim**-0.5))
+
+
+def _grouped(c: Reader, spec: EncoderSpec) -> tuple[int, int]:
+    """Heads of keys, and values of each. Raises ConfigError."""
+    heads, dim = spec.heads, spec.hidden // spec.heads
+    if c.given("num_key_value_heads"):
+        heads = c.integer("num_key_value_heads", spec.heads)
+    if c.given("head_dim"):
+        dim = c.integer("head_dim", HEAD_DIM)
+    if spec.heads % heads or dim % 2:
+        raise ConfigError(
+            f"config.json: {spec.heads} attention heads of {dim} values (head_dim) with {heads} of keys and "
+            "values are not supported; these must divide the heads, and head_dim must be even",
+            param="model",
+        )
+    return heads, dim
 
 
 def nomic(c: Reader, spec: EncoderSpec) -> EncoderSpec:

@@ -1792,6 +1792,42 @@ EMBEDDING_GEMMA = {
     "vocab_size": 97,
 }
 RUN["embeddinggemma-300m"] = Case(EMBEDDING_GEMMA)
+EUROBERT = {
+    "architectures": ["EuroBertForMaskedLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "modeling_eurobert.EuroBertModel"},
+    "bos_token": "<|begin_of_text|>",
+    "bos_token_id": 80,
+    "clf_pooling": "late",
+    "eos_token": "<|end_of_text|>",
+    "eos_token_id": 81,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_dropout": 0.0,
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 40,
+    "mask_token": "<|mask|>",
+    "mask_token_id": 82,
+    "max_position_embeddings": 128,
+    "mlp_bias": False,
+    "model_type": "eurobert",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "pad_token": "<|end_of_text|>",
+    "pad_token_id": 81,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": False,
+    "vocab_size": 97,
+}
+RUN["EuroBERT-210m"] = Case(EUROBERT | {"architectures": ["EuroBertModel"]})
 RUN["nomic-embed-text-v1.5"] = Case(
     {
         "activation_function": "swiglu",
@@ -2622,6 +2658,10 @@ REFUSED: dict[str, Case] = {
         EMBEDDING_GEMMA | {"architectures": ["Gemma3TextForSequenceClassification"]},
         "Gemma3TextModel is",
     ),
+    "EuroBERT that classifies": Case(
+        EUROBERT | {"architectures": ["EuroBertForSequenceClassification"]}, "EuroBertModel is"
+    ),
+    "EuroBERT in threes": Case(EUROBERT | {"num_key_value_heads": 3}, "must divide the heads"),
     "EmbeddingGemma with an odd head": Case(EMBEDDING_GEMMA | {"head_dim": 15}, "head_dim must be even"),
     "architectures a string": Case(llama(architectures="LlamaForCausalLM"), "architectures"),
     "architectures of numbers": Case(llama(architectures=[1]), "architectures"),

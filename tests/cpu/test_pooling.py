@@ -64,6 +64,7 @@ BOTH_WAYS = {key: value for key, value in BERT.items() if key != "type_vocab_siz
 }
 
 
+EURO = {key: value for key, value in BERT.items() if key != "type_vocab_size"} | {"pad_token_id": 0}
 ONE_WAY = BOTH_WAYS | {"use_bidirectional_attention": False}
 
 
@@ -183,6 +184,13 @@ EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "nomic": ("nomic_bert", "AutoModel", ROTARY, "mean_tokens"),
     "embeddinggemma": ("gemma3_text", "AutoModel", BOTH_WAYS, "mean_tokens"),
+    "eurobert": ("eurobert", "AutoModel", EURO, "mean_tokens"),
+    "eurobert masked, biases": (
+        "eurobert",
+        "AutoModelForMaskedLM",
+        EURO | {"num_key_value_heads": 2, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
+        "cls_token",
+    ),
     "gemma3 body": ("gemma3_text", "AutoModel", ONE_WAY, "lasttoken"),
     "embeddinggemma, biases": (
         "gemma3_text",

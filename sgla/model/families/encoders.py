@@ -210,6 +210,30 @@ FAMILIES = {
             ),
         ),
     ),
+    "EuroBert": Family(
+        ("eurobert",),
+        {key: value for key, value in _BERT.items() if key not in ("type_vocab_size", "layer_norm_eps")}
+        | {
+            "vocab_size": 128256,
+            "num_key_value_heads": None,
+            "hidden_act": "silu",
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "rope_scaling": None,
+            "rope_parameters": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "head_dim": None,
+            "classifier_pooling": "late",
+            "pad_token_id": 128001,
+        },
+        _ENCODER,
+        _SAME,
+        nulls=(*_LOOSE, *HEAD_DIM, "num_key_value_heads", "pad_token_id"),
+        completed="sgla.model.rotary_spec:euro",
+        keys={"layer_norm_eps": "rms_norm_eps"},
+    ),
     "NomicBert": Family(
         ("nomic_bert",),
         _BERT
