@@ -302,7 +302,7 @@ def rules(layout: Layout) -> dict[str, Rule]:
     if layout.judges:
         table["classifier.output_labels"] = Text(str)
     if layout.encoder:
-        table |= {"attention.causal": Only((False,)), "pooling_type": Only((0, 1, 2))}
+        table |= {"attention.causal": Only((False,)), "pooling_type": Only((0, *POOLED))}
         table["classifier.output_labels"] = Text(str)
         table |= dict.fromkeys(_FEATURES, SIZE)
     if layout.permuted:

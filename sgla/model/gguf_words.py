@@ -133,15 +133,19 @@ GEMMA_TOP = {
     "dense_2.weight": one("dense.0.weight", "Fd", given="F"),
     "dense_3.weight": one("dense.1.weight", "GF", given="F"),
 }
-GEMMA = {
-    **{f"{name}.weight": one(f"{hf}.weight", "d") for name, hf in GEMMA_NORMS.items()},
+_GROUPED = {
     "attn_q.weight": one("self_attn.q_proj.weight", "qd"),
     **{f"attn_{part}.weight": one(f"self_attn.{part}_proj.weight", "kd") for part in "kv"},
     "attn_output.weight": one("self_attn.o_proj.weight", "dq"),
-    **{f"attn_{part}_norm.weight": one(f"self_attn.{part}_norm.weight", "h") for part in "qk"},
     **{f"ffn_{part}.weight": one(f"mlp.{part}_proj.weight", "fd") for part in ("gate", "up")},
     "ffn_down.weight": one("mlp.down_proj.weight", "df"),
 }
+GEMMA = _GROUPED | {
+    **{f"{name}.weight": one(f"{hf}.weight", "d") for name, hf in GEMMA_NORMS.items()},
+    **{f"attn_{part}_norm.weight": one(f"self_attn.{part}_norm.weight", "h") for part in "qk"},
+}
+EURO_TOP = {name: GEMMA_TOP[name] for name in ("token_embd.weight", "output_norm.weight")}
+EURO = _GROUPED | {f"{name}.weight": one(f"{hf}.weight", "d") for name, hf in PRE_NORMS.items()}
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 
 

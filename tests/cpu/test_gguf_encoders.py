@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
-from test_pooling import BERT, BOTH_WAYS, DECODER, LENGTHS, ROBERTA, ROTARY, answers, hidden, save_model
+from test_pooling import BERT, BOTH_WAYS, DECODER, EURO, LENGTHS, ROBERTA, ROTARY, answers, hidden, save_model
 from test_pooling import MODERN as MODERN_BERT
 
 from sgla.errors import ConfigError, WeightError
@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[Arch, str, dict[str, Any], int, str]] = {
     "xlm-roberta": (Arch.BERT, "xlm-roberta", ROBERTA, CLS, "cls"),
     "nomic": (Arch.NOMIC_BERT, "nomic_bert", ROTARY, MEAN, "mean"),
     "modernbert": (Arch.MODERN_BERT, "modernbert", MODERN, CLS, "cls"),
+    "eurobert": (Arch.EUROBERT, "eurobert", EURO | {"num_key_value_heads": 2}, LAST, "last"),
     "embeddinggemma": (Arch.GEMMA_EMBEDDING, "gemma3_text", GEMMA, MEAN, "mean"),
     "qwen3": (Arch.QWEN3, "qwen3", DECODER | {"tie_word_embeddings": True}, LAST, "last"),
 }
@@ -79,8 +80,9 @@ def write(
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     found = {theirs: config[ours] for ours, theirs in KEYS.items() if config.get(ours) is not None}
     found |= {"pooling_type": RANK if classes else pooling}
-    if arch in (Arch.BERT, Arch.NOMIC_BERT):
+    if arch in (Arch.BERT, Arch.NOMIC_BERT, Arch.EUROBERT):
         found["attention.causal"] = False
+    if arch in (Arch.BERT, Arch.NOMIC_BERT):
         writer.add_token_type_count(config["type_vocab_size"])
     if arch == Arch.MODERN_BERT:
         found["attention.sliding_window_pattern"] = 3
@@ -129,7 +131,7 @@ def test_vectors_equal_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, hf, name)
     pooling = read_pooling(open_source(path))
     assert pooling is not None
-    assert (pooling.kind, pooling.normalize, pooling.encoder) == (kind, True, kind != "last")
+    assert (pooling.kind, pooling.normalize, pooling.encoder) == (kind, True, name != "qwen3")
     prompts = [[3 + token % 300 for token in prompt] for prompt in random_prompts(LENGTHS)]  # none is padding
     for native in (False, True):
         found = answers(path, prompts, native_kernels=native)
@@ -205,8 +207,7 @@ def test_quantized_matrices_become_floats(kind: Type, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "drop", "message"),
     [
-        ("bert", {"pooling_type": 3}, "-", "bert.pooling_type is 3, .* must be 0 or 1 or 2"),
-        ("nomic", {"pooling_type": 4}, "-", "nomic-bert.pooling_type is 4, .* must be 0 or 1 or 2"),
+        ("nomic", {"pooling_type": 4}, "-", "nomic-bert.pooling_type is 4, .* must be 0 or 1 or 2 or 3"),
         ("bert", {"pooling_type": 4}, "-", "4 missing: cls.weight"),
         ("bert", {"attention.causal": True}, "-", "bert.attention.causal is True"),
         ("bert", {"attention.layer_norm_epsilon": None}, "-", "lacks bert.attention.layer_norm_epsilon"),

@@ -12,6 +12,8 @@ from sgla.model.gguf_words import (
     BERT,
     BERT_HEAD,
     BERT_TOP,
+    EURO,
+    EURO_TOP,
     GEMMA,
     GEMMA_TOP,
     MODERN,
@@ -233,6 +235,7 @@ FAMILIES = {
         nulls=(*_LOOSE, *HEAD_DIM, "num_key_value_heads", "pad_token_id"),
         completed="sgla.model.rotary_spec:euro",
         keys={"layer_norm_eps": "rms_norm_eps"},
+        gguf=(Gguf("eurobert", tensors=EURO, top=EURO_TOP, layers="layers"),),
     ),
     "NomicBert": Family(
         ("nomic_bert",),
