@@ -185,7 +185,7 @@ def test_every_file_of_cuda_compiles() -> None:
         "batch_gemm.cu": [{"SEND": 2, "SPLIT": 4}]
         + [{"E4M3": 1, "GROUPED": 1, "BN": 128, "SPLIT": 2, "EPILOGUE": gated} for gated in (0, 2)]
         + [{"E4M3": 1, "GROUPED": 1, "BM": 192, "BN": 64, "EPILOGUE": gated} for gated in (0, 2)]
-        + [{"E4M3": 1, "GROUPED": 1, "BN": 256}],
+        + [{"E4M3": 1, "GROUPED": 1, "BN": 256, "PER_SM": 1}],
         "prompt_gemm.cu": [{"EPILOGUE": 6}],
         "prompt_attention.cu": [{"HD": 72, "GROUP": 1, "STAGES": 3, "WHOLE": 1}],
         "skinny_gemm.cu": [
