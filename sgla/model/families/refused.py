@@ -30,5 +30,10 @@ REFUSED = {
     "ZambaForCausalLM": "its layers share one block of attention",
     "xLSTMForCausalLM": "its layers keep an extended LSTM's memory",
 }
+for _name in ("EmbeddingGemma2Model", "EmbeddingGemma2TextModel"):
+    REFUSED[_name] = (
+        "its layers see both ways, have heads of two widths and are given values of their own; the first "
+        "EmbeddingGemma works (Gemma3TextModel)"
+    )
 for _name in ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"):
     REFUSED[_name] = "its indexer, gates of its residual stream and embeddings of n-grams are not here"
