@@ -13,7 +13,7 @@ from simulation import make_limits, make_submit
 
 from sgla.messages import SAMPLE, StepResult, int32
 from sgla.sched.core import Core
-from sgla.sched.repeats import Text
+from sgla.sched.repeats import Text, number_of, numbers_of
 from sgla.worker.state import column
 
 DRAFTS, TOKENS = 5, 512
@@ -24,7 +24,7 @@ MS, BESIDE = {1: 0.44, 2: 0.6, 3: 0.65, 6: 0.83}, 0.3
 def test_a_text_knows_whether_its_latest_pair_came_before() -> None:
     """Several pairs share a bit, so that it may seem so where it did not."""
     rng, wrong = np.random.default_rng(0), 0
-    for vocab, step in ((3, 1), (40, 1), (40, 7), (5000, 3)):
+    for vocab, step in ((3, 1), (40, 1), (40, 7), (5000, 3), (60, 90)):
         tokens, text, seen = array("I"), Text(), set[tuple[int, int]]()
         for _ in range(300):
             for token in rng.integers(0, vocab, rng.integers(1, step + 1)).tolist():
@@ -104,3 +104,10 @@ def test_what_others_were_answered_repeats() -> None:
             core.retire(StepResult(step=plan.step, tokens=int32([1000 + count]), **told), 0.0)
             count += 1
         assert (most > 0) == guesses
+
+
+def test_a_run_has_one_number() -> None:
+    tokens = np.random.default_rng(0).integers(0, 1 << 18, 60).astype(np.uint32)
+    for length, bits in ((2, 19), (4, 20)):
+        runs = [tokens[i : i + length].tolist() for i in range(len(tokens) - length + 1)]
+        assert numbers_of(tokens, length, bits).tolist() == [number_of(run, bits) for run in runs]
