@@ -232,6 +232,42 @@ def _coded(words, table, scales, N: tl.constexpr):
 
 
 @triton.jit
+def _eight_bits(words, scales, N: tl.constexpr):
+    """``[N, 128]``, bfloat16: e4m3 in words ``[N, 32]``, times powers of two ``[N, 4]``, float32, of 32 each.
+    Sign, exponent and mantissa stand where bfloat16 has them, which is 2 ** -120 times the number."""
+    factor = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 8]), [N, 32])
+    bits = (factor.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    v0, v1, v2, v3 = tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 zero, lift, x, y;
+            mov.b32 zero, 0x80008000;
+            mov.b32 lift, 0x7b807b80;
+            prmt.b32 x, $4, 0, 0x1404;
+            shr.u32 y, x, 4;
+            and.b32 x, x, zero;
+            and.b32 y, y, 0x07f007f0;
+            or.b32 x, x, y;
+            fma.rn.bf16x2 x, x, lift, zero;
+            fma.rn.bf16x2 x, x, $5, zero;
+            mov.b32 {$0, $1}, x;
+            prmt.b32 x, $4, 0, 0x3424;
+            shr.u32 y, x, 4;
+            and.b32 x, x, zero;
+            and.b32 y, y, 0x07f007f0;
+            or.b32 x, x, y;
+            fma.rn.bf16x2 x, x, lift, zero;
+            fma.rn.bf16x2 x, x, $5, zero;
+            mov.b32 {$2, $3}, x;
+        }
+        """,
+        "=h,=h,=h,=h,r,r", [words, bits | (bits << 16)],
+        dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), [N, 128])
+
+
+@triton.jit
 def _gate(gate, up, alpha, limit, more, KIND: tl.constexpr):
     """See ``ops.gated``."""
     if KIND == 2:
@@ -287,12 +323,16 @@ def _times(
         w = tl.load(numbers, here, other=0.0).to(a.dtype)
         acc += tl.dot(w, tl.trans(a), input_precision="ieee") * tl.load(constants, inside, other=0.0)[:, None]
     elif BITS == MXFP8:
-        here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
         exponents = tl.load(constants[:, None] + tl.arange(0, 4)[None, :], inside[:, None], other=127)
         bits = tl.where(exponents == 0, 1 << 22, exponents.to(tl.int32) << 23)
-        scales = bits.to(tl.float32, bitcast=True).to(a.dtype)  # powers of two
-        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 32]), [N, 128])
-        w = tl.load(numbers, here, other=0.0).to(a.dtype) * scales
+        scales = bits.to(tl.float32, bitcast=True)
+        if BF16:
+            here = inside[:, None] & (tl.arange(0, 32) * 4 < left)[None, :]
+            w = _eight_bits(tl.load(numbers, here, other=0), scales, N)
+        else:
+            here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
+            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 32]), [N, 128])
+            w = tl.load(numbers, here, other=0.0).to(tl.float32) * scales
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     elif BITS == CODED:
         scales = tl.load(constants[:, None] + tl.arange(0, 2)[None, :], inside[:, None], other=0.0)
@@ -362,9 +402,12 @@ def _experts(
     inside = column < n
     row = expert.to(tl.int64) * (2 * n if GATED else n) + r // BN * n + column
     bytewise: tl.constexpr = BITS % 2 == 1
-    words: tl.constexpr = 128 if bytewise else 4 * BITS if BITS % 4 == 0 and BITS > 0 else 16  # of a block
+    joined: tl.constexpr = BITS == MXFP8 and BF16  # four numbers are a word
+    alone: tl.constexpr = 32 if joined else 128
+    words: tl.constexpr = alone if bytewise else 4 * BITS if BITS % 4 == 0 and BITS > 0 else 16  # of a block
     per: tl.constexpr = 8 if BITS == NVFP4 else 2 if BITS == CODED else 128 // GROUP  # constants
-    w += row[:, None] * (k if bytewise else blocks * words) + tl.arange(0, words)[None, :]
+    w += row[:, None] * ((k // 4 if joined else k) if bytewise else blocks * words)
+    w += tl.arange(0, words)[None, :]
     constants += row * (blocks * per)
     acc = tl.zeros([rows, BM], tl.float32)
     for at in range(begin, tl.minimum(begin + share, blocks)):
@@ -461,6 +504,7 @@ def _parts(w: Packed, dtype: torch.dtype) -> _Parts:
         if dtype == torch.bfloat16:
             factors = _bytes_of(tuple(coded.table), words.device)
     if w.kind == "mxfp8":
+        words = words.view(torch.int32) if dtype == torch.bfloat16 else words
         return _Parts(words, constants, factors, bits, 32, constants.shape[1] // 4)
     if w.kind == "fp8g128":
         return _Parts(words, constants, factors, bits, group, constants.shape[1])
