@@ -59,6 +59,10 @@ def save_checkpoint(
         import bailing
 
         bailing.register()
+    if model_type == "exaone":
+        import exaone
+
+        exaone.register()
     torch.manual_seed(seed)
     sizes = {key: value for key, value in (SMALL | changes).items() if value is not ...}
     config = AutoConfig.for_model(model_type, **sizes)

@@ -103,6 +103,16 @@ def llama(**changes: Any) -> Config:
     return TINY | USUAL | own | changes
 
 
+def exaone(**changes: Any) -> Config:
+    own = {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "head_dim": 8, "num_layers": 3}
+    own |= {"activation_function": "silu", "layer_norm_epsilon": 1e-5, "embed_dropout": 0.0}
+    own["auto_map"] = {"AutoModelForCausalLM": "modeling_exaone.ExaoneForCausalLM"}
+    usual = {
+        key: value for key, value in (TINY | USUAL).items() if key not in ("num_hidden_layers", "hidden_act")
+    }
+    return usual | own | changes
+
+
 def qwen2(**changes: Any) -> Config:
     own = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
     windows = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 21}
@@ -654,6 +664,7 @@ RUN: dict[str, Case] = {
             **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
         )
     ),
+    "EXAONE-3.5-7.8B": Case(exaone(rope_scaling=LLAMA3, rope_theta=1e6)),
     "TinyLlama": Case(llama(num_key_value_heads=1)),
     "deepseek-coder": Case(llama(rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=100000)),
     "granite-code": Case(llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),

@@ -15,6 +15,7 @@ from typing import Any
 
 import bailing
 import deepseek
+import exaone
 import numpy as np
 import pytest
 import torch
@@ -53,6 +54,7 @@ from sgla.worker.start_cpu import cpu_runner
 EQUAL = RUN | HONOURED
 deepseek.register()
 bailing.register()
+exaone.register()
 PROMPT = [3 + 7 * i % 83 for i in range(40)]
 
 
@@ -242,6 +244,7 @@ NOTHING = {
     "BambaForCausalLM": {"attn_rotary_emb"},
     "JambaForCausalLM": {"head_dim"},
     "Mamba2ForCausalLM": {"intermediate_size", "norm_before_gate"},
+    "ExaoneForCausalLM": {"rope_theta"},
     "KimiLinearForCausalLM": {"rope_theta"},
     "NomicBert": set(FAMILIES["NomicBert"].keys.values()),
 }

@@ -461,7 +461,7 @@ def test_places_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
 
 
 LENT = {
-    "exaone": ("ExaoneForCausalLM", {}),  # with names of its own for tensors
+    "iquestcoder": ("IQuestCoderForCausalLM", {"head_dim": 8}),
     "internlm3": ("InternLM3ForCausalLM", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "sarvam_mla": ("SarvamMLAForCausalLM", LATENT | ROUTED | {"num_experts": 8, "first_k_dense_replace": 1}),
 }

@@ -537,6 +537,7 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         {"use_sliding_window": False},
         {"rope__dimension_sections": [2, 1, 1, 0], "attention__sliding_window": None},
     ),
+    "exaone": (Arch.EXAONE, "exaone", {}, {}),
     "seed-oss": (Arch.SEED_OSS, "seed_oss", {"head_dim": 16}, {}),
     "ministral3": (
         Arch.MISTRAL3,

@@ -27,6 +27,11 @@ _GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
+_EXAONE = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
 FAMILIES = {
     "LlamaForCausalLM": Family(
         ("llama",),
@@ -226,6 +231,32 @@ FAMILIES = {
         nulls=KV_HEADS,
         qk_norm="width",
         gguf=(Gguf("olmo2", POST_NORMS),),
+    ),
+    "ExaoneForCausalLM": Family(
+        ("exaone",),
+        DECODER
+        | BIASES
+        | sizes(102400, 4096, 14336, 32, 32, 4096, 8)
+        | {"rms_norm_eps": 1e-5, "rope_theta": 5e5}
+        | dict.fromkeys(_EXAONE),
+        CAUSAL,
+        names=_EXAONE,
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS + HEAD_DIM,
+        of_checkpoints=True,
+        renamed=(
+            ("^transformer.wte.", "model.embed_tokens."),
+            ("^transformer.h.", "model.layers."),
+            ("^transformer.ln_f.", "model.norm."),
+            (".ln_1.", ".input_layernorm."),
+            (".ln_2.", ".post_attention_layernorm."),
+            (".attn.attention.out_proj.", ".self_attn.o_proj."),
+            (".attn.attention.", ".self_attn."),
+            (".c_fc_0.", ".gate_proj."),
+            (".c_fc_1.", ".up_proj."),
+            (".c_proj.", ".down_proj."),
+        ),
+        gguf=(Gguf("exaone"),),
     ),
     "Exaone4ForCausalLM": Family(
         ("exaone4",),
