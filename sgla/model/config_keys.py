@@ -191,7 +191,7 @@ def may_be_null(family: Family, key: str) -> bool:
         return True
     refused = _NOT_NULL if family.model else _NOT_NULL_OF_ENCODERS
     read = key in refused and (key in family.fixed or key in family.same)
-    read = read or (key in family.honoured and key.endswith("hidden_act"))
+    read = read or (key in family.honoured and key.endswith(("hidden_act", "hidden_activation")))
     return key not in family.defaults and not read
 
 

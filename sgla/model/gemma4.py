@@ -98,9 +98,12 @@ class PerLayerInput:
         self.gate = MergedColumnLinear(build, hidden, [(gate, width, range(width))])
         self.out = MergedColumnLinear(build, width, [(out, hidden, range(hidden))])
         self.norm = model.norm_of(build, f"{name}.post_per_layer_input_norm")
+        self.silu = model.spec.activation == "silu"
 
     def __call__(self, h: Tensor, values: Tensor) -> Tensor:
-        return self.norm(self.out(F.gelu(self.gate(h), approximate="tanh") * values))
+        gate = self.gate(h)
+        made = F.silu(gate) if self.silu else F.gelu(gate, approximate="tanh")
+        return self.norm(self.out(made * values))
 
 
 class Block:

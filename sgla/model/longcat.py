@@ -19,8 +19,9 @@ class Shortcut:
     """``[T, d] -> [T, d]``."""
 
     def __init__(self, spec: ModelSpec, build: Build, name: str) -> None:
-        moe = spec.moe
+        moe, activation = spec.moe, spec.activation
         assert moe is not None
+        assert activation == "silu" or activation == "gelu_tanh"
         self.routing = moe.routing
         self.experts = MoE(
             build,
@@ -29,7 +30,7 @@ class Shortcut:
             intermediate=moe.intermediate,
             experts=moe.experts,
             routing=moe.routing,
-            activation="silu",
+            activation=activation,
             correction=True,
             idle=moe.idle,
         )
@@ -47,11 +48,12 @@ class Block:
     def __init__(
         self, model: Longcat, build: Build, name: str, index: int, part: int, first: Block | None
     ) -> None:
-        spec = model.spec
+        spec, activation = model.spec, model.spec.activation
+        assert activation == "silu" or activation == "gelu_tanh"
         self.input_norm = model.norm_of(build, f"{name}.input_layernorm.{part}")
         self.attention = model.attention(build, f"{name}.self_attn.{part}", index)
         self.mlp_norm = model.norm_of(build, f"{name}.post_attention_layernorm.{part}")
-        self.mlp = GatedMLP(build, f"{name}.mlps.{part}", spec.hidden, spec.intermediate, "silu")
+        self.mlp = GatedMLP(build, f"{name}.mlps.{part}", spec.hidden, spec.intermediate, activation)
         self.shortcut = Shortcut(spec, build, f"{name}.mlp") if first is None else None
         self.first = first
         self.made: Tensor | None = None  # by the mixture, in the step under way

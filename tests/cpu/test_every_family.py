@@ -11,11 +11,14 @@ import test_families
 import test_hybrids
 import test_mamba
 import test_mixtures
-from checkpoints import random_prompts, save_checkpoint
+import torch
+from checkpoints import Eager, random_prompts, save_checkpoint
+from parity import LAYOUTS
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.errors import ConfigError
 from sgla.hub.source import open_source
+from sgla.loading.load import load_model
 from sgla.worker.cpu import CpuRunner
 
 PROMPTS = random_prompts([1, 7, 33, 90])
@@ -47,3 +50,21 @@ async def test_chunks_caches_and_ranks_change_nothing(name: str, tmp_path: Path)
             await over_two_ranks(source, requests)
         return
     assert (await over_two_ranks(source, requests)).tokens() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(LAYOUTS.keys() - {"deepseek"}))  # whose reference has one
+@torch.no_grad()
+def test_other_activations_are_computed_or_refused(model_type: str, tmp_path: Path) -> None:
+    """Whatever parts of a layer have them: MLPs, experts, convolutions, gates."""
+    config = save_checkpoint(tmp_path / "plain", model_type, **LAYOUTS[model_type].shared).config
+    for key in (key for key, value in config.to_dict().items() if "act" in key and isinstance(value, str)):
+        for act in {"silu", "gelu_pytorch_tanh", "gelu", "relu"} - {getattr(config, key)}:
+            folder = tmp_path / key / act
+            hf = save_checkpoint(folder, model_type, **LAYOUTS[model_type].shared | {key: act})
+            try:
+                found = Eager(load_model(open_source(folder)), page_size=16).prompt_logprobs(PROMPTS[2:3])
+            except ConfigError:
+                continue
+            expected = hf(torch.tensor(PROMPTS[2:3])).logits[0].log_softmax(-1)
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)

@@ -243,13 +243,25 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["minimax", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "qwen3_5_text"]
+    ("model_type", "change"),
+    [
+        *(
+            (kind, {"hidden_act": "gelu_pytorch_tanh"})
+            for kind in ("minimax", "kimi_linear", "bailing_hybrid")
+        ),
+        *(
+            (kind, {"hidden_act": "gelu_pytorch_tanh"})
+            for kind in ("olmo_hybrid", "qwen3_5_text", "deepseek_v4")
+        ),
+        ("gemma3n_text", {"hidden_activation": "silu"}),
+    ],
 )
-def test_other_activations_are_refused_where_states_have_them_too(model_type: str) -> None:
+def test_activations_that_layers_have_built_in_are_the_only_ones(
+    model_type: str, change: dict[str, str]
+) -> None:
     name = next(name for name, family in DECODERS.items() if model_type in family.types)
-    config = {"architectures": [name], "model_type": model_type, "hidden_act": "gelu_pytorch_tanh"}
-    with pytest.raises(UnsupportedValue, match="hidden_act 'gelu_pytorch_tanh' is not supported"):
-        read_decoder(config)
+    with pytest.raises(UnsupportedValue, match=f"{next(iter(change))} .* is not supported"):
+        read_decoder({"architectures": [name], "model_type": model_type} | change)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,6 @@ FAMILIES = {
         | sizes(262400, 2048, 16384, 35, 8, 32768, 2)
         | {
             "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
             "tie_word_embeddings": True,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
@@ -162,8 +161,10 @@ FAMILIES = {
             "laurel_rank": 64,
             "activation_sparsity_pattern": None,
         },
-        CAUSAL | {"attn_logit_softcapping": None, "query_pre_attn_scalar": 256},
-        {"hidden_act": "hidden_activation"},
+        CAUSAL
+        | {"attn_logit_softcapping": None, "query_pre_attn_scalar": 256}
+        | dict.fromkeys(("hidden_activation", "hidden_act"), "gelu_pytorch_tanh"),
+        honoured=("hidden_activation",),
         model="sgla.model.gemma3n:Gemma3n",
         nulls=("activation_sparsity_pattern",),
         layers_differ=True,

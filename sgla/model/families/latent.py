@@ -306,7 +306,7 @@ FAMILIES = {
     ),
     "DeepseekV4ForCausalLM": Family(
         ("deepseek_v4",),
-        DECODER
+        {key: value for key, value in DECODER.items() if key != "hidden_act"}
         | {
             "vocab_size": 129280,
             "hidden_size": 4096,
@@ -346,12 +346,14 @@ FAMILIES = {
             "expert_dtype": None,  # see quant/methods.py
         },
         {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"}
+        | {"hidden_act": "silu"}
         | BIASES
         | {
             "n_shared_experts": 1,
             "topk_method": "noaux_tc",
         },
         {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"},
+        honoured=("hidden_act",),
         model="sgla.model.deepseek_v4:DeepseekV4",
         nulls=(
             *("layer_types", "compress_rates", "partial_rotary_factor", "mlp_layer_types"),
