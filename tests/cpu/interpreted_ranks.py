@@ -98,8 +98,9 @@ def bring(runner: Any) -> None:
 
 
 def answers(runner: Any, core: Callable[[], Any], executor: Any = None) -> dict[str, Any]:
-    """Of all texts, those that prompts are read for in graphs behind the others."""
-    wanted = [gpu.adapted()] if runner.facts.adapters else [texts(), plain_texts()]
+    """Of all texts, those that prompts are read for in graphs behind the others, and one for a rank alone."""
+    alone = [submit("alone", [(3 * i + 1) % 331 for i in range(40)], 2)]
+    wanted = [gpu.adapted()] if runner.facts.adapters else [texts(), plain_texts(), alone]
     found: dict[str, Any] = {}
     for each in wanted:
         found |= gpu.shown(run(runner, each, core(), *([] if executor is None else [executor])))
