@@ -222,7 +222,7 @@ def settle_quantization(
     which would make that of all weights in every step, and there is room. Raises ConfigError for what
     ``device`` has not."""
     asked = filling.config.quantization
-    method = spec.method if isinstance(spec, ModelSpec) else None
+    method = None if spec is None else spec.method
     if asked == "mxfp4" and device == "cuda" and as_stored(method, asked) is not None:
         asked, filling.config = None, msgspec.structs.replace(filling.config, quantization=None)
     if method is not None and device not in method.devices:

@@ -33,7 +33,6 @@ from sgla.hub.quantized import parts_of
 _END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"}
 MOST_FACTORS = 1 << 16
 BARE = "{}: it lacks the layers behind the pooling, so vectors are llama.cpp's and not sentence-transformers'"
-FLOATS = "{}: the quantized matrices of an encoder become floating-point numbers"
 
 Layouts = Mapping[str, tuple[Layout, ...]]  # by the architecture's name
 
@@ -120,7 +119,7 @@ class GGUFFile:
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
         config["torch_dtype"] = "float16" if self._is_float16() else "float32"
-        if (kept := self._kept_parts()) and not layout.encoder:
+        if kept := self._kept_parts():
             config["quantization_config"] = {"quant_method": "gguf", "kept": kept}
         return config
 
@@ -129,8 +128,6 @@ class GGUFFile:
         """What a user may want to know of the file. Raises as ``config`` does."""
         assert self.config
         found = [*self._model.notes]
-        if self.layout.encoder and self._kept_parts():
-            found.append(FLOATS.format(self.path.name))
         if DENSE[0] in self.layout.top and not self.dense:
             found.append(BARE.format(self.path.name))
         return tuple(found)

@@ -22,7 +22,7 @@ from sgla.model.heads import Layer, make_head
 from sgla.model.read import read_decoder
 from sgla.model.registry import body_of
 from sgla.model.rotary_encoder import RotaryEncoder
-from sgla.model.sizes import kinds_of
+from sgla.model.sizes import as_stored, kinds_of
 from sgla.quant.weight import Make, anywhere
 
 
@@ -46,7 +46,9 @@ def load_encoder(
 ) -> PooledEncoder:
     """Raises ConfigError and WeightError as ``load_model`` does."""
     spec = EncoderSpec.from_config(source.config)
-    build = Build(Shard(), *kinds_of(dtype, quantization))
+    build = Build(Shard(), *kinds_of(dtype, quantization, spec.method))
+    if as_stored(spec.method, quantization) is not None:
+        build.kinds = {tensor.name: tensor.kept or build.plain for tensor in source.gguf().tensors()}
     body, made = _body(spec, build), FAMILIES[spec.family].classifier
     bias, norm = True, None
     if isinstance(body, RotaryEncoder) and body.rotary.before:  # ModernBERT

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from sgla.model.config_keys import check_keys, noted
 from sgla.model.families import FAMILIES
 from sgla.model.limits import HEADS, INNER, LAYERS, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, body_of, check_architecture, family_of
+from sgla.quant.method import Method
 from sgla.quant.methods import method_of
 
 ACTIVATIONS = {
@@ -72,6 +73,7 @@ class EncoderSpec:
     rotary: RotarySpec | None = None
     grouped: GroupedSpec | None = None
     beside: int = 0  # numbers in the matrices of a tower for pictures
+    method: Method | None = field(default=None, compare=False)  # in which a GGUF file is quantized
     notes: tuple[str, ...] = ()  # about the file
 
     @property
@@ -96,7 +98,8 @@ class EncoderSpec:
         check_architecture(name)
         family = body_of(name)
         assert family is not None, name
-        if method_of(config) is not None:
+        method = method_of(config)
+        if method is not None and method.name != "gguf":
             raise ConfigError(f"config.json: quantization_config is not supported for {name}", param="model")
         known = family_of(name)
         unknown = check_keys(name, known, config)
@@ -109,7 +112,7 @@ class EncoderSpec:
         spec = _read(Reader(name, values), family)
         if known.completed:
             spec = resolve_name(known.completed)(Reader(name, values), spec)
-        return replace(spec, notes=noted(name, known, config, unknown))
+        return replace(spec, method=method, notes=noted(name, known, config, unknown))
 
     def rename(self, name: str) -> str:
         """From a checkpoint's name to the one the model declares:

@@ -145,7 +145,8 @@ def _matrix_bytes(
     heads_over = heads_over or ranks
     if isinstance(spec, EncoderSpec | GenericSpec):
         values = spec.own if isinstance(spec, GenericSpec) and ranks > 1 else spec.values
-        return values * FORMATS[kinds_of(dtype, quantization, None, device).linear].bytes
+        kinds, kept = kinds_of(dtype, quantization, spec.method, device), as_stored(spec.method, quantization)
+        return values * (FORMATS[kinds.linear].bytes if kept is None else kept.bytes(kinds.plain, device))
     kinds = kinds_of(dtype, quantization, spec.method, device)
     linear, vocab = FORMATS[kinds.linear].bytes, FORMATS[kinds.vocab].bytes
     if (kept := as_stored(spec.method, quantization)) is not None:

@@ -20,12 +20,16 @@ from safetensors.torch import load_file
 from test_pooling import BERT, BOTH_WAYS, DECODER, EURO, LENGTHS, ROBERTA, ROTARY, answers, hidden, save_model
 from test_pooling import MODERN as MODERN_BERT
 
+from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
+from sgla.model.sizes import weight_bytes
+from sgla.observe.machine import Machine
+from sgla.resolve import resolve
 
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -185,8 +189,12 @@ def test_scores_equal_transformers(names: list[str] | None, tmp_path: Path) -> N
         open_source(write(tmp_path, hf, "xlm-roberta", drop="cls.weight"))
 
 
+@pytest.mark.parametrize("quantization", [None, "gguf"])
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16])
-def test_quantized_matrices_become_floats(kind: Type, tmp_path: Path) -> None:
+def test_matrices_are_kept_as_the_file_is_or_become_floats(
+    kind: Type, quantization: str | None, tmp_path: Path
+) -> None:
+    """On a CPU they are kept, where nothing else is asked for."""
     hf = save_model(tmp_path, "nomic_bert", "AutoModel", **ROTARY | WIDE)
     path = write(tmp_path, hf, "nomic", kind)
     with torch.no_grad():
@@ -194,14 +202,20 @@ def test_quantized_matrices_become_floats(kind: Type, tmp_path: Path) -> None:
             if parameter.dim() == 2 and "embeddings" not in name:
                 values = dequantize(quantize(parameter.numpy(), kind), kind)
                 parameter.copy_(torch.from_numpy(values.reshape(parameter.shape)))
-    prompts = random_prompts([5, 17])
-    for prompt, vector in zip(prompts, answers(path, prompts)):
-        np.testing.assert_allclose(vector, hidden(hf, prompt).mean(0).numpy(), atol=1e-4)
-    source = open_source(path)
-    assert [note.partition(": ")[2] for note in source.notes] == (
-        ["the quantized matrices of an encoder become floating-point numbers"] * (kind != Type.F16)
-    )
-    assert not read_spec(source.config).notes
+    prompts, source = random_prompts([5, 17]), open_source(path)
+    packed, asked = kind != Type.F16, quantization if kind != Type.F16 else None
+    for prompt, vector in zip(prompts, answers(path, prompts, quantization=asked)):
+        expected = hidden(hf, prompt).mean(0).numpy()
+        np.testing.assert_allclose(vector, expected, atol=5e-3 if asked else 1e-4)
+    spec = read_spec(source.config)
+    whole, kept = (weight_bytes(spec, "float32", how, 1) for how in (None, asked))
+    assert kept < 0.8 * whole if asked else kept == whole
+    for machine, settled in (
+        (Machine(memory_available=1 << 30), None),
+        (Machine(compiler="c++"), "gguf"),
+    ):
+        found = resolve(Config(device="cpu"), machine, source.config).config.quantization
+        assert found == (settled if packed else None)
 
 
 @pytest.mark.parametrize(
