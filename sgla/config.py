@@ -80,8 +80,8 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "native", "transformers"],
         Doc(
             description="what computes the model: this server's own code, or transformers' module with this "
-            "server's pages, which is slower; auto = transformers for architectures, and values in config.json, "
-            "that our code lacks"
+            "server's pages, which is slower; auto = transformers for architectures, and values in "
+            "config.json, that our code lacks"
         ),
     ] = "auto"
     enable_torch_compile: Annotated[
