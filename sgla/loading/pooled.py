@@ -100,9 +100,8 @@ def load_decoder(
     )
     if on_model is not None:
         on_model(model.body)
-    model.body.declared = Declared(
-        build, spec.architecture, True, towers_of(spec.architecture), _decoder_name, seed=seed
-    )
+    ignored = (*towers_of(spec.architecture), *model.body.ignored)
+    model.body.declared = Declared(build, spec.architecture, True, ignored, _decoder_name, seed=seed)
     model.body.declared.load(source, on_progress)
     return model
 

@@ -269,6 +269,30 @@ def test_classes_equal_transformers(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(vector, expected.numpy(), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["Gemma3Model", "Gemma3ForSequenceClassification"])
+@torch.no_grad()
+def test_towers_beside_a_text_model_are_left_out(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=ONE_WAY,
+        vision_config=sizes | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        num_labels=3,
+    )
+    torch.manual_seed(0)
+    hf = getattr(transformers, name)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for parameter in hf.eval().parameters():
+        parameter.normal_(0.0, 0.15)
+    hf.save_pretrained(tmp_path)
+    prompts = [[3 + token % 280 for token in prompt] for prompt in random_prompts([5, 17])]
+    for prompt, vector in zip(prompts, answers(tmp_path, prompts)):
+        made = hf(input_ids=torch.tensor([prompt]))
+        expected = made.logits[0] if name != "Gemma3Model" else made.last_hidden_state[0, -1]
+        np.testing.assert_allclose(vector, expected.numpy(), atol=1e-4)
+
+
 def test_a_prefix_is_read_from_the_cache_where_the_last_token_alone_matters(tmp_path: Path) -> None:
     hf = save_model(tmp_path, "qwen3", "AutoModelForCausalLM", **DECODER)
     write_modules(tmp_path, "lasttoken")
