@@ -7,8 +7,9 @@
 // goes through the L2 cache without barriers: every word carries the number of the layer in its low 8 bits,
 // so who reads a word knows whether it is the one it waits for; 16 bits of mantissa remain. A word is written
 // again one layer later, when every block must have read it, because each layer's vectors depend on all words
-// of the ones before. All blocks must be on the GPU at once, which holds as long as whatever else runs there
-// ends by itself.
+// of the ones before. What all blocks read stands in COPIES, of which a block reads one: few words that all
+// look at answer slowly. All blocks must be on the GPU at once, which holds as long as whatever else runs
+// there ends by itself.
 #ifndef HIDDEN
 #define HIDDEN 1024
 #endif
@@ -33,16 +34,16 @@
 #ifndef DEPTH  // places of a warp's ring
 #define DEPTH 12
 #endif
-#define COPY_WORDS (Exchange::INNER + INTER + HIDDEN)
+#ifndef COPIES  // of the words, at most 8
+#define COPIES 8
+#endif
 #include "one_row.cuh"
 
 constexpr int PIECE = 1024, PIECE_BYTES = PIECE * 2;  // of a weight row: a place of the ring
 constexpr int OWN = HIDDEN / ALL_WARPS;  // places of the residual stream that a warp owns
 constexpr int WIDE = ATTENDED > INTER ? ATTENDED : INTER;
 
-#ifndef FLYING  // pieces of a warp that are on their way at a time
-#define FLYING 2
-#endif
+constexpr int FLYING = 2;                // pieces of a warp that are on their way at a time
 
 static_assert(OWN <= 8 && HIDDEN % ALL_WARPS == 0 && QKV % ALL_WARPS == 0 && INTER % ALL_WARPS == 0 &&
               ATTENDED % PIECE == 0);
@@ -56,6 +57,8 @@ struct Layer {
 };
 
 constexpr int END = Exchange::INNER + INTER;  // in `words`: the residual stream behind a layer
+constexpr int COPY_WORDS = END + HIDDEN;      // from a copy to the next
+static_assert(COPIES <= 8);
 
 // --- the matrices: which rows are whose, and in which order they are read
 
@@ -103,9 +106,6 @@ struct Shared {
   float part[WARPS][GROUP][HD];     // unnormalised outputs of the warps' tiles
   float part_ml[WARPS][8][2];       // their maxima and sums
   bf16 q[GROUP][HD], k[HD], v[HD];  // as attention takes them
-#ifdef GATHER
-  float gather[WARPS * (OWN > INTER / ALL_WARPS ? OWN : INTER / ALL_WARPS)];
-#endif
   Layer layers[MAX_LAYERS];
   u64 full[WARPS][DEPTH];
   int taken[WARPS];                 // pieces that the warps have read
@@ -119,10 +119,6 @@ struct Self {
   u32 ring, full;                 // the warp's places and their barriers
   int place = 0, taken = 0;       // the next to read, or to fill; pieces read
   u32 round = 0;
-#ifdef STAMPS
-  int layer = 0;
-  long long* stamps;
-#endif
 
   __device__ __forceinline__ void set_out(const Params& p, const Shared& s) {
     me = blockIdx.x * WARPS + warp;
@@ -132,18 +128,6 @@ struct Self {
     full = smem_addr(s.full[warp]);
   }
 };
-
-#ifdef STAMPS
-__device__ __forceinline__ void stamp(const Self& self, int i) {
-  if (self.tid) return;
-  long long t;
-  asm volatile("mov.u64 %0, %%clock64;" : "=l"(t));
-  self.stamps[(self.layer * BLOCKS + self.me / WARPS) * 20 + i] = t;
-}
-#define STAMP(i) stamp(self, i)
-#else
-#define STAMP(i)
-#endif
 
 // Which matrix, and where in it, the pieces of a layer are that this warp reads.
 __device__ __forceinline__ void list_pieces(Shared& s, const Self& self) {
@@ -234,14 +218,10 @@ __device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, Ge
   constexpr bool NORM = M % 2 == 0;
   using Sum = Dots<T::PASS, M == 2>;
   u32 a[T::COUNT][4][4];
-  STAMP(M * 4);
   take<T::PASS, M == 2>(s, self, a);
   const u32 x = smem_addr(NORM ? s.narrow : s.wide);
-  STAMP(M * 4 + 1);
   get(x);
-  STAMP(M * 4 + 2);
   meet();
-  STAMP(M * 4 + 3);
   float f = 1.f;
 #pragma unroll 1
   for (int row = 0; row < T::ROWS; row += T::PASS) {
@@ -259,6 +239,11 @@ __device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, Ge
     for (int i = 0; i < T::RESULTS; ++i) y[i] *= f;
     then(y, row);
   }
+}
+
+// Tells all copies, by a lane each. The 8 lanes of a group call it with the same `to` and x.
+__device__ __forceinline__ void tell_copies(u32* to, float x, u32 tag, int lane) {
+  if (lane % 8 < COPIES) tell(to + lane % 8 * COPY_WORDS, x, tag);
 }
 
 // --- the step
@@ -287,7 +272,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   at.head = block % KV_HEADS;
   at.split = block / KV_HEADS;
   at.len = max(p.kv_len[0], 1);
-  share_out(at);
+  at.tiles = (at.len + TILE - 1) / TILE;
+  at.few = at.tiles <= min(FEW, SPLITS) * WARPS;
+  at.blocks = min(at.few ? (at.tiles + WARPS - 1) / WARPS : at.tiles, SPLITS);
   at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
   const Spots spots = find_spots(p, at, self.warp);
   forget_parts(p, at, tag, self.tid);
@@ -298,24 +285,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   const bf16* token = p.embedding + (long long)p.ids[0] * HIDDEN;
   const int own = self.me * OWN + self.lane / 8;  // and every fourth after it
   const bool tells = self.lane % 8 == 0;
-  const u32* heard = p.words + (COPIES > SPLITS ? block : at.split) % COPIES * COPY_WORDS;
+  const u32* heard = p.words + at.split % COPIES * COPY_WORDS;
   float h[(OWN + 3) / 4];  // the residual stream there
-#ifdef GATHER
-  auto tell_all = [&](int words, int count) {
-    meet();
-    for (int i = self.tid; i < COPIES * WARPS * count; i += THREADS) {
-      const int e = i % (WARPS * count);
-      tell(p.words + i / (WARPS * count) * COPY_WORDS + words + block * WARPS * count + e, s.gather[e], tag);
-    }
-  };
-#endif
   auto tell_h = [&](int words) {
-#ifdef GATHER
-#pragma unroll
-    for (int i = 0; i < (OWN + 3) / 4; ++i)
-      if (tells && 4 * i + self.lane / 8 < OWN) s.gather[self.warp * OWN + 4 * i + self.lane / 8] = h[i];
-    return tell_all(words, OWN);
-#endif
 #pragma unroll
     for (int i = 0; i < (OWN + 3) / 4; ++i)
       if (4 * i + self.lane / 8 < OWN) tell_copies(p.words + words + own + 4 * i, h[i], tag, self.lane);
@@ -328,19 +300,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   for (int l = 0; l < p.count; ++l) {
     const Layer& layer = s.layers[l];
     const u32 before = tag;
-#ifdef STAMPS
-    self.layer = l;
-    constexpr int most = COPIES > PART_COPIES ? COPIES : PART_COPIES;
-    self.stamps = reinterpret_cast<long long*>(p.words + COPY_WORDS * most);
-#endif
     tag = (tag + 1) & 0xff;
     if (at.split < at.blocks) {  // they are read while others use the memory
       prefetch_to_l2(layer.k + spots.first + self.lane * 64);
       prefetch_to_l2(layer.v + spots.first + self.lane * 64);
-      if (TILES_EACH > 1 && at.few) {
-        prefetch_to_l2(layer.k + spots.second + self.lane * 64);
-        prefetch_to_l2(layer.v + spots.second + self.lane * 64);
-      }
     }
     auto get_first = [&](u32 x) {
       receive<HIDDEN, true>(heard + END, before, x, layer.input_norm, s.square, self.tid);
@@ -356,14 +319,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
       prefetch_to_l2(layer.mlp_norm + self.tid * 32);
       prefetch_to_l2((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32);
     }
-    STAMP(16);
     if (at.split < at.blocks) {
       attend(p, layer, at, spots, s, tag, self.warp, self.lane);
-      STAMP(17);
       meet();
       tell_part(p, at, s, tag, self.tid);
     }
-    STAMP(18);
     if (!at.few) merge_slice(p, at, tag, self.tid);
     auto add = [&](const float(&y)[(OWN + 3) / 4], int) {
 #pragma unroll
@@ -382,26 +342,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
 #pragma unroll
       for (int i = 0; i < Matrix<2>::RESULTS; ++i) {
         const float z = gate<false>(y[i], __shfl_down_sync(~0u, y[i], 8));
-#ifdef GATHER
-        if (self.lane % 16 == 0 && 4 * i + self.lane / 8 < Matrix<2>::PASS)
-          s.gather[self.warp * (Matrix<2>::ROWS / 2) + row / 2 + 2 * i + self.lane / 16] = z;
-#else
+        const int place = self.me * (Matrix<2>::ROWS / 2) + row / 2 + 2 * i + self.lane / 16;
         if (self.lane % 16 < 8 && 4 * i + self.lane / 8 < Matrix<2>::PASS)
-          tell_copies(p.words + Exchange::INNER + self.me * (Matrix<2>::ROWS / 2) + row / 2 + 2 * i +
-                          self.lane / 16,
-                      z, tag, self.lane);
-#endif
+          tell_copies(p.words + Exchange::INNER + place, z, tag, self.lane);
       }
     });
-#ifdef GATHER
-    tell_all(Exchange::INNER, INTER / ALL_WARPS);
-#endif
     auto get_inner = [&](u32 x) {
       receive<INTER, false>(heard + Exchange::INNER, tag, x, nullptr, nullptr, self.tid);
     };
     times<3>(p, s, self, get_inner, add);
     tell_h(END);
-    STAMP(19);
   }
 
   const u32 x = smem_addr(s.narrow);

@@ -42,8 +42,6 @@
 #ifndef MAX_LAYERS
 #define MAX_LAYERS 64
 #endif
-#define COPY_WORDS \
-  (Exchange::MIDDLE + (RANKS > 1 ? 0 : (KV_HEADS + 1) * HIDDEN) + WARPS * (BLOCKS + INTER))
 #include "one_row.cuh"
 
 constexpr int EXPERTS = BLOCKS, TOP_K = WARPS, INNER_ALL = TOP_K * INTER;
@@ -60,7 +58,6 @@ constexpr int MIDDLE = 0, MIDDLE_PARTS = RANKS * KV_HEADS, END = MIDDLE_PARTS * 
 constexpr int UPDATES = Exchange::MIDDLE, LOGITS = UPDATES + (RANKS == 1 ? END + HIDDEN : 0),
               INNER = LOGITS + WARPS * EXPERTS;
 
-static_assert(COPY_WORDS == INNER + INNER_ALL);
 static_assert(HIDDEN == PLACE && QKV * 2 % ALL_WARPS == 0 && QKV_ROWS % 2 && QKV_ROWS <= DEPTH &&
               OUT_ROWS % 4 == 0 && OUT_COLUMNS == PLACE / 2);
 // The places of q, k and v that are read make room for o's.
@@ -210,26 +207,21 @@ __device__ __forceinline__ void add_row(float (&d)[CHAINS][4], const uint4 (&a)[
 
 // --- the residual stream
 
-// The copy of what all blocks read that this one does.
-__device__ __forceinline__ const u32* heard(const Params& p, const Self& self) {
-  return p.words + self.me / (WARPS * KV_HEADS) % COPIES * COPY_WORDS;
-}
 // Where all ranks' updates come.
-__device__ __forceinline__ const u32* updates(const Params& p, const Self& self) {
+__device__ __forceinline__ const u32* updates(const Params& p) {
 #if RANKS > 1
   return p.own;
 #else
-  return heard(p, self) + UPDATES;
+  return p.words + UPDATES;
 #endif
 }
-// Tells this rank's blocks (copy `copy`), and the others', what its part `part` of `parts` at `at` adds at
-// `place`.
-__device__ __forceinline__ void tell_update(const Params& p, int copy, int at, int parts, int part, int place,
-                                            float x, u32 tag) {
+// Tells this rank's blocks, and the others', what its part `part` of `parts` at `at` adds at `place`.
+__device__ __forceinline__ void tell_update(const Params& p, int at, int parts, int part, int place, float x,
+                                            u32 tag) {
 #if RANKS > 1
   tell_ranks(p, at + (p.rank * parts + part) * HIDDEN + place, x, tag);
 #else
-  tell(p.words + copy * COPY_WORDS + UPDATES + at + part * HIDDEN + place, x, tag);
+  tell(p.words + UPDATES + at + part * HIDDEN + place, x, tag);
 #endif
 }
 
@@ -391,7 +383,7 @@ __device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, 
     copy(self, self.ring + to * PLACE_BYTES + OUT_COLUMNS * 2, from + ATTENDED, OUT_COLUMNS * 2, to);
   }
   __syncwarp();
-  if (l > 0) receive_updates<RANKS>(s, updates(p, self) + END, tag - 1 & 0xff, self.tid);
+  if (l > 0) receive_updates<RANKS>(s, updates(p) + END, tag - 1 & 0xff, self.tid);
   put_stream<false>(s, self, weight, {});
   __syncthreads();
   load_row(x, smem_addr(s.narrow), self.lane);
@@ -438,8 +430,8 @@ __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& se
   sums.total(self.lane, y);
 #pragma unroll
   for (int i = 0; i < OUT_ROWS / 4; ++i)
-    if (self.lane % 8 < COPIES)
-      tell_update(p, self.lane % 8, MIDDLE, KV_HEADS, at.head,
+    if (self.lane % 8 == 0)
+      tell_update(p, MIDDLE, KV_HEADS, at.head,
                   at.split * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS + 4 * i + self.lane / 8, y[i], tag);
 }
 
@@ -448,7 +440,7 @@ __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& se
 __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, int l, u32 tag,
                                       const float4 (&weight)[2], const uint2 (&router)[2]) {
   const Layer& layer = s.layers[l];
-  receive_updates<MIDDLE_PARTS>(s, updates(p, self) + MIDDLE, tag, self.tid);
+  receive_updates<MIDDLE_PARTS>(s, updates(p) + MIDDLE, tag, self.tid);
   put_stream<true>(s, self, weight, router);
   __syncthreads();
   const float f = norm_of(s, p.eps);
@@ -485,7 +477,7 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
     float y[1];
     sums.total(self.lane, y);
     const float up = __shfl_down_sync(~0u, y[0], 8) * probability, z = gate<false>(y[0] * f, up);
-    if (self.lane < 8) tell_copies(p.words + INNER + self.me * PAIRS + pair, z, tag, self.lane);
+    if (self.lane == 0) tell(p.words + INNER + self.me * PAIRS + pair, z, tag);
   }
   return contracted;
 }
@@ -504,7 +496,7 @@ __device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self,
   if (self.lane < REST) fill_down(layer, self, expert, DEPTH + self.lane, wrapped(place + self.lane));
   if (l + 1 < p.count) fetch_tile(p, s.layers[l + 1], at, self);
   __syncwarp();
-  const u32 *words = heard(p, self) + INNER + self.warp * INTER + self.lane * 4,
+  const u32 *words = p.words + INNER + self.warp * INTER + self.lane * 4,
             inner = smem_addr(s.wide + self.warp * INTER);
   u32 tries = 0;
   do {
@@ -543,16 +535,15 @@ __device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self,
 #pragma unroll
     for (int i = 0; i < DOWN_ROWS / 4; ++i) s.down[4 * i + self.lane / 8][self.warp] = y[i];
   __syncthreads();
-  if (self.tid < COPIES * DOWN_ROWS)
-    tell_update(p, self.tid / DOWN_ROWS, END, 1, 0, self.me / WARPS * DOWN_ROWS + self.tid % DOWN_ROWS,
-                sum_of(s.down[self.tid % DOWN_ROWS]), tag);
+  if (self.tid < DOWN_ROWS)
+    tell_update(p, END, 1, 0, self.me / WARPS * DOWN_ROWS + self.tid, sum_of(s.down[self.tid]), tag);
 }
 
 // The output layer behind the last norm.
 __device__ __forceinline__ void project_head(const Params& p, Shared& s, Self& self, u32 tag) {
   float4 weight[2];
   load_norm(weight, p.norm, self.tid);
-  receive_updates<RANKS>(s, updates(p, self) + END, tag, self.tid);
+  receive_updates<RANKS>(s, updates(p) + END, tag, self.tid);
   put_stream<false>(s, self, weight, {});
   __syncthreads();
   pdl_launch();
@@ -607,12 +598,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   __syncwarp();
 
   pdl_wait();
-  u32 tag = *static_cast<volatile u32*>(p.steps) & 0xff;  // not what the step before left in the L1 cache
+  u32 tag = *p.steps & 0xff;
   Place at;
   at.head = block % KV_HEADS;
   at.split = block / KV_HEADS;
   at.len = max(p.kv_len[0], 1);
-  share_out(at);
+  at.tiles = (at.len + TILE - 1) / TILE;
+  at.few = at.tiles <= min(FEW, SPLITS) * WARPS;
+  at.blocks = min(at.few ? (at.tiles + WARPS - 1) / WARPS : at.tiles, SPLITS);
   at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
   const float4* turns =
       reinterpret_cast<const float4*>(p.cos_sin + (long long)p.positions[0] * HD) + self.lane % 16;

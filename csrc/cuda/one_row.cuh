@@ -20,20 +20,6 @@
 #ifndef RANKS
 #define RANKS 1
 #endif
-// Copies of the vectors that all blocks read, COPY_WORDS apart, and of the parts of attention among them. A
-// block reads one of them: few words that all read at once answer slowly.
-#ifndef COPIES
-#define COPIES 1
-#endif
-#ifndef PART_COPIES
-#define PART_COPIES 1
-#endif
-#ifndef COPY_WORDS
-#define COPY_WORDS 0
-#endif
-#ifndef TILES_EACH  // tiles of a warp where everyone merges
-#define TILES_EACH 1
-#endif
 // Looks at a word before the kernel fails: some seconds, and some minutes for ranks, which may begin late.
 #define PATIENCE (1u << (RANKS > 1 ? 29 : 22))
 
@@ -126,11 +112,6 @@ __device__ __forceinline__ void put_far(u32* to, u32 word) {
 __device__ __forceinline__ void tell(u32* to, float x, u32 tag) { put(to, rounded(x) | tag); }
 __device__ __forceinline__ void tell4(u32* to, const float4& x, u32 tag) {
   put4(to, rounded(x.x) | tag, rounded(x.y) | tag, rounded(x.z) | tag, rounded(x.w) | tag);
-}
-
-// In all copies, by a lane each. All 8 lanes of a group call it with the same `to` and x.
-__device__ __forceinline__ void tell_copies(u32* to, float x, u32 tag, int lane) {
-  if (lane % 8 < COPIES) tell(to + lane % 8 * COPY_WORDS, x, tag);
 }
 
 #if RANKS > 1
@@ -409,24 +390,12 @@ struct Place {
   float4 cosine, sine; // of this lane's dims 4 lane ... of a half of the head
 };
 
-// The first tile of a warp of this block, how much further the next ones are, and where they end.
+// The first tile of a warp of this block; the next ones are WARPS * SPLITS further.
 __device__ __forceinline__ int first_tile(const Place& at, int warp) {
-  return at.few ? at.split * (WARPS * TILES_EACH) + warp : warp * SPLITS + at.split;
-}
-__device__ __forceinline__ int next_tile(const Place& at) {
-  return TILES_EACH > 1 && at.few ? WARPS : WARPS * SPLITS;
-}
-__device__ __forceinline__ int last_tile(const Place& at) {
-  return TILES_EACH > 1 && at.few ? min(at.tiles, (at.split + 1) * (WARPS * TILES_EACH)) : at.tiles;
+  return at.few ? at.split * WARPS + warp : warp * SPLITS + at.split;
 }
 __device__ __forceinline__ int newest_block(const Place& at) {
-  return at.few ? (at.tiles - 1) / (WARPS * TILES_EACH) : (at.tiles - 1) % SPLITS;
-}
-// Shares the `len` tokens out.
-__device__ __forceinline__ void share_out(Place& at) {
-  at.tiles = (at.len + TILE - 1) / TILE;
-  at.few = at.tiles <= min(FEW, SPLITS) * (WARPS * TILES_EACH);
-  at.blocks = min(at.few ? (at.tiles + WARPS * TILES_EACH - 1) / (WARPS * TILES_EACH) : at.tiles, SPLITS);
+  return at.few ? (at.tiles - 1) / WARPS : (at.tiles - 1) % SPLITS;
 }
 
 template <class Params>
@@ -434,14 +403,13 @@ __device__ __forceinline__ long long tile_at(const Params& p, const Place& at, i
   return at.pages[tile / PAGE_TILES] * p.page_stride + at.head * p.head_stride +
          (tile % PAGE_TILES) * (TILE * HD);
 }
-// Where the first tiles of a warp and the new token are in the pages of any layer.
+// Where the first tile of a warp and the new token are in the pages of any layer.
 struct Spots {
-  long long first, second, newest;
+  long long first, newest;
 };
 template <class Params>
 __device__ __forceinline__ Spots find_spots(const Params& p, const Place& at, int warp) {
-  const int first = first_tile(at, warp);
-  return {tile_at(p, at, min(first, at.tiles - 1)), tile_at(p, at, min(first + next_tile(at), at.tiles - 1)),
+  return {tile_at(p, at, min(first_tile(at, warp), at.tiles - 1)),
           tile_at(p, at, at.tiles - 1) + (at.len - 1) % TILE * HD};
 }
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) {
@@ -510,16 +478,14 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
   uint4 q[4];
   float o[8][4] = {};  // dims g * 8 + i and 64 further of heads 2 t and 2 t + 1
   float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2 t and 2 t + 1; l is this lane's share
-  const int first = first_tile(at, warp), last = last_tile(at);
+  const int first = first_tile(at, warp);
 #pragma unroll 1
-  for (int tile = first; tile == first || tile < last; tile += next_tile(at)) {
+  for (int tile = first; tile == first || tile < at.tiles; tile += WARPS * SPLITS) {
     uint4 k[8], v[4][2];
     // Of another warp's tile where this one has none: k and v are defined, or they would stay alive through
     // all layers.
     {
-      const long long from = tile == first            ? spots.first
-                             : TILES_EACH > 1 && at.few && tile == first + WARPS ? spots.second
-                                                   : tile_at(p, at, tile);
+      const long long from = tile == first ? spots.first : tile_at(p, at, tile);
       const bf16 *k_from = layer.k + from + g * HD + t * 8, *v_from = layer.v + from + t * 2 * HD + g * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i) k[i] = ldg128(k_from + i / 4 * 8 * HD + i % 4 * 32);
@@ -607,11 +573,8 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
 template <class Params>
 __device__ __forceinline__ void forget_parts(const Params& p, const Place& at, u32 tag, int tid) {
   const int part = (at.head * SPLITS + at.split) * GROUP;
-  for (int copy = 0; copy < PART_COPIES; ++copy) {
-    u32* words = p.words + copy * COPY_WORDS;
-    for (int e = tid; e < GROUP * HD; e += THREADS) tell(words + Exchange::PART + part * HD + e, 0.f, tag);
-    if (tid < GROUP * 2) tell(words + Exchange::PART_ML + part * 2 + tid, 0.f, tag);
-  }
+  for (int e = tid; e < GROUP * HD; e += THREADS) tell(p.words + Exchange::PART + part * HD + e, 0.f, tag);
+  if (tid < GROUP * 2) tell(p.words + Exchange::PART_ML + part * 2 + tid, 0.f, tag);
   if (tid < SLICE)
     tell(p.words + Exchange::ATTENDED_AT + at.head * GROUP * HD + at.split * SLICE + tid, 0.f, tag);
 }
@@ -622,9 +585,8 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
                                           int tid) {
   const int part = (at.head * SPLITS + at.split) * GROUP;
 #pragma unroll 1
-  for (int i = tid * 4; i < PART_COPIES * GROUP * HD; i += THREADS * 4) {
-    const int e = i % (GROUP * HD), head = e / HD, d = e % HD;
-    u32* words = p.words + i / (GROUP * HD) * COPY_WORDS;
+  for (int e = tid * 4; e < GROUP * HD; e += THREADS * 4) {
+    const int head = e / HD, d = e % HD;
     float2 ml[WARPS];
     float4 each[WARPS], x = {};
     float m = NEG, l = 0.f;
@@ -648,10 +610,10 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
       x.z += f * each[w].z;
       x.w += f * each[w].w;
     }
-    tell4(words + Exchange::PART + part * HD + e, x, tag);
+    tell4(p.words + Exchange::PART + part * HD + e, x, tag);
     if (d == 0) {
-      tell(words + Exchange::PART_ML + (part + head) * 2, m, tag);
-      tell(words + Exchange::PART_ML + (part + head) * 2 + 1, l, tag);
+      tell(p.words + Exchange::PART_ML + (part + head) * 2, m, tag);
+      tell(p.words + Exchange::PART_ML + (part + head) * 2 + 1, l, tag);
     }
   }
 }
@@ -662,15 +624,14 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
 template <int N, class Params>
 __device__ __forceinline__ void receive_merged(const Params& p, const Place& at, u32 tag, int head, u32 to,
                                                int lane) {
-  const u32 *from[N], *from_ml[N], *words = p.words + at.split % PART_COPIES * COPY_WORDS;
+  const u32 *from[N], *from_ml[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const u32 part = u32(head + j * WARPS) / GROUP * (SPLITS * GROUP) + u32(head + j * WARPS) % GROUP;
-    from[j] = words + Exchange::PART + part * HD + lane * 4;
-    from_ml[j] = words + Exchange::PART_ML + part * 2;
+    from[j] = p.words + Exchange::PART + part * HD + lane * 4;
+    from_ml[j] = p.words + Exchange::PART_ML + part * 2;
   }
   u32 tries = 0;
-#ifndef DIRECT
   if (lane < at.blocks) {
     uint2 ml[N];
     bool all;
@@ -684,7 +645,6 @@ __device__ __forceinline__ void receive_merged(const Params& p, const Place& at,
     } while (!all);
   }
   __syncwarp();
-#endif
   uint4 got[N][FEW] = {};
   uint2 ml[N][FEW] = {};
 #pragma unroll
@@ -701,18 +661,10 @@ __device__ __forceinline__ void receive_merged(const Params& p, const Place& at,
 #pragma unroll
     for (int i = 0; i < FEW; ++i)
       if (i < at.blocks) {
-#ifdef DIRECT
-        while (!fresh(got[j][i], tag) || (((ml[j][i].x ^ tag) | (ml[j][i].y ^ tag)) & 0xffu)) {
-          patience(tries);
-          got[j][i] = look(from[j] + i * GROUP * HD);
-          ml[j][i] = look2(from_ml[j] + i * GROUP * 2);
-        }
-#else
         while (!fresh(got[j][i], tag)) {
           patience(tries);
           got[j][i] = look(from[j] + i * GROUP * HD);
         }
-#endif
         m = fmaxf(m, value(ml[j][i].x));
       }
     float l = 0.f;

@@ -4,7 +4,7 @@ one token of one row through a whole decoder in one kernel."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -18,14 +18,9 @@ from sgla.kernels.ops import KVLayer
 BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads at a time
 HEAD_DIM, MAX_RANKS = 128, 8
 MAX_LAYERS, LEAST_DEPTH = 64, 8
+COPIES = 8  # of the words of a dense model
 MOST_BYTES = 64 << 20  # of a layer's weights; beyond that reading them takes longer than all else
-EXCHANGE: dict[str, int] = {}  # how blocks exchange words: macros of ``one_row.cuh``
 P = ctypes.c_void_p
-
-
-def copies(exchange: Mapping[str, int]) -> int:
-    """Of the words."""
-    return max(exchange.get("COPIES", 1), exchange.get("PART_COPIES", 1))
 
 
 def gpu_holds_blocks() -> bool:
@@ -78,7 +73,7 @@ class DenseShape(NamedTuple):
     def words(self) -> int:
         """Of the vectors that blocks exchange."""
         parts = BLOCKS * self.group * (HEAD_DIM + 2)
-        return copies(EXCHANGE) * (self.qkv + parts + self.heads * HEAD_DIM + 2 * self.hidden + self.inner)
+        return COPIES * (self.qkv + parts + self.heads * HEAD_DIM + 2 * self.hidden + self.inner)
 
     @property
     def shared(self) -> int:
@@ -167,9 +162,10 @@ def _kernel(shape: DenseShape) -> Kernel:
         "PAGE_TILES": shape.page_size // 16,
         "MAX_LAYERS": MAX_LAYERS,
         "DEPTH": shape.depth,
+        "COPIES": COPIES,
     }
-    shared = WARPS * shape.depth * (2 * PIECE + 8) + shape.shared + 128 * EXCHANGE.get("GATHER", 0)
-    return Kernel("decode_step.cu", "decode_step", defines | EXCHANGE, shared)
+    rings = WARPS * shape.depth * (2 * PIECE + 8)
+    return Kernel("decode_step.cu", "decode_step", defines, rings + shape.shared)
 
 
 class StepInbox(NamedTuple):

@@ -10,10 +10,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel
-from sgla.kernels.cuda.decode_step import BLOCKS, HEAD_DIM, MAX_LAYERS, WARPS, copies, gpu_holds_blocks
+from sgla.kernels.cuda.decode_step import BLOCKS, HEAD_DIM, MAX_LAYERS, WARPS, gpu_holds_blocks
 
 PLACE, DEPTH = 2048, 5  # weights of a place of a warp's ring, and places
-EXCHANGE: dict[str, int] = {}  # how blocks of one rank exchange words: macros of ``one_row.cuh``
 P = ctypes.c_void_p
 
 
@@ -37,8 +36,8 @@ class MixtureShape(NamedTuple):
         """Of the vectors that blocks exchange."""
         group = self.heads // self.kv_heads
         attention = (2 * self.heads + 2 * self.kv_heads) * HEAD_DIM + BLOCKS * group * (HEAD_DIM + 2)
-        updates, count = (self.inbox, copies(EXCHANGE)) if self.ranks == 1 else (0, 1)
-        return count * (attention + updates + WARPS * self.experts + self.top_k * self.inner)
+        updates = self.inbox if self.ranks == 1 else 0
+        return attention + updates + WARPS * self.experts + self.top_k * self.inner
 
     @property
     def inbox(self) -> int:
@@ -99,5 +98,4 @@ def _kernel(shape: MixtureShape) -> Kernel:
     attention = WARPS * (group * HEAD_DIM * 4 + 64) + 2 * HEAD_DIM * (group + 2)
     layers = MAX_LAYERS * ctypes.sizeof(P) * (len(MixtureWeights._fields) + 2)
     rings = WARPS * DEPTH * (2 * PLACE + 8)
-    defines |= EXCHANGE if shape.ranks == 1 else {}
     return Kernel("mixture_step.cu", "mixture_step", defines, rings + inputs + down + attention + layers)
