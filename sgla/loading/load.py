@@ -92,7 +92,9 @@ def load_model(
         positions = context_len or spec.context_len
         report = on_progress or (lambda _: None)
         rank = shard or Shard()
-        return load_generic(source, spec, dtype, rank, positions, seed, on_model, report)
+        with torch.device("cpu"):
+            views = {name: tensor.view for name, tensor in _stored(source).items()}
+        return load_generic(source, views, spec, dtype, rank, positions, seed, on_model, report)
     rename = renaming(spec.architecture)
     if spec.tied and has_own_head(source, rename):
         spec = replace(spec, tied=False)
@@ -519,16 +521,22 @@ def _stream(
         return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
         return weights_of_file(source)
+    stored = _stored(source, rename)
+    if build.checkpoint is PLAIN and any(tensor.type == "F8_E4M3" for tensor in stored.values()):
+        build.checkpoint = Fp8({})  # which not every file says
+    return _parted(stored, build, mend)
+
+
+def _stored(source: ModelSource, rename: Callable[[str], str] = lambda name: name) -> dict[str, FileTensor]:
+    """By the names that ``rename`` makes; none of dummy weights. Raises WeightError."""
     stored: dict[str, FileTensor] = {}
-    for raw, tensor in stored_tensors(source):
+    for raw, tensor in stored_tensors(source) if source.kind != "dummy" else ():
         if (name := rename(raw)) in stored:
             raise WeightError(
                 f"{name} is in two of the files {', '.join(path.name for path in source.files[:8])}"
             )
         stored[name] = tensor
-    if build.checkpoint is PLAIN and any(tensor.type == "F8_E4M3" for tensor in stored.values()):
-        build.checkpoint = Fp8({})  # which not every file says
-    return _parted(stored, build, mend)
+    return stored
 
 
 def _parted(stored: dict[str, FileTensor], build: Build, mend: Mend) -> Iterator[tuple[str, SourceTensor]]:

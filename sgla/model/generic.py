@@ -517,6 +517,7 @@ def first_line(error: Exception) -> str:
 
 def load_generic(
     source: ModelSource,
+    views: dict[str, Any],
     spec: GenericSpec,
     dtype: str,
     shard: Shard,
@@ -525,7 +526,8 @@ def load_generic(
     begin: Any,
     report: Any,
 ) -> Generic:
-    """See ``load.load_model``. Raises ConfigError and WeightError."""
+    """See ``load.load_model``. ``views``: what maps the files' tensors, by their names. Raises ConfigError
+    and WeightError."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model = Generic(spec, positions, getattr(torch, dtype), shard)
@@ -535,7 +537,7 @@ def load_generic(
     cls, _ = class_of(config, source.folder, bool(spec.code))
     hf = configured(config, cls)
     with torch.device("cpu"):
-        model.module = loaded(cls, hf, source, model.dtype, seed).eval()
+        model.module = loaded(cls, hf, source.kind, views, model.dtype, seed).eval()
         expected = model.of_rows() if shard.size > 1 else None
     if shard.size > 1:
         split(model.module, shard, shard.all_reduce)
@@ -548,10 +550,15 @@ def load_generic(
 
 
 def loaded(
-    cls: type[PreTrainedModel], hf: PreTrainedConfig, source: ModelSource, dtype: torch.dtype, seed: int
+    cls: type[PreTrainedModel],
+    hf: PreTrainedConfig,
+    kind: str,
+    views: dict[str, Any],
+    dtype: torch.dtype,
+    seed: int,
 ) -> PreTrainedModel:
     made: PreTrainedModel
-    if source.kind == "dummy":
+    if kind == "dummy":
         torch.manual_seed(seed)
         made = cls._from_config(hf, attn_implementation=PAGED, dtype=dtype)
         for weight in made.parameters():
@@ -560,12 +567,11 @@ def loaded(
         return made
     try:
         found: Any = cls.from_pretrained(
-            source.folder,
+            None,
             config=hf,
+            state_dict=views,
             dtype=dtype,
             attn_implementation=PAGED,
-            use_safetensors=source.kind == "safetensors",
-            local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told
         )

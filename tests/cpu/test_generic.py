@@ -290,9 +290,10 @@ def test_a_value_that_native_code_lacks_takes_the_module(
 
 
 def test_every_value_that_modules_compute_is_tried() -> None:
-    """But for activations of layers with states, which modules cannot be served with."""
+    """But for activations of layers that modules cannot be served with."""
     keys = {key for family in FAMILIES.values() for key in family.honoured}
-    assert keys - {"hidden_act", "mlp_hidden_act"} == LACKING.keys() - {"hidden_act", "word_embed_proj_dim"}
+    acts = {"hidden_act", "mlp_hidden_act", "hidden_activation"}
+    assert keys - acts == LACKING.keys() - {"hidden_act", "word_embed_proj_dim"}
 
 
 @pytest.mark.parametrize(
@@ -436,6 +437,29 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     save_file(whole | {"model.norm.weight": norm[1:].clone()}, path, {"format": "pt"})
     with pytest.raises(WeightError, match=r"model\.norm\.weight"):
         load_model(source)
+
+
+@torch.no_grad()
+def test_files_of_any_name_are_read(tmp_path: Path) -> None:
+    """Pickled, in one file and in several without an index; read as those of native code are."""
+    save_checkpoint(tmp_path / "whole", "olmo", num_hidden_layers=1)
+    source = seen(tmp_path / "whole")
+    expected = Eager(load_model(source)).prompt_logprobs(PROMPTS)
+    tensors = sorted(load_file(source.files[0]).items())
+    halves = dict(tensors[:5]), dict(tensors[5:])
+    for i, (kind, save, suffix) in enumerate(
+        (("pt", torch.save, "pth"), ("safetensors", save_file, "safetensors"))
+    ):
+        files = tuple(tmp_path / f"{i}-{j}.{suffix}" for j in range(2))
+        for path, half in zip(files, halves):
+            save(half, path)
+        model = load_model(replace(source, kind=kind, files=files))  # type: ignore[arg-type]
+        assert torch.equal(Eager(model).prompt_logprobs(PROMPTS), expected)
+        with pytest.raises(WeightError, match="is in two of the files"):
+            load_model(replace(source, kind=kind, files=(*files, files[0])))  # type: ignore[arg-type]
+        files[1].write_bytes(files[1].read_bytes()[:-9])
+        with pytest.raises(WeightError, match=re.escape(files[1].name)):
+            load_model(replace(source, kind=kind, files=files))  # type: ignore[arg-type]
 
 
 def test_tokens_that_depend_on_each_other_are_refused(tmp_path: Path) -> None:
