@@ -125,18 +125,15 @@ def changed(changes: dict[tuple[Any, str], Any]) -> Iterator[None]:
 
 
 def variants() -> dict[str, dict[tuple[Any, str], Any]]:
-    norm = kernels, "_expand_norm"
-    wide = {norm: Other(kernels._expand_norm, num_warps=16)}
+    fewer = {(kernels, "_expand_norm"): Other(kernels._expand_norm, num_warps=8)}
     return {
         "as it is": {},
-        "rows are expanded one by one": {(kernels, "BY_ROWS"): True},
-        "layers add": {(tiles, "ADDS"): True},
         "before the layer": {(tiles, "BESIDE"): False},
         "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},
         "1 rank early": {(kernels, "EARLY"): 1},
         "8 ranks early": {(kernels, "EARLY"): 8},
-        "16 warps norm": wide,
-        "16 warps norm, 8 ranks early": wide | {(kernels, "EARLY"): 8},
+        "8 warps norm": fewer,
+        "8 warps norm, 8 ranks early": fewer | {(kernels, "EARLY"): 8},
         "o and down as q, k and v": {(adapters, "_joined"): lambda *_: {}},
     }
 

@@ -25,10 +25,6 @@
 // sums of a stage, in registers of their own, meet it there.
 //
 // SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu).
-//
-// ADAPTED: rows have adapters, see kernels/lora.py. Behind the weights come, through the same ring, the parts
-// of `b` that belong to the tile: of each adapter once. What x is shrunk to is made by a kernel beside this
-// one, which counts what it has done; warps of their own wait for that, and the sums take b times it in.
 #include "wgmma.cuh"
 #include "gumbel.cuh"
 #include "inbox.cuh"
@@ -81,9 +77,6 @@
 #ifndef SEND  // 0: none
 #define SEND 0
 #endif
-#ifndef ADAPTED  // ranks of adapters in 16s; 0: rows have none
-#define ADAPTED 0
-#endif
 
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int ROW_BYTES = 128, BK = ROW_BYTES / (E4M3 ? 1 : 2);  // one row of a swizzled tile
@@ -97,8 +90,7 @@ constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * 
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
 // Those that load give registers to those that multiply.
 constexpr bool LENDS = TIGHT || (GROUPED && BN > 128);
-constexpr int GATHERERS = ADAPTED ? 128 : 0;  // threads that wait for what x is shrunk to
-constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32) + GATHERERS;
+constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
@@ -109,10 +101,6 @@ static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
 static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > 2))));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
-// Of an adapter: 16 ranks of what the tile has of b, and how many such pieces are in a stage. What x is
-// shrunk to differs by parts of the layer: those of gate and up, or of 64 rows of w.
-constexpr int PIECE = BM * 32, PIECES = STAGE_BYTES / PIECE, SETS = GATED ? 2 : GROUPS, RANKS = ADAPTED * 16;
-static_assert(!(ADAPTED && (E4M3 || DRAW || PAIRED || NARROW || PASSES > 1 || PANELS > 1 || BN > 64)));
 // Sums that a block gets from its cluster.
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;
 
@@ -137,15 +125,6 @@ struct Params {
   const u32* state;  // sums so far
   long long half;    // words of one of the two inboxes
   int rank;
-#endif
-#if ADAPTED
-  TensorMap b;          // columns of 64 or, GATED, 32 rows of w, ranks of all places, such columns; GATED: 2
-  const int* places;    // [m], 0: none
-  const int* runs;      // [m][3], as ``Tiles.runs`` of kernels/lora.py
-  const u32* shrunk;    // how many parts of runs are shrunk
-  const float* inner;   // [splits][m][layers][ranks], see ``shrink`` of kernels/triton/lora.py
-  int ends[4];          // of the layers beside each other, in rows of w
-  int layers, splits, ranks, wanted;  // wanted: parts of each run
 #endif
 };
 
@@ -232,10 +211,6 @@ __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, in
     copy_2d(to, map, bar, k, row, policy);
 }
 
-#if ADAPTED
-#include "adapted.cuh"
-#endif
-
 // A tile of x, of BN rows from `row` on, and of w, and a pass over them. Those that are worked on at the same
 // time share rows in the L2 cache.
 struct Tile {
@@ -277,8 +252,7 @@ __device__ __forceinline__ void load_first(const Params& p, u32 ring, u32 full, 
 }
 
 // And for all else.
-__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work,
-                                     Slot<STAGES>& slot) {
+__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work) {
   const u64 policy = policy_once();
   const int ahead = min(STAGES, work.count), bytes = W_BYTES + PANELS * p.x_rows * ROW_BYTES;
   const Tile one(p, work.begin);
@@ -286,6 +260,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   pdl_launch();
   for (int i = 0; i < ahead; ++i)
     copy_x(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, work.first + i, one.row);
+  Slot<STAGES> slot;
   if (ahead == STAGES) slot.parity = 1; else slot.stage = ahead;
   for (int at = work.begin, i = ahead; at < work.total; at += work.step, i = 0) {
     const Tile tile(p, at);
@@ -532,9 +507,6 @@ struct Shared {
   int x_panel;  // bytes
   float *scales, *warp_squares;
   Draws* draws;
-#if ADAPTED
-  Adapters* adapters;
-#endif
 };
 
 template <int SIZE>
@@ -651,9 +623,6 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
     exchange(p, acc, sum, work,
              Exchange{shared.inbox, shared.delivered, tile.w * p.row_tiles + tile.row / BN});
   }
-#if ADAPTED
-  add_adapters(sum, *shared.adapters, shared.ring, shared.full, shared.empty, slot, unit);
-#endif
   if (FACTORS) barrier_wait(shared.scaled, 0);
   if (E4M3 && !GROUPED)
 #pragma unroll
@@ -703,9 +672,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   __shared__ __align__(16) float warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
   __shared__ u64 scaled;  // the barrier of the scales
   __shared__ __align__(16) Draws draws;
-#if ADAPTED
-  __shared__ __align__(16) Adapters adapters;
-#endif
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, inbox = ring + STAGES * STAGE_BYTES;
   const u32 full = inbox + INBOX_BYTES, empty = full + STAGES * 8, delivered = empty + STAGES * 8;
   const Work work(p);
@@ -718,28 +684,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     for (int s = 0; s < STAGES; ++s) barrier_init(empty + s * 8, GROUPS);
     if (FACTORS) barrier_init(smem_addr(&scaled), 32);
     if (CLUSTER) barrier_init(delivered, 1), barrier_expect(delivered, INBOX_BYTES);
-#if ADAPTED
-    barrier_init(smem_addr(&adapters.listed), 1), barrier_init(smem_addr(&adapters.shrunk), 1);
-#endif
     barriers_visible();
   }
   __syncthreads();
   if (CLUSTER) cluster_arrive_relaxed();
   if (threadIdx.x >= CONSUMERS) {
     if (LENDS) fewer_registers<TIGHT ? 32 : 40>();
-#if ADAPTED
-    if (threadIdx.x >= THREADS - GATHERERS) {
-      gather(p, adapters, work.begin, work.rank * DONE_ROWS);
-      return;
-    }
-#endif
-    if (threadIdx.x == CONSUMERS) {
-      Slot<STAGES> slot;
-      load(p, ring, full, empty, work, slot);
-#if ADAPTED
-      load_adapters(p, adapters, ring, full, empty, slot, work.begin);
-#endif
-    }
+    if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
     if (FACTORS && (threadIdx.x - CONSUMERS) / 32 == 1) {
       find_scales(p, scales, Tile(p, work.begin).row);
       barrier_arrive(smem_addr(&scaled));
@@ -747,11 +698,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     return;
   }
   const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), p.x_rows * ROW_BYTES,
-                      scales, warp_squares, &draws,
-#if ADAPTED
-                      &adapters,
-#endif
-  };
+                      scales, warp_squares, &draws};
   if (LENDS) more_registers<TIGHT ? 160 : 232>();
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);

@@ -39,13 +39,10 @@ class Rows:
     False knows of no adapters.
 
     Kernels of a GPU read ``places`` int32[T] and int32[S], and the ``tiles`` of tokens and of sampled rows.
-    In decode steps they count in ``shrunk`` int32[stacks, 4], the first of each stack, what is done of its
-    tiles.
     """
 
     places: tuple[Tensor, Tensor]
     tiles: tuple[Tiles, Tiles]
-    shrunk: Tensor | None = None
 
     def __init__(self) -> None:
         self.active = False
@@ -87,17 +84,15 @@ class Stack:
 
     ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``sizes``
     of the parts, ``ends`` and, on the device, ``bounds``: where the rows of each end. ``ranks``: of the
-    adapter at each place; 0: it leaves the layer as it is. ``number``: that of the stack. They are views of
-    memory [places, rank, *], from ``first`` to ``last`` of the last dimension: one row of ``a``, and one
-    column of ``b``, for each rank.
+    adapter at each place; 0: it leaves the layer as it is. They are views of memory [places, rank, *], from
+    ``first`` to ``last`` of the last dimension: one row of ``a``, and one column of ``b``, for each rank.
     """
 
     a: Tensor
     b: Tensor
     ends: list[int]
 
-    def __init__(self, places: int, k: int, sizes: list[int], first: int = 0, number: int = 0) -> None:
-        self.number = number
+    def __init__(self, places: int, k: int, sizes: list[int], first: int = 0) -> None:
         self.k, self.sizes, self.ends = k, sizes, np.cumsum(sizes).tolist()
         self.bounds = torch.tensor(self.ends, dtype=torch.int32)
         self.first, self._middle = first, _aligned(first + len(sizes) * k)

@@ -105,8 +105,7 @@ class Adapters:
         if not any(self._changes(name) for name, *_ in parts):
             return None
         width = k if columns is None else len(columns)
-        sizes = [len(rows) for _, _, rows, _ in parts]
-        made = Stack(self.places, width, sizes, self.width, len(self.stacks))
+        made = Stack(self.places, width, [len(rows) for _, _, rows, _ in parts], self.width)
         for part, (name, n, rows, order) in enumerate(parts):
             if self._changes(name):
                 self.table[name] = Target(made, part, n, k, rows, columns, order, embedding)

@@ -10,22 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.kernels.lora import Tiles, tiles_of
+from sgla.kernels.lora import Rows, Tiles, tiles_of
 from sgla.kernels.triton.lora import FEW, MANY, sort
-from sgla.layers.adapters import Adapters
 from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
 from sgla.worker.device_state import DeviceTables, upload
 
 
 class AdaptedRows:
-    """Fills the ``rows`` of adapters for each step: on the host for eager ones, on the device for graphs of
-    at most ``most`` rows."""
+    """Fills ``rows`` for each step: on the host for eager ones, on the device for graphs of at most ``most``
+    rows."""
 
-    def __init__(self, adapters: Adapters, tables: DeviceTables, most: int) -> None:
-        self.rows, self._tables = adapters.rows, tables
-        count = len(adapters.stacks)
-        self.rows.shrunk = torch.zeros(count, 4, dtype=torch.int32, device="cuda")
+    def __init__(self, rows: Rows, tables: DeviceTables, most: int) -> None:
+        self.rows, self._tables = rows, tables
         self._places, self._order = torch.zeros(2, most, dtype=torch.int32, device="cuda")
         self._runs = torch.zeros(most, 3, dtype=torch.int32, device="cuda")
 

@@ -59,9 +59,6 @@ OWN = {
     "lds_float4": "float4 lds_float4(u32 from) { return emulated::read<float4>(from); }\n",
     "discard": "void discard(const float4*) { }\n",
     "cluster_wait_aligned": "void cluster_wait_aligned() { cluster_wait(); }\n",
-    "copy_b": "template <class Map> void copy_b(u32 to, const Map& map, u32 bar, int rank, int tile) "
-    "{ if (GATED) copy_box(to, map, bar, 0ll, (long long)rank, (long long)tile * GROUPS, 0ll); "
-    "else copy_box(to, map, bar, 0ll, (long long)rank, (long long)tile * GROUPS); }\n",
     "pack_operand": "u32 pack_operand(float lo, float hi) { return pack2(lo, hi); }\n",
     "multiply": "void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) "
     "{ mma(d, a0, a1, a2, a3, b0, b1); }\n",

@@ -4,9 +4,6 @@ float32."""
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,22 +14,15 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from sgla.device import nvidia
-from sgla.dist import Shard
 from sgla.kernels import ops
-from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import GpuOps, RecordedForward, rewrite
-from sgla.kernels.gpu import tiles as gpu_tiles
 from sgla.kernels.gpu.adapters import EXPAND, SHRINK, settle
 from sgla.kernels.gpu.record import Recorder, Ref
-from sgla.kernels.gpu.tuning import Algorithm
-from sgla.kernels.lora import Rows, Stack, Tiles, added, lora, tiles_of
+from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
 from sgla.kernels.trace import STAND_INS
-from sgla.kernels.triton import lora as kernels
 from sgla.kernels.triton.lora import FEW, MANY, add, add_experts, expand_norm, grouped, pairs, shrink, sort
-from sgla.quant.weight import pack, storage
+from sgla.quant.weight import storage
 
 
 @pytest.mark.parametrize(
@@ -76,25 +66,6 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
         inner = shrink(x, stack, rows, False)
         found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
         torch.testing.assert_close(found, (normed, total), atol=1e-4, rtol=1e-4)
-
-
-def test_few_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several parts, some of them without an adapter, and with less than the highest rank."""
-    generator = torch.Generator().manual_seed(0)
-    stack = Stack(3, 40, [256, 128, 128], first=16)
-    memory = torch.randn(3, 6, stack.last, generator=generator)
-    memory[2, 3:] = 0
-    stack.lie(memory)
-    stack.ranks = [6, 6, 3]
-    places = np.array([0, 2, 3, 0, 1, 2], np.int32)
-    rows = Rows()
-    rows.set(places, places)
-    on_device(rows, places)
-    x, y = (torch.randn(6, n, generator=generator) for n in (40, 512))
-    expected = y + lora.body(x, stack, rows, False)
-    monkeypatch.setattr(kernels, "BY_ROWS", True)
-    monkeypatch.setattr(kernels, "_expanded", Mock(side_effect=AssertionError))
-    torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -194,94 +165,3 @@ def test_what_joins_the_residual_stream_is_added_there() -> None:
     assert adds[1].given["residual"] == Ref(joining.results[0])
     assert last.results == record.outputs
     assert not any(node.given.get("addend") for node in record.nodes)
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_layers_of_decode_rows_add_what_adapters_do(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their kernels get what rows are shrunk to, counted; those that join the residual stream, too. Without,
-    what is shrunk beside a layer is expanded behind it. All give what torch's bodies give."""
-    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
-    monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
-    monkeypatch.setattr(
-        gpu_tiles, "algorithm_for", lambda *_: Algorithm("tiles", batch_gemm.Config(64, 1, 1))
-    )
-    monkeypatch.setattr(gpu_tiles, "ADDS", adds)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    shrink_into, taken = kernels._shrink_into, list[bool]()
-
-    def in_float32(inner: torch.Tensor, x: torch.Tensor, *more: Any) -> None:
-        shrink_into(inner, x.float(), *more)
-
-    monkeypatch.setattr(kernels, "_shrink_into", in_float32)
-
-    def product(x: Any, w: torch.Tensor, config: Any, *, epilogue: int, added: Any = None, **_: Any) -> Any:
-        x, scale = scaled(x)
-        y = x.float() @ w.float().T + (0.0 if added is None else expanded(added))
-        y = y * scale
-        return (ops.act_mul(y, "silu") if epilogue == batch_gemm.SILU else y).to(x.dtype)
-
-    def product_add(x: Any, w: torch.Tensor, config: Any, norm: Any, bias: Any, added: Any = None) -> Any:
-        y = x.float() @ w.float().T + (0.0 if added is None else expanded(added))
-        norm.residual.copy_(norm.residual.float() + y)
-        h = norm.residual.float()
-        squares = torch.zeros(1, 32)
-        squares[0, : len(h)] = h.square().sum(1)
-        return Unscaled((h * norm.weight).to(x.dtype), squares, norm.eps)
-
-    def scaled(x: Any) -> tuple[torch.Tensor, Any]:
-        if not isinstance(x, Unscaled):
-            return x, 1.0
-        squares = x.squares.sum(0)[: len(x.x), None]
-        return x.x, torch.rsqrt(squares / x.x.shape[1] + x.eps)
-
-    def expanded(added: batch_gemm.Added) -> torch.Tensor:
-        taken.append(True)
-        assert int(added.shrunk[0]) == int((added.runs[:, 1] > 0).sum()) * added.wanted
-        u, begin, made = added.inner.sum(0), 0, []
-        for part, end in enumerate(added.ends):
-            b = added.b[(added.places - 1).clamp(min=0).long(), begin:end].float()
-            made.append(torch.einsum("tnr,tr->tn", b, u[:, part]))
-            begin = end
-        return torch.where(added.places[:, None] > 0, torch.cat(made, 1), 0.0)
-
-    monkeypatch.setattr(batch_gemm, "linear", product)
-    monkeypatch.setattr(batch_gemm, "linear_add", product_add)
-    torch.manual_seed(0)
-    places, width, inner = np.array([1, 0, 2, 2, 3, 1, 0, 2, 2, 3, 3, 1], np.int32), 512, 640
-    shapes = [(width, [512, 128, 128]), (width, [width]), (width, [inner, inner]), (inner, [width])]
-    stacks = [Stack(3, k, sizes, number=i) for i, (k, sizes) in enumerate(shapes)]
-    for stack in stacks:
-        stack.lie(torch.randn(3, 16, stack.last) * 0.1)
-        stack.ranks = [16] * 3
-    weights = [pack(torch.randn(sum(sizes), k) / k**0.5, "bf16") for k, sizes in shapes]
-    table, norms, rows = pack(torch.randn(80, width), "bf16"), torch.rand(3, width) + 0.5, Rows()
-
-    class Layer:
-        unrecorded, shard = "", Shard()
-        spec = SimpleNamespace(hidden=width)
-        embed = SimpleNamespace(weight=table, dtype=torch.bfloat16)
-
-        def forward(self, batch: Any, kv: Any, _: Any) -> torch.Tensor:
-            def linear(i: int, x: torch.Tensor) -> torch.Tensor:
-                return ops.linear(x, weights[i], None, added(x, stacks[i], rows))
-
-            h = ops.embedding(batch.ids, table)
-            y = linear(0, ops.rms_norm(h, norms[0], 1e-5))
-            x, h = ops.add_rms_norm(linear(1, y[:, :width]), h, norms[1], 1e-5)
-            x, h = ops.add_rms_norm(linear(3, ops.act_mul(linear(2, x), "silu")), h, norms[2], 1e-5)
-            return x
-
-    batch: Any = SimpleNamespace(
-        ids=torch.arange(len(places), dtype=torch.int32), tokens=12, rows=12, media=None, canvas=None
-    )
-    rows.set(places, places)
-    expected = Layer().forward(batch, [], None).float()
-    rows.shrunk = torch.full((4, 4), 99, dtype=torch.int32)
-    on_device(rows, places)
-    layer: Any = Layer()
-    forward = RecordedForward(layer, [], GpuOps(Mock()), rows)
-    found = forward.hidden(batch, None, Mock()).float()
-    assert (found - expected).norm() < 0.02 * expected.norm()
-    assert len(taken) == 4 * adds
-    [program] = forward._programs.values()
-    assert ("expanded, gated" in [node.op for node in program.work.nodes.values()]) != adds

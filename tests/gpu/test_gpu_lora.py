@@ -18,7 +18,6 @@ from sgla.messages import Submit
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from adapters import invent
-from test_adapted_tiles import made, near
 from test_gpu_runner import TINY
 from tiny import make_core, run, submit
 
@@ -33,7 +32,7 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
     from sgla.kernels import ops
     from sgla.kernels.cuda.batch_gemm import Unscaled
     from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
-    from sgla.kernels.triton.lora import FEW, MANY, add, expand_gated, expand_norm, shrink, sort
+    from sgla.kernels.triton.lora import FEW, MANY, add, expand_norm, shrink, sort
 
     torch.manual_seed(rank)
     with torch.device("cuda"):
@@ -82,56 +81,9 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
             found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
             for made, each in zip(found, wanted):
                 torch.testing.assert_close(made.float(), each, atol=tolerance, rtol=tolerance)
-        if len(sizes) == 2:
-            inner = shrink(x, stack, rows, False)
-            gated = expand_gated(y.clone(), inner, stack, rows, False, "silu").float()
-            wanted = ops.act_mul.body(expected, "silu")
-            torch.testing.assert_close(gated, wanted, atol=tolerance, rtol=tolerance)
         squares = torch.rand(32, -(-len(places) // 32) * 32) * k / 32
         scale = torch.rsqrt(squares.sum(0)[: len(places), None] / k + 1e-6)
         check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rows", "k", "sizes", "ranks", "config"),
-    [
-        (64, 4096, [4096, 1024, 1024], 16, (128, 2, 1)),
-        (60, 4096, [4096], 64, (64, 2, 1)),
-        (12, 4096, [4096], 8, (128, 4, 1, True)),
-        (64, 4096, [12288, 12288], 16, (192, 1, 1)),
-        (30, 1024, [3072, 3072], 32, (64, 1, 1)),
-    ],
-)
-@pytest.mark.parametrize("alike", [True, False])
-def test_layers_add_what_adapters_do(
-    rows: int, k: int, sizes: list[int], ranks: int, config: Any, alike: bool
-) -> None:
-    """Stored, gated of what a norm left unscaled, and added to the residual: what was shrunk is there."""
-    from sgla.kernels import ops
-    from sgla.kernels.cuda import batch_gemm
-    from sgla.kernels.cuda.batch_gemm import SILU, STORE, Config, Unscaled, linear
-    from sgla.kernels.ops import AddedNorm
-
-    torch.manual_seed(rows)
-    with torch.device("cuda"):
-        x, w, added, more = made(rows, sizes, ranks, alike, k)
-        y, config = x.float() @ w.float().T + more, Config(*config)
-        if batch_gemm.adapters_refuse(rows, len(w), config, False, added.ends, ranks) is None:
-            for _ in range(3):
-                near(linear(x, w, config, epilogue=STORE, added=added), y)
-        if len(sizes) == 2:
-            squares = torch.rand(4, -(-rows // 32) * 32) * k / 4
-            scale = torch.rsqrt(squares.sum(0)[:rows, None] / k + 1e-6)
-            made_ = linear(Unscaled(x, squares, 1e-6), w, config, epilogue=SILU, added=added)
-            near(made_, ops.act_mul.body(y * scale, "silu"))
-        if len(sizes) == 1:
-            residual, norm = torch.randn(rows, len(w)).bfloat16(), torch.rand(len(w)) + 0.5
-            expected = residual.float() + y
-            found = batch_gemm.linear_add(x, w, config, AddedNorm(residual, norm, 1e-6), None, added)
-            near(residual, expected)
-            near(found.x, expected * norm)
-            near(found.squares.sum(0)[:rows], expected.square().sum(1))
 
 
 MIXTURE: dict[str, Any] = json.loads(
@@ -205,18 +157,12 @@ def test_a_batch_without_adapters_has_the_same_bits_as_a_server_without() -> Non
 def test_what_is_shrunk_beside_a_layer_is_as_before_it(
     monkeypatch: pytest.MonkeyPatch, modules: list[str]
 ) -> None:
-    """In bfloat16, graphs and eager steps; added by the layers themselves, and by kernels behind them."""
+    """In bfloat16, graphs and eager steps."""
     from sgla.kernels.gpu import tiles
 
-    monkeypatch.setattr(tiles, "ADDS", True)
     asked = [replace(one, rid=f"{one.rid} {i}") for i in range(3) for one in requests()]
     runner = adapted_runner(lora_target_modules=modules)
     found = [answers(runner, asked) for _ in range(3)]
-    assert any(
-        node.op == tiles.ADAPTED or "stack" in node.given
-        for program in runner.steps.forward._programs.values()
-        for node in program.work.nodes.values()
-    )
     monkeypatch.setattr(tiles, "BESIDE", False)
     before = answers(adapted_runner(lora_target_modules=modules), asked)
     for rid, expected in before.items():

@@ -21,7 +21,6 @@ STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_ge
 DRAW = 6  # 5 is that of ``prompt_gemm``
 SMALL = 4 << 20  # elements of a weight that gains from tiles of few rows
 LARGE = 16 << 20  # that gains from these kernels with more than 192 rows
-ADAPTED_ROWS = 64  # of x, at most, where adapters are added
 VOCABULARY = 100_000  # rows of a weight that is an output layer
 
 
@@ -67,34 +66,6 @@ class _SendParams(ctypes.Structure):
         ("rank", ctypes.c_int),
         ("pad", ctypes.c_int),
     )
-
-
-class _AdaptedParams(ctypes.Structure):
-    _fields_ = (
-        *_Params._fields_,
-        ("b", TensorMap),
-        *((name, ctypes.c_void_p) for name in ("places", "runs", "shrunk", "inner")),
-        ("ends", ctypes.c_int * 4),
-        *((name, ctypes.c_int) for name in ("layers", "splits", "ranks", "wanted")),
-    )
-
-
-class Added(NamedTuple):
-    """What adapters add (``kernels/lora.py``): ``b`` bf16 ``[places, n, ranks]`` of the stack, whose parts
-    end at ``ends``; ``places`` int32[m] and ``runs`` int32[m, 3] of the rows; and what a kernel beside this
-    one makes of x: ``inner`` float32 ``[splits, m, parts, ranks]``, and ``shrunk`` int32[1 or more], how many
-    parts are there in all, ``wanted`` of each run."""
-
-    b: Tensor
-    ends: list[int]
-    places: Tensor
-    runs: Tensor
-    inner: Tensor
-    shrunk: Tensor
-
-    @property
-    def wanted(self) -> int:
-        return self.inner.shape[0] * self.inner.shape[2]
 
 
 class Config(NamedTuple):
@@ -260,7 +231,7 @@ def _cut_rows(count: int, m: int, n: int, k: int) -> Config:
 
 def ask(config: Config, m: int, epilogue: int) -> Kernel:
     """Begin to compile what multiplies ``m`` rows of bfloat16 alone."""
-    return _kernel(config, rows_of(config, m), epilogue, False, False, 0, False, False, 0)
+    return _kernel(config, rows_of(config, m), epilogue, False, False, 0, False, False)
 
 
 # Without defaults, since a call that leaves some out would be another one for the cache.
@@ -274,7 +245,6 @@ def _kernel(
     ranks: int,
     grouped: bool,
     rounded: bool,
-    adapted: int,
 ) -> Kernel:
     stage, cluster = (config.box + rows) * 128 * config.panels, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's draw needs.
@@ -283,16 +253,12 @@ def _kernel(
         * rows
         * (scaled + e4m3 + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == DRAW))
     )
-    if adapted:  # adapters of the rows, and what these are shrunk to
-        done, sets = rows // config.split, 2 if epilogue in (SILU, GELU) else config.groups
-        kept += 32 + (12 + 32 * adapted * sets) * done
     inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
     stages = min(8 if config.tile >= 64 else 12, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
     defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
-    defines |= {"ADAPTED": adapted} if adapted else {}
     defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
@@ -322,7 +288,6 @@ def linear(
     scales: Scales | None = None,
     send: Sending | None = None,
     rounded: bool = False,
-    added: Added | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias)``:
     x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``. With ``scales`` both are e4m3.
@@ -330,44 +295,26 @@ def linear(
     Epilogues: STORE bf16; SILU, GELU:
     the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``DrawInputs``. With
     ``send``, STORE and a ``config`` that ``sends`` the other ranks get the result, too. ``rounded``: gate and
-    up are bf16 before the activation. ``added``: see ``adapters_refuse``. Without ``split`` a result is the
-    same bits with every ``config``.
+    up are bf16 before the activation. Without ``split`` a result is the same bits with every ``config``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
         dtype = torch.float32 if epilogue in (FLOAT32, DRAW) else torch.bfloat16
         out = rows.new_empty(rows.shape[0], n // 2 if epilogue in (SILU, GELU) else n, dtype=dtype)
-    _launch(
-        x,
-        weight,
-        config,
-        bias,
-        epilogue,
-        out,
-        draw=draw,
-        scales=scales,
-        send=send,
-        rounded=rounded,
-        added=added,
-    )
+    _launch(x, weight, config, bias, epilogue, out, draw=draw, scales=scales, send=send, rounded=rounded)
     return out
 
 
 def linear_add(
-    x: Tensor | Unscaled,
-    weight: Tensor,
-    config: Config,
-    norm: AddedNorm,
-    bias: Tensor | None = None,
-    added: Added | None = None,
+    x: Tensor | Unscaled, weight: Tensor, config: Config, norm: AddedNorm, bias: Tensor | None = None
 ) -> Unscaled:
-    """Adds ``x @ weight.T + bias``, and what is ``added``, to ``norm.residual`` in place;
+    """Adds ``x @ weight.T + bias`` to ``norm.residual`` in place;
     the norm of the sum, which another ``linear`` completes."""
     assert norm.residual is not None
     m, n = norm.residual.shape
     squares = torch.empty(-(-n // config.tile), _row_stride(m), device=norm.residual.device)
     result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)
-    _launch(x, weight, config, bias, ADD, result.x, norm, squares, added=added)
+    _launch(x, weight, config, bias, ADD, result.x, norm, squares)
     return result
 
 
@@ -384,7 +331,6 @@ def _launch(
     scales: Scales | None = None,
     send: Sending | None = None,
     rounded: bool = False,
-    added: Added | None = None,
 ) -> None:
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
@@ -417,37 +363,11 @@ def _launch(
         assert epilogue == STORE
         assert config.sends
         params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
-    if added is not None:
-        assert adapters_refuse(m, n, config, gated, added.ends, added.b.shape[2]) is None
-        splits, _, layers, width = added.inner.shape
-        pointers = added.places, added.runs, added.shrunk, added.inner
-        sizes = layers, splits, width, added.wanted
-        ends = (ctypes.c_int * 4)(*added.ends)
-        b_map = _adapters_map(added.b, config, gated)
-        params = _AdaptedParams(*given, (0,) * 6, b_map, *(t.data_ptr() for t in pointers), ends, *sizes)
     ranks = send.ranks if send is not None else 0
-    adapted = 0 if added is None else -(-added.b.shape[2] // 16)
-    kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded, adapted)
+    kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)
     lends = rows > (GROUPED_ROWS if grouped else 192 if config.groups == 3 else MAX_ROWS)
-    helpers = (128 if lends else 32 + 32 * kept) + (128 if adapted else 0)
+    helpers = 128 if lends else 32 + 32 * kept
     kernel.launch(blocks, 128 * config.groups + helpers, params)
-
-
-def adapters_refuse(m: int, n: int, config: Config, gated: bool, ends: list[int], ranks: int) -> str | None:
-    """Why adapters of a stack with these ``ends`` and ``ranks`` cannot be added in the same kernel, or None.
-    ``n``: rows of the weight. Its blocks wait for what is shrunk beside them, so there must be room for that,
-    and none may begin only when others have ended."""
-    if config.tile % 64 or config.passes > 1 or config.panels > 1:
-        return "tiles are of 64 rows of weights"
-    if m > ADAPTED_ROWS or _tiles(n, config.tile) * config.split >= processors() * config.per_sm:
-        return "blocks wait for what is shrunk beside them"
-    if ranks % 4 or not (ranks <= 16 or ranks in (32, 48, 64)):
-        return "ranks are multiples of 4 up to 16, or of 16 up to 64"
-    if gated:
-        whole = ends == [n // 2, n] and not n % 64
-    else:
-        whole = len(ends) <= 4 and ends[-1] == n and not any(end % 64 for end in ends)
-    return None if whole else "parts are of 64 columns"
 
 
 def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
@@ -477,24 +397,6 @@ def _maps(
         return w_map, x_map
     w_map = _weight_map(weight.data_ptr(), n, k, config.box, gated, size)
     return w_map, tensor_map(x.data_ptr(), (k, m), (k * size,), (128 // size, x_rows), size == 1)
-
-
-def _adapters_map(b: Tensor, config: Config, gated: bool) -> ctypes.Array[ctypes.c_uint64]:
-    """Of what the adapters at all places expand with: columns of a group of warps, 16 ranks, such columns of
-    a tile, and gate and up."""
-    places, n, ranks = b.shape
-    assert b.stride(1) == 1
-    assert b.stride(0) == ranks * b.stride(2)
-    return _b_map(b.data_ptr(), places * ranks, n, 2 * b.stride(2), config.groups, gated)
-
-
-@lru_cache(1 << 14)
-def _b_map(
-    data: int, ranks: int, n: int, row: int, groups: int, gated: bool
-) -> ctypes.Array[ctypes.c_uint64]:
-    if gated:
-        return tensor_map(data, (32, ranks, n // 64, 2), (row, 64, n), (32, 16, groups, 2))
-    return tensor_map(data, (64, ranks, n // 64), (row, 128), (64, 16, groups))
 
 
 def _row_stride(m: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,16 +13,13 @@ from sgla.kernels.gpu.adapters import EXPAND, SHRINK
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
-from sgla.kernels.lora import Rows, Stack
 from sgla.kernels.ops import AddedNorm, Ranks
 from sgla.kernels.triton import elementwise, lora
 
 NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
-ADAPTED = "tiles, adapted"  # a layer that adds itself what adapters do
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
 BESIDE = True  # what adapters do stands behind the layer (before it costs 3 to 8 % more: bench/gpu_lora.py)
-ADDS = False  # layers add themselves what adapters do in graphs of decode rows (bench/gpu_lora.py --sweep)
 SENT = 64  # rows up to which tiles send what they make to other ranks (bench/allreduce.py --layers)
 
 
@@ -85,35 +80,6 @@ def _run(x: Tensor | batch_gemm.Unscaled, weight: Tensor, bias: Tensor | None, e
     return batch_gemm.linear(rows, weight, config, bias=bias, epilogue=epilogue)
 
 
-def settle_adapted(work: Work, node: Node) -> None:
-    node.fn = _run_adapted
-    take_unscaled(work, node)
-
-
-def _run_adapted(
-    x: Tensor | batch_gemm.Unscaled, weight: Tensor, bias: Tensor | None, epilogue: int, **adapters: Any
-) -> Tensor:
-    rows = x.contiguous() if isinstance(x, Tensor) else x
-    read = rows if isinstance(rows, Tensor) else rows.x
-    config = _config(len(read), weight, epilogue in GATES.values())
-    with _shrinking(read, **adapters) as added:
-        return batch_gemm.linear(rows, weight, config, bias=bias, epilogue=epilogue, added=added)
-
-
-@contextmanager
-def _shrinking(x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Iterator[batch_gemm.Added]:
-    """Inside of this the kernel of a layer is launched that adds what adapters do. Behind it x is shrunk, and
-    it waits for that: in graphs alone it is certain that both run at once, so elsewhere x is shrunk before,
-    too."""
-    inner = lora.room(len(x), stack, rows, sampled)
-    if not torch.cuda.is_current_stream_capturing():
-        lora.shrink_counted(x, stack, rows, sampled, inner, there=False)
-    assert rows.shrunk is not None
-    runs, counts = rows.tiles[sampled].runs, rows.shrunk[stack.number]
-    yield batch_gemm.Added(stack.b, stack.ends, rows.places[sampled], runs, inner, counts)
-    lora.shrink_counted(x, stack, rows, sampled, inner, there=True)
-
-
 def _run_prompt(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
     return prompt_gemm.linear(x.contiguous(), weight, bias=bias, epilogue=epilogue)
 
@@ -140,46 +106,8 @@ def beside(work: Work, linear: Node, expand: Node) -> list[Node]:
     shrink = work.maker(expand.given["inner"])
     assert shrink is not None
     work.drop(shrink)
-    if _adds_refuses(work, linear, shrink) is None:
-        given = linear.given | _adapters(shrink)
-        return [Node(ADAPTED, None, given, expand.results, linear.rows, rule=linear.rule)]
     shrink.fn = lora.shrink_beside
     return [linear.but({}), shrink, expand]
-
-
-def _adds_refuses(work: Work, linear: Node, adapted: Node, gated: bool = False) -> str | None:
-    """Why a layer cannot add itself what adapters do."""
-    given, (n, _) = adapted.given, linear.given["weight"].shape
-    rows, ends, ranks = given["rows"], given["stack"].ends, given["stack"].a.shape[2]
-    if not ADDS or work.asked.decode is None or rows.shrunk is None:
-        return "graphs of decode rows do it"
-    kernel, config = _algorithm(work, linear, gated)
-    if kernel != "tiles":
-        return SLOWER
-    assert isinstance(config, batch_gemm.Config)
-    return batch_gemm.adapters_refuse(work.rows(linear), n, config, gated, ends, ranks)
-
-
-def _adapters(node: Node) -> dict[str, Any]:
-    return {name: node.given[name] for name in ("stack", "rows", "sampled")}
-
-
-def adapted_gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
-    return gate_refuses(work, linear, act) or _adds_refuses(work, linear, linear, gated=True)
-
-
-def expanded_gate_refuses(work: Work, expand: Node, act: Node) -> str | None:
-    sizes = expand.given["stack"].sizes
-    if work.asked.decode is None or work.rows(act) > batch_gemm.ADAPTED_ROWS:
-        return "rows of one adapter are expanded together"
-    if len(sizes) != 2 or sizes[0] != sizes[1] or sizes[0] % 16:
-        return "its parts are not gate and up"
-    return None if act.given["kind"] in GATES else "no kernel has this activation"
-
-
-def expanded_gate(work: Work, expand: Node, act: Node) -> list[Node]:
-    given = expand.given | {"kind": act.given["kind"]}
-    return [Node("expanded, gated", lora.expand_gated, given, act.results, act.rows)]
 
 
 def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
@@ -204,15 +132,10 @@ def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
 
 
 def add(work: Work, linear: Node, add: Node) -> list[Node]:
-    residual, (normed, total), adapters = add.given["residual"], add.results, {}
+    residual, (normed, total) = add.given["residual"], add.results
     if (found := _behind(work, linear, residual)) is not None:
-        shrink, expand = found
-        if _adds_refuses(work, linear, shrink) is not None:
-            return _expanded(work, linear, add, *found)
-        work.drop(expand)
-        work.drop(shrink)
-        residual, adapters = expand.given["y"], _adapters(shrink)
-    given = {name: linear.given[name] for name in ("x", "weight", "bias")} | adapters
+        return _expanded(work, linear, add, *found)
+    given = {name: linear.given[name] for name in ("x", "weight", "bias")}
     given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
     unscaled = work.value()
     rest = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"], "rows": Ref(unscaled)}
@@ -246,19 +169,11 @@ def _expanded(work: Work, linear: Node, add: Node, shrink: Node, expand: Node) -
 
 
 def _added(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    **adapters: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
 ) -> tuple[batch_gemm.Unscaled, Tensor]:
-    x, config, joined = x.contiguous(), _config(x.shape[0], weight), AddedNorm(residual, norm, eps)
-    if not adapters:
-        return batch_gemm.linear_add(x, weight, config, joined, bias), residual
-    with _shrinking(x, **adapters) as added:
-        return batch_gemm.linear_add(x, weight, config, joined, bias, added), residual
+    config = _config(x.shape[0], weight)
+    made = batch_gemm.linear_add(x.contiguous(), weight, config, AddedNorm(residual, norm, eps), bias)
+    return made, residual
 
 
 def _scaled(x: Tensor, weight: Tensor, eps: float, rows: batch_gemm.Unscaled) -> Tensor:

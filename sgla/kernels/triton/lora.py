@@ -10,9 +10,6 @@ beside a kernel that lets its successor start when x is there.
 
 from __future__ import annotations
 
-from math import gcd
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.lora import Rows, Stack, Tiles
-from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv, next_power_of_2
+from sgla.kernels.triton.common import _begin, _pdl, cdiv, next_power_of_2
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
@@ -28,7 +25,6 @@ SHRUNK, EXPANDED = 256, 512  # inputs that a program multiplies at a time, and o
 GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
 EARLY, VALUES = 16, 1 << 16  # ranks, and values of these, that a program which norms loads before it waits
 SORTED = 16  # rows that a program finds the places of
-BY_ROWS, ROWS = False, 64  # so many rows are expanded one by one: bench/gpu_lora.py --sweep
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "table"])
@@ -65,15 +61,15 @@ def _wait_at(here, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _shrink(
-    x, a, order, runs, experts, squares, inner, shrunk, k, span, s_x, s_place, s_rank, s_inner, s_squares,
+    x, a, order, runs, experts, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares,
     squares_count, eps, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, MORE: tl.constexpr, EXPERTS: tl.constexpr, SQUARES: tl.constexpr,
-    PRECISION: tl.constexpr, THERE: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, THERE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
     a step's rows are is long there when this begins, but not who is chosen of ``EXPERTS``. ``THERE``: x is,
     too, and who waits for this kernel waits for the one before. It waits for nothing, so it must not find
-    older values in the cache of its multiprocessor. ``COUNTS``: that one hears of each part by ``shrunk``."""
+    older values in the cache of its multiprocessor."""
     CACHED: tl.constexpr = ".cg" if THERE else ""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
@@ -126,9 +122,6 @@ def _shrink(
     total *= scale[None, :]
     at = inner + split * s_inner + (rows[None, :] * PARTS + part) * R + r[:, None]
     tl.store(at, total, mask=(r < R)[:, None] & own[None, :])
-    if COUNTS:
-        tl.debug_barrier()
-        tl.atomic_add(shrunk, 1, sem="release")
     if THERE:
         _wait_at(tile + part + split == 0, PDL)
 
@@ -239,58 +232,6 @@ def _expand_norm(
     tl.store(out + row * n + i, v * tl.rsqrt(tl.sum(v * v) / n + eps) * norm, mask=live)
 
 
-@triton.jit(do_not_specialize_on_alignment=["places"])
-def _expand_rows(
-    inner, b, places, ends, y, s_place, s_rank, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr,
-    PARTS: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: some outputs of a part of a row. It loads what the adapter has before it waits."""
-    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    place = tl.load(places + row).to(tl.int64)
-    if place == 0:
-        _wait_at(tl.program_id(0) + tl.program_id(1) == 0, PDL)
-        return
-    part = 0
-    for p in tl.static_range(PARTS - 1):
-        part += (start >= tl.load(ends + p)).to(tl.int32)
-    i, r = start + tl.arange(0, BLOCK), tl.arange(0, RP)
-    there = r < R
-    source = b + (place - 1) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
-    w = tl.load(source, mask=there[:, None], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    made = tl.load(y + row * s_y + i)
-    u = _shrunk_of(inner + (row * PARTS + part) * R, s_inner, r, there, SPLITS, SP)
-    tl.store(y + row * s_y + i, made.to(tl.float32) + tl.sum(w.to(tl.float32) * u[:, None], 0))
-
-
-@triton.jit(do_not_specialize_on_alignment=["places"])
-def _expand_gated(
-    inner, b, places, y, out, n, s_place, s_rank, s_inner, R: tl.constexpr, RP: tl.constexpr,
-    SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: some columns of gate and up of a row, and their activation. It loads what the adapter has
-    before it waits."""
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    place, r = tl.load(places + row).to(tl.int64), tl.arange(0, RP)
-    live, there = i < n, r < tl.where(place > 0, R, 0)
-    source = b + tl.maximum(place - 1, 0) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
-    own = there[:, None] & live[None, :]
-    w, v = tl.load(source, mask=own, other=0.0), tl.load(source + n, mask=own, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    gate = tl.load(y + row * 2 * n + i, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(y + row * 2 * n + n + i, mask=live, other=0.0).to(tl.float32)
-    inner += row * 2 * R
-    gate += tl.sum(w.to(tl.float32) * _shrunk_of(inner, s_inner, r, there, SPLITS, SP)[:, None], 0)
-    up += tl.sum(v.to(tl.float32) * _shrunk_of(inner + R, s_inner, r, there, SPLITS, SP)[:, None], 0)
-    tl.store(out + row * n + i, _activate(gate, GELU) * up, mask=live)
-
-
 @triton.jit(do_not_specialize_on_alignment=["places", "ids"])
 def _pair(places, ids, order, runs, pairs, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Each pair of a token and an expert here is a tile."""
@@ -308,8 +249,6 @@ def sort(rows: Rows, table: Tensor, slots: Tensor) -> None:
     """Fill what ``rows`` have for decode rows of ``slots`` int32[T], whose places stand in ``table``, on the
     device."""
     count, (order, runs, size, _) = len(slots), rows.tiles[0]
-    if rows.shrunk is not None:
-        rows.shrunk.zero_()
     _sort[(cdiv(count, SORTED),)](
         table, slots, rows.places[0], order, runs, count, SIZE=size,
         ALL=next_power_of_2(count), SORTED=SORTED,
@@ -358,87 +297,34 @@ def shrink_beside(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool)
     return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes), there=True)
 
 
-def room(tokens: int, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
-    """Where ``shrink`` leaves what it makes of so many rows."""
-    return _room(tokens, stack, rows.tiles[sampled].size, len(stack.sizes))
-
-
-def shrink_counted(x: Tensor, stack: Stack, rows: Rows, sampled: bool, inner: Tensor, there: bool) -> None:
-    """``shrink`` into ``inner``. The layer that expands hears of each part of a run by the stack's word of
-    ``rows.shrunk``. ``there``: as ``shrink_beside``."""
-    assert rows.shrunk is not None
-    _shrink_into(inner, x, stack, rows.tiles[sampled], None, there, rows.shrunk[stack.number])
-
-
-def _width(size: int, rank: int) -> int:
-    """Inputs that a program multiplies at a time."""
-    return max(32, min(SHRUNK if size == FEW else 128, 8192 // max(16, next_power_of_2(rank))))
-
-
-def _span(size: int, k: int, rank: int) -> int:
-    """Inputs of a program."""
-    splits = min(SPLITS, cdiv(k, SPLIT)) if size == FEW else 1
-    width = _width(size, rank)
-    return cdiv(cdiv(k, splits), width) * width
-
-
-def _room(tokens: int, stack: Stack, size: int, parts: int) -> Tensor:
-    k, rank = stack.k, stack.a.shape[2]
-    splits = cdiv(k, _span(size, k, rank))
-    return torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=stack.a.device)
-
-
 def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there: bool = False) -> Tensor:
     """``parts``: of a row."""
-    squares = None
+    squares, eps = None, 0.0
     if isinstance(x, Unscaled):
-        x, *squares = x
-    inner = _room(len(x), stack, tiles.size, parts)
-    _shrink_into(inner, x, stack, tiles, squares, there)
-    return inner
-
-
-def _shrink_into(
-    inner: Tensor,
-    x: Tensor,
-    stack: Stack,
-    tiles: Tiles,
-    unscaled: list[Any] | None = None,
-    there: bool = False,
-    shrunk: Tensor | None = None,
-) -> None:
-    """``unscaled``: what ``Unscaled`` has beside x."""
-    squares, eps = unscaled or (None, 0.0)
+        x, squares, eps = x
     x = x if x.stride(-1) == 1 else x.contiguous()
     order, runs, size, experts = tiles
-    k, rank, parts = x.shape[1], stack.a.shape[2], inner.shape[2]
+    (tokens, k), rank = x.shape, stack.a.shape[2]
     padded, exact = max(16, next_power_of_2(rank)), stack.a.dtype == torch.float32
-    width, span = _width(size, rank), _span(size, k, rank)
-    splits = len(inner)
+    width = max(32, min(SHRUNK if size == FEW else 128, 8192 // padded))
+    splits = min(SPLITS, cdiv(k, SPLIT)) if size == FEW else 1
+    span = cdiv(cdiv(k, splits), width) * width
+    splits = cdiv(k, span)
+    inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
     _shrink[len(runs), parts, splits](
-        x, stack.a, order, runs, experts, squares, inner, shrunk, k, span, x.stride(0), stack.a.stride(0),
+        x, stack.a, order, runs, experts, squares, inner, k, span, x.stride(0), stack.a.stride(0),
         stack.a.stride(2), inner.stride(0), 0 if squares is None else squares.stride(0),
         0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
         MORE=span > width, EXPERTS=experts is not None,
         SQUARES=0 if squares is None else next_power_of_2(len(squares)),
-        PRECISION="ieee" if exact else "tf32", THERE=there, COUNTS=shrunk is not None,
-        num_warps=2 if size == FEW else 4, num_stages=2 if exact or size == FEW else 3, **_pdl(),
+        PRECISION="ieee" if exact else "tf32", THERE=there, num_warps=2 if size == FEW else 4,
+        num_stages=2 if exact or size == FEW else 3, **_pdl(),
     )  # fmt: skip
+    return inner
 
 
 def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``y + inner.sum(0) @ b.T`` in the memory of y [T, n]."""
-    block = gcd(EXPANDED, *stack.sizes)
-    if BY_ROWS and len(y) <= ROWS and block >= 128:
-        splits, tokens, parts, rank = inner.shape
-        padded = next_power_of_2(rank)
-        block = min(block, 8192 // max(16, padded))
-        _expand_rows[tokens, y.shape[1] // block](
-            inner, stack.b, rows.places[sampled], stack.bounds, y, stack.b.stride(0), stack.b.stride(2),
-            y.stride(0), inner.stride(0), R=rank, RP=padded, PARTS=parts, SPLITS=splits,
-            SP=next_power_of_2(splits), BLOCK=block, **_pdl(),
-        )  # fmt: skip
-        return y
     return _expanded(y, inner, stack, rows.tiles[sampled])
 
 
@@ -476,22 +362,9 @@ def expand_norm(
         inner, stack.b, rows.places[sampled], y, residual, weight, out, n, stack.b.stride(0),
         stack.b.stride(2), inner.stride(0), eps, R=rank, SPLITS=splits, SP=next_power_of_2(splits),
         BLOCK=block, LINES=max(1, block // 64), EARLY=max(1, min(EARLY, VALUES // block)), SOME=4,
-        num_warps=8, **_pdl(),
+        num_warps=16 if block >= 4096 else 8, **_pdl(),
     )  # fmt: skip
     return out, residual
-
-
-def expand_gated(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool, kind: str) -> Tensor:
-    """``ops.act_mul`` of ``expand`` [T, 2 n], whose parts are gate and up: [T, n]."""
-    splits, tokens, _, rank = inner.shape
-    n, padded = y.shape[1] // 2, next_power_of_2(rank)
-    out, block = y.new_empty(tokens, n), max(64, 8192 // max(16, padded))
-    _expand_gated[tokens, cdiv(n, block)](
-        inner, stack.b, rows.places[sampled], y, out, n, stack.b.stride(0), stack.b.stride(2),
-        inner.stride(0), R=rank, RP=padded, SPLITS=splits, SP=next_power_of_2(splits), BLOCK=block,
-        GELU=kind == "gelu_tanh", **_pdl(),
-    )  # fmt: skip
-    return out
 
 
 def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
