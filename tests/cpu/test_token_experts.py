@@ -103,3 +103,9 @@ def test_two_blocks_fit_on_a_multiprocessor() -> None:
     assert token_experts.refuses(2, 9, 2048, 512) is token_experts.refuses(2, 8, 2048, 1408) is None
     assert token_experts.refuses(1, 8, 7168, 2048) is not None
     assert token_experts.refuses(2, 17, 2048, 512) is not None
+
+
+def test_integers_that_were_not_timed_are_left_to_triton() -> None:
+    assert integer_experts.refuses(2, 8, 2048, 768, 4, 128) is None
+    for tokens, bits, group in ((1, 8, 128), (1, 4, 32), (5, 4, 128)):
+        assert integer_experts.refuses(tokens, 8, 2048, 768, bits, group) is not None

@@ -29,6 +29,8 @@ def refuses(tokens: int, top_k: int, d: int, f: int, bits: int, group: int) -> s
     """Why experts of ``3 f d`` weights are not multiplied so, or None."""
     if tokens * top_k > MOST:
         return f"it takes at most {MOST} pairs of token and expert"
+    if (bits, group) != (4, 128):
+        return "it was measured with 4 bits in groups of 128"
     if d % 16 or f % 8:
         return "the outputs of experts fill no whole number of tiles"
     stages = _stages(tokens, d, bits, group)[0], _stages(tokens * top_k, f, bits, group)[0]

@@ -83,8 +83,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     if config.slices > 1 and (config.slices - 1) * deep * config.blocks >= shape.blocks:
         return None
     held = groups * config.blocks * (16 + 2 * per) + groups * (12 if groups == 1 else 8)
-    others = 40 + 40 * (per > 1) + 16 * (shape.bits == 8)
-    if held + others > min(255, REGISTERS // (warps * 32 * config.resident)):
+    if held + 40 > min(255, REGISTERS // (warps * 32 * config.resident)):
         return None
     sums = 2 * deep * groups * 8 * (config.weight_rows + 4) * 4
     passing = max(sums, (warps if config.beside == 1 else deep * groups * config.blocks) * PASSING)
@@ -150,6 +149,8 @@ def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
         return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
     if k < NARROW:
         return f"warps that have {NARROW} channels between them are too few"
+    if (bits, group) != (4, 128):
+        return "it was measured with 4 bits in groups of 128"
     many = padded(rows)
     shapes = Shape(many, n // 2, k, bits, group, True, SILU), Shape(many, n, k, bits, group, True, ADD)
     return "x does not fit into registers" if None in map(default_config, shapes) else None
