@@ -23,6 +23,7 @@ from sgla.bench.report import percentile
 from sgla.clock import now
 
 BEFORE = 1.0  # seconds that the long ones go on before the first short one comes
+FASTEST = 60_000  # tokens of long ones a second, at most
 
 
 class Bench:
@@ -30,28 +31,33 @@ class Bench:
         self.args, self.draw, self.read = args, random.Random(1), 0
         settings = {"load_format": "dummy", "device": "cuda", "itl_target_ms": None} | json.loads(args.extra)
         self.engine = Engine(args.model, context_length=args.long + 64, **settings)
+        # Made here, which takes 10 ms each: short ones would wait for it.
+        count = args.abreast + int((args.seconds + 2 * BEFORE) * FASTEST / args.long)
+        self.long = [self.prompt(args.long) for _ in range(count)]
 
-    async def first_token(self, tokens: int, outputs: int = 1) -> float:
+    def prompt(self, tokens: int) -> list[int]:
+        return [self.draw.randrange(self.args.vocab) for _ in range(tokens)]
+
+    async def first_token(self, prompt: list[int], outputs: int = 1) -> float:
         """Seconds until it came; the request is followed to its end."""
-        prompt = [self.draw.randrange(self.args.vocab) for _ in range(tokens)]
         begun, came = now(), 0.0
         params = SamplingParams(max_tokens=outputs, temperature=0, ignore_eos=True)
         async for event in self.engine.astream(prompt, params):
             came = came or (now() if event.tokens else 0.0)
-        self.read += tokens
+        self.read += len(prompt)
         return came - begun
 
     async def short(self) -> list[float]:
         """Milliseconds to the first token of each."""
         tasks, end = [], now() + self.args.seconds
         while now() < end:
-            tasks.append(asyncio.create_task(self.first_token(self.args.short)))
+            tasks.append(asyncio.create_task(self.first_token(self.prompt(self.args.short))))
             await asyncio.sleep(self.draw.expovariate(self.args.rate))
         return [1e3 * seconds for seconds in await asyncio.gather(*tasks)]
 
     async def flood(self) -> None:
-        while True:
-            await self.first_token(self.args.long, 16)
+        while self.long:
+            await self.first_token(self.long.pop(), 16)
 
     async def run(self) -> dict[str, Any]:
         await self.short()  # what is compiled or learned on the way
@@ -61,6 +67,7 @@ class Bench:
         begun, self.read = now(), 0
         beside = await self.short()
         rate = self.read / (now() - begun)
+        assert self.long, "long prompts ended first"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
