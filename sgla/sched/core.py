@@ -27,14 +27,10 @@ from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure
 from sgla.sched.queues import Queues, before_yielding
 from sgla.sched.recurrent import Recurrent
-from sgla.sched.repeats import Repeats
+from sgla.sched.repeats import Repeats, drafts_of
 from sgla.sched.request import Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
-
-UNTRIED = 2  # guesses of a request of which none was right yet
-MISSES = 3  # rows without a right guess after which a request guesses one token in every fourth step, then
-RAREST = 6  # four times as rarely with each, down to one of 2 ** RAREST steps
 
 
 class Size(NamedTuple):
@@ -257,17 +253,7 @@ class Core:
         return prefills
 
     def _drafts(self, request: Request, most: int, step: int) -> int:
-        """Where drafts cost time that are not guessed, a request gets none while its text repeats nothing, as
-        far as that is looked for, and one whose latest were all wrong one, ever more rarely."""
-        if not self.limits.padded_drafts:
-            return most
-        searched = self._repeats if not request.submit.sampling.grammar else None
-        if searched is not None and not searched.has(request):
-            return 0
-        if request.misses < MISSES:
-            return most if request.guesses[2] else min(most, UNTRIED)
-        rare = step % (1 << min(2 * (request.misses - MISSES + 1), RAREST)) == 0
-        return min(most, int(rare))
+        return drafts_of(request, most, step, self._repeats) if self.limits.padded_drafts else most
 
     def _lacking(self, request: Request, drafts: int) -> int:
         """Pages that a row of the pending token and so many drafts has not; none or less: it has all."""

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from sgla.cache.tier import chain
 from sgla.cache.tree import TOKEN_BYTES, Node
 from sgla.messages import Delta, Ready, Submit, TokenLogprob, int32
-from sgla.sched.repeats import Text
 from sgla.sched.repetition import Loop
+from sgla.sched.runs import Text
 
 
 class Prompt:

@@ -13,7 +13,7 @@ from simulation import make_limits, make_submit
 
 from sgla.messages import SAMPLE, StepResult, int32
 from sgla.sched.core import Core
-from sgla.sched.repeats import Text, number_of, numbers_of
+from sgla.sched.runs import Text, number_of, numbers_of
 from sgla.worker.state import column
 
 DRAFTS, TOKENS = 5, 512
