@@ -400,8 +400,10 @@ VALUES |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
 GENERIC: dict[str, dict[str, Any]] = {
     "afmoe": MIXED | FEW | {"head_dim": 8},  # gated attention, no rope in some layers
     "aria_text": {"moe_num_experts": 4},
+    "axk1": LATENT | ROUTED | {"num_key_value_heads": 3, "n_group": 4, "topk_group": 2},
     "bitnet": {},
     "cohere2_moe": MIXED | FEW | {"head_dim": 8, "logit_scale": 0.5},
+    "cohere_compass_text": MIXED | {"rope_parameters": PARTS},
     "ctrl": {},
     "cwm": MIXED | {"head_dim": 8},
     "flint": {"head_dim": 8},
