@@ -89,8 +89,11 @@ async def test_embeddings_of_the_openai_client_equal_transformers(embedder: tupl
         for a, b in zip(native, encoded.data):
             np.testing.assert_allclose(a["embedding"], b.embedding, atol=1e-6)
         assert native[1]["meta_info"]["prompt_tokens"] == 3
+        assert native[1]["meta_info"]["weight_version"] == "default"
+        assert (await site.post("/update_weight_version", {"new_version": "two"}))[0] == 200
         status, single = await site.post("/encode", {"input_ids": ids[0]})
         np.testing.assert_allclose(single["embedding"], encoded.data[0].embedding, atol=1e-6)
+        assert single["meta_info"]["weight_version"] == "two"
 
 
 async def test_shape_of_an_answer(embedder: tuple[Path, Any]) -> None:
@@ -390,6 +393,7 @@ async def test_classes_and_moderations(classifier: tuple[Path, Any], reranker: t
         assert body["data"][0]["probs"] == pytest.approx(expected[0].tolist(), abs=1e-5)
         _, body = await site.post("/classify", {"text": TEXTS})
         assert body[2]["embedding"] == pytest.approx(expected[2].tolist(), abs=1e-5)
+        assert body[2]["meta_info"]["weight_version"] == "default"
         found = await site.client.moderations.create(input=TEXTS, model="tiny")
         for result, values in zip(found.results, expected):
             probabilities = values.softmax(-1).tolist()

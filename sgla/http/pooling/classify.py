@@ -42,11 +42,13 @@ async def classify(request: web.Request) -> web.StreamResponse:
     if fields.text is not None:
         if fields.input is not None or fields.messages is not None:
             raise InvalidField("give either input or text", param="text")
+        version = server.ingress.weight_version
         choices = await run(request, server, fields, inputs(fields.text, "text"))
         size = len(choices) * (ENTRY + pooling.size)
 
         def result(i: int) -> dict[str, Any]:
-            return native_result(request[RID], raw(vector(choices[i])), choices[i].usage.prompt_tokens)
+            values = raw(vector(choices[i]))
+            return native_result(request[RID], version, values, choices[i].usage.prompt_tokens)
 
         if not isinstance(fields.text, list):
             return json_response(result(0))

@@ -96,6 +96,7 @@ async def encode(request: web.Request) -> web.StreamResponse:
     if (fields.text is None) == (fields.input_ids is None):
         raise InvalidField("give either text or input_ids", param="text")
     given: Any = fields.text if fields.input_ids is None else fields.input_ids
+    version = server.ingress.weight_version
     choices = await run(
         request, server, fields, inputs(given, "text" if fields.input_ids is None else "input_ids")
     )
@@ -104,7 +105,7 @@ async def encode(request: web.Request) -> web.StreamResponse:
         embeds, data = pooling.task == "embed", vector(choices[i])
         rid = f"{request[RID]}-{i}" if len(choices) > 1 else request[RID]
         values = embedding(data, pooling, fields.dimensions) if embeds else raw(data)
-        return native_result(rid, values, choices[i].usage.prompt_tokens)
+        return native_result(rid, version, values, choices[i].usage.prompt_tokens)
 
     many = isinstance(given, list) and not isinstance(given[0], int)
     if not many:
@@ -113,7 +114,7 @@ async def encode(request: web.Request) -> web.StreamResponse:
     return await answered(request, size, lambda: each(len(choices), shown, ROWS))
 
 
-def native_result(rid: str, values: Any, prompt_tokens: int) -> dict[str, Any]:
+def native_result(rid: str, version: str, values: Any, prompt_tokens: int) -> dict[str, Any]:
     """SGLang's result object."""
     return {
         "embedding": values.tolist(),
@@ -121,6 +122,6 @@ def native_result(rid: str, values: Any, prompt_tokens: int) -> dict[str, Any]:
             "id": rid,
             "finish_reason": {"type": "length", "length": 0},
             "prompt_tokens": prompt_tokens,
-            "weight_version": "default",
+            "weight_version": version,
         },
     }
