@@ -30,7 +30,9 @@ GROUP = "weight_update_group"  # of a trainer, where it has no name; SGLang's
 # Types of tensors that a trainer may send: the latter are of layers that are stored quantized.
 FLOATS, PACKED = ("bfloat16", "float16", "float32"), ("float8_e4m3fn", "int8", "uint8", "int32", "int64")
 NAME = 8  # random bytes of a name of weights, which tiers keep
-TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
+TRY = 0.02  # seconds between two looks at a cache that is to be empty
+TRIES = 1500  # looks, since a disk may still write what requests have left
+FEW = 50  # by a server that goes to sleep by itself, whose next requests wait
 
 
 class Resting(ABC):
@@ -236,15 +238,17 @@ class Resting(ABC):
             return False
         self.dozing = True  # who comes from now on waits behind this
         try:
-            self.dozing = await self._sleep(True, "either") and self.dozing
+            self.dozing = await self._sleep(True, "either", tries=FEW) and self.dozing
         except UnsupportedField:  # weights that cannot be read again
-            self.dozing = await self._sleep(True, "") and self.dozing
+            self.dozing = await self._sleep(True, "", tries=FEW) and self.dozing
         except BaseException:
             self.dozing = False
             raise
         return self.phase == "sleeping"
 
-    async def _sleep(self, kv: bool, weights: str, clear: Clear | None = None) -> bool:
+    async def _sleep(
+        self, kv: bool, weights: str, clear: Clear | None = None, tries: int | None = None
+    ) -> bool:
         sleeps = self.phase == "sleeping"
         if not sleeps:
             self.require_ready()
@@ -253,7 +257,7 @@ class Resting(ABC):
         done = False
         try:
             await self._cleared(clear, weights=weights)
-            if sleeps or (not self._open and await self._emptied()):
+            if sleeps or (not self._open and await self._emptied(tries or TRIES)):
                 await self._part_with(parts, {"kv": kv, "weights": weights})
                 done = True
         finally:
@@ -359,11 +363,11 @@ class Resting(ABC):
         if self.phase == phase:
             self.phase = to
 
-    async def _emptied(self) -> bool:
+    async def _emptied(self, tries: int) -> bool:
         """Whether the prefix cache is empty on the device and workers have nothing to do, which steps and
         copies under way hold up."""
         assert self._flush is not None
-        for _ in range(TRIES):
+        for _ in range(tries):
             if self._flush(False):
                 return True
             await asyncio.sleep(TRY)

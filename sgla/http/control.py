@@ -171,7 +171,10 @@ async def release_memory(request: web.Request) -> web.Response:
 
 async def _sleep(request: web.Request, kv: bool, weights: str, clear: Clear | None = None) -> None:
     if not await request[ASKED].ingress.sleep(kv, weights, clear):
-        raise Busy("requests are open, so no memory was given back; try again when they are done")
+        raise Busy(
+            "requests are open, or what they left is being written, so no memory was given back; try again "
+            "when they are done"
+        )
 
 
 @operation("vLLM: have it again", answer=to.Done, query=("tags",))

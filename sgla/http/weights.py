@@ -211,8 +211,9 @@ async def _changed(
 
     if not await (change(clear=clear) if fields.abort_all_requests else change()):
         raise Busy(
-            "requests are open, so the weights were not updated; try again when they are done, or pause "
-            "generating (mode in_place), so that they go on with the new weights"
+            "requests are open, or what they left is being written, so the weights were not updated; try "
+            "again when they are done, or pause generating (mode in_place), so that they go on with the new "
+            "weights"
         )
     told = {"success": True, "message": "the weights are updated", "num_paused_requests": ended}
     return json_response(told)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from contextlib import suppress
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.actors.ingress import Ingress
+from sgla.actors.resting import FEW
 from sgla.config import Config
 from sgla.device import Device
 from sgla.errors import ConfigError, InvalidField, Loading, SglaError, UnsupportedField
@@ -231,6 +233,29 @@ async def test_no_request_ends_for_what_cannot_be_done(
     resting_as = "sleeping" if name == "sleep" else "updating"
     assert told[:2] == [asked, resting_as], "nobody comes once requests are ended"
     assert len(told) > 2
+
+
+@pytest.mark.parametrize("name", ["sleep", "update_weights", "doze"])
+async def test_copies_that_take_long_are_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk still has to write what requests left, which have been ended for this. Who sleeps because
+    nobody came gives up soon instead: the next request would wait for that."""
+    monkeypatch.setattr("sgla.actors.resting.TRY", 0.0)
+    told, looks = list[str](), chain([False] * (2 * FEW), repeat(True))
+
+    async def control(command: Control) -> None:
+        told.append(command.verb)
+
+    ingress = resting(control)
+    ingress.config = Config(weight_folders=["/"])
+    ingress._flush = ingress._renew = lambda _: next(looks)
+    if name == "doze":
+        assert not await ingress.doze()
+        assert (told, ingress.phase) == ([], "ready")
+        assert [next(looks) for _ in range(FEW + 1)] == [False] * FEW + [True]
+        return
+    with suppress(SglaError):  # of a folder that is none
+        assert await getattr(ingress, name)(*(("/w", None) if name == "update_weights" else (True, "files")))
+    assert told[0] == ("weights_update" if name == "update_weights" else "sleep")
 
 
 def test_a_step_under_way_is_waited_for() -> None:
