@@ -148,7 +148,7 @@ __device__ __forceinline__ void send(const Params& p, u32 y0, u32 y1, int row, i
 }
 #endif
 
-// Words of global memory that count: what there were before this one, and those so far.
+// A count in global memory: adds one, and returns what it was before; and what it is by now.
 __device__ __forceinline__ u32 arrive(u32* count) {
   u32 old;
   asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"

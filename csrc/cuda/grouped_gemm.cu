@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(const __gr
   __syncthreads();
   const int group = threadIdx.x / 128;  // of consumers; the last one loads
   if (group == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    fewer_registers<56>();
     const int thread = threadIdx.x - CONSUMERS;
     if (GATED) {
       pdl_wait();
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(const __gr
     }
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+  more_registers<224>();
   pdl_wait();
   Slot<STAGES> slot;
   u32 odd = 0;

@@ -74,9 +74,6 @@ struct Params {
 
 #include "integers.cuh"
 
-__device__ __forceinline__ float lds32f(u32 addr) { return __uint_as_float(lds32(addr)); }
-__device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_experts(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float parts[2][WARPS][16];

@@ -114,7 +114,6 @@ __device__ __forceinline__ float lds_of(u32 addr, int rank) {
                  "[there];\n}" : "=f"(r) : "r"(addr), "r"(rank) : "memory");
   return r;
 }
-__device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
 
 // d = a b, as ``mma``.
 __device__ __forceinline__ void mma_first(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

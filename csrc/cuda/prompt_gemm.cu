@@ -352,10 +352,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __gri
   }
   cluster_sync();
   if (threadIdx.x >= CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HEADS ? 24 : 40));
+    fewer_registers<HEADS ? 24 : 40>();
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(HEADS ? 240 : 232));
+    more_registers<HEADS ? 240 : 232>();
     pdl_wait();
     Group group{ring, full, empty};
     const int first = blockIdx.x / CLUSTER;

@@ -107,7 +107,6 @@ struct Params {
 
 #include "integers.cuh"
 
-__device__ __forceinline__ float lds32f(u32 addr) { return __uint_as_float(lds32(addr)); }
 // A float for a block of the cluster, whose barrier counts it.
 __device__ __forceinline__ void tell(u32 addr, u32 barrier, int rank, float v) {
   asm volatile("{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\n"
