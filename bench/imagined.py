@@ -26,9 +26,7 @@ TOKEN = 147_456  # bytes of KV
 PAGE, BANDS = 16, 6
 SEND = 3e-4  # seconds of a message between the scheduler and a worker
 TURN = 1.5e-3  # and of a client between two requests
-LONG = (
-    12_500  # tokens of a prompt that is prepared behind others of its client; of shorter ones two at a time
-)
+LONG = 12_500  # tokens of a prompt that is prepared behind others of its client; shorter ones two at a time
 
 
 @dataclass(eq=False)

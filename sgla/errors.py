@@ -15,6 +15,7 @@ SglaError
   ConfigError               wrong flags or files: the command line prints it and exits 2
   OutOfMemory (ConfigError) says how many bytes are missing and which setting frees them
   WeightError (ConfigError) names the tensors
+  UnknownArchitecture (ConfigError) of a model that transformers has no class for
   UnsupportedValue (ConfigError) of a key of config.json, for which transformers' module may have code
 """
 

@@ -1,10 +1,10 @@
 """Whether a model answers with vectors instead of text, and how:
 from its config.json and the sentence-transformers files.
 
-Loads no torch. A GGUF file has a key for it. The files: ``modules.json`` lists the modules behind the
-transformer;
+Loads no torch. The files: ``modules.json`` lists the modules behind the transformer;
 ``1_Pooling/config.json`` says how hidden states become one, ``2_Dense/config.json`` describes a linear layer,
-``2_Normalize`` has none; ``sentence_bert_config.json`` has the longest input (``max_seq_length``).
+``2_Normalize`` has none; ``sentence_bert_config.json`` has the longest input (``max_seq_length``). A GGUF
+file has a key that says how it pools.
 """
 
 from __future__ import annotations

@@ -46,9 +46,11 @@ class Repeats:
 def drafts_of(request: Request, most: int, step: int, repeats: Repeats | None) -> int:
     """Where drafts cost time that are not guessed, a request gets none while its text repeats nothing, as far
     as that is looked for (``repeats``), and one whose latest were all wrong one, ever more rarely."""
-    if repeats is not None and not request.submit.sampling.grammar and not repeats.has(request):
-        return 0
-    if request.misses < MISSES:
-        return most if request.guesses[2] else min(most, UNTRIED)
-    rare = step % (1 << min(2 * (request.misses - MISSES + 1), RAREST)) == 0
-    return min(most, int(rare))
+    if request.misses >= MISSES:
+        rare = step % (1 << min(2 * (request.misses - MISSES + 1), RAREST)) == 0
+        most = min(most, int(rare))
+    elif not request.guesses[2]:
+        most = min(most, UNTRIED)
+    if most == 0 or repeats is None or request.submit.sampling.grammar or repeats.has(request):
+        return most
+    return 0
