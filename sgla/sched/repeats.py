@@ -1,5 +1,5 @@
-"""Whether texts repeat what came before, so that it pays to look for guesses there: by bytes that several
-runs of tokens share, behind the steps in flight, whose tokens are not known yet."""
+"""Whether texts repeat what came before, so that it pays to look for guesses there: by numbers that
+several runs of tokens share, behind the steps in flight, whose tokens are not known yet."""
 
 from __future__ import annotations
 

@@ -15,24 +15,27 @@ MANY = 32  # tokens that are taken in together
 
 
 class Text:
-    """The pairs of tokens of a text. ``again``: its latest one came before."""
+    """The pairs of tokens of a text, a bit for each number. ``again``: its latest one came before."""
 
     __slots__ = ("_count", "_seen", "again")
 
     def __init__(self) -> None:
-        self._seen, self._count, self.again = bytearray(1 << OWN), 1, False
+        self._seen, self._count, self.again = bytearray(1 << OWN - 3), 1, False
 
     def read(self, tokens: array[int]) -> bool:
         """The text goes on; returns ``again``."""
         seen, count = self._seen, len(tokens)
         if count - self._count > MANY:
             known = np.array(tokens[self._count - 1 : count - 1], np.uint32)
-            np.frombuffer(seen, np.uint8)[numbers_of(known, PAIR, OWN)] = 1
+            numbers = numbers_of(known, PAIR, OWN)
+            bits = (1 << (numbers & 7)).astype(np.uint8)
+            np.bitwise_or.at(np.frombuffer(seen, np.uint8), numbers >> 3, bits)
             self._count = count - 1
         for i in range(self._count, count):
             number = number_of(tokens[i - 1 : i + 1], OWN)
-            self.again = bool(seen[number])
-            seen[number] = 1
+            byte, bit = number >> 3, 1 << (number & 7)
+            self.again = bool(seen[byte] & bit)
+            seen[byte] |= bit
         self._count = max(count, self._count)
         return self.again
 
