@@ -132,7 +132,7 @@ from sgla.device import nvidia
 from sgla.kernels.triton import attention, compressed, hyper, latent, picking
 
 TYPES = dict.fromkeys(('q', 'out'), '*bf16') | dict.fromkeys(
-    ('part', 'part_ml', 'sinks', 'slopes', 'k_scales', 'v_scales'), '*fp32'
+    ('part', 'part_ml', 'sinks', 'slopes', 'told', 'k_scales', 'v_scales'), '*fp32'
 )
 TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len'), '*i32')
 TYPES |= dict.fromkeys(('until', 'origin'), '*i64')
@@ -165,7 +165,7 @@ found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads, INT
 room = nvidia('', (8, 9)).shared
 decode, extend = latent.decode_cut(576, 512, 20, 2, room), latent.extend_cut(576, 512, 2, room)
 for kernel, cut in ((latent._decode, decode), (latent._extend, extend)):
-    sizes = {'C': 512, 'CB': 512, 'R': 64, 'RB': 64, 'M': cut.m, 'N': cut.n}
+    sizes = {'C': 512, 'CB': 512, 'R': 64, 'RB': 64, 'M': cut.m, 'N': cut.n, 'RANKS': 2, 'RANK': 1}
     sizes |= {'SINKS': True} if kernel is latent._decode else {}
     found.append(shared(kernel, (8, 9), latent._ahead(cut), **sizes))
 TYPES |= {'out': '*i64', 'weights': '*fp32', 'lengths': '*i32'}

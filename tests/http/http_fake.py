@@ -70,6 +70,9 @@ class FakeTokenizer:
     def encoding(self, text: str, add_special_tokens: bool = True) -> Any:
         return Ids(self.encode(text, add_special_tokens))
 
+    def conversation(self, text: str, space: str = "") -> Any:
+        return self.encoding(text, False)
+
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
         kept = (i for i in ids if not (skip_special_tokens and i in self.special_ids))
         return b"".join(self.token_bytes(i) for i in kept).decode("utf-8", "replace")

@@ -58,7 +58,7 @@ def play(random: Random, steps: int) -> Recorded:
     return simulation
 
 
-@pytest.mark.parametrize("steps", [5, 40, 100_000])
+@pytest.mark.parametrize("steps", [5, 20, 100_000])
 def test_random_scenarios_repeat_themselves(steps: int) -> None:
     later = plans = 0
     for seed in range(examples(160)):
