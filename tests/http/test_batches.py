@@ -380,6 +380,28 @@ async def test_a_cancelled_batch_keeps_what_is_done(serve: Serve) -> None:
     assert (await site.client.files.delete(batch.input_file_id)).deleted
 
 
+@pytest.mark.parametrize(("asked", "status"), [(line(0), "completed"), (b"{", "failed")])
+async def test_a_batch_that_ends_can_no_longer_be_cancelled(
+    site: Site, monkeypatch: pytest.MonkeyPatch, asked: bytes, status: str
+) -> None:
+    """Its end is stored, and its task does not know that yet."""
+    stored, go_on, end = asyncio.Event(), asyncio.Event(), BatchStore.end
+
+    async def slowly(self: BatchStore, batch: Any, status: str) -> None:
+        await end(self, batch, status)
+        stored.set()
+        await go_on.wait()
+
+    monkeypatch.setattr(BatchStore, "end", slowly)
+    batch = await started(site.client, asked)
+    await stored.wait()
+    assert (await site.client.batches.cancel(batch.id)).status == status
+    go_on.set()
+    await asyncio.sleep(0.05)
+    batch = await site.client.batches.retrieve(batch.id)
+    assert (batch.status, batch.cancelling_at) == (status, None)
+
+
 async def test_what_a_batch_has_no_time_for_expires(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     ingress = FakeIngress(manual=True)
     site = await serve(ingress)

@@ -182,7 +182,7 @@ async def cancel(request: web.Request) -> web.Response:
     runner = request.app[RUNNER]
     before = await shown(request)
     batch = runner.batches.get(request[PATH_ID])
-    if batch is None or batch.wanted or batch.seen["status"] == "finalizing":
+    if batch is None or batch.wanted:
         return web.Response(body=before, content_type="application/json")
     batch.become("cancelling")
     json = encode(batch.shown())

@@ -136,7 +136,7 @@ class Runner:
             max(0.0, batch.seen["expires_at"] - clock.wall()), self.end, batch, "expired"
         )
         try:
-            status = await self._worked(batch)
+            status = batch.wanted = await self._worked(batch)  # who wants another one now comes too late
             if status == "expired":
                 with contextlib.suppress(StorageFull, TooManyLines):
                     await self._expire(batch)

@@ -79,7 +79,7 @@ class Batch:
         self.running = 0  # choices
         self.answers: list[OutputLine] = []
         self.keeping: asyncio.Task[None] | None = None  # while there are answers
-        self.wanted = ""  # how it is to end, if somebody wants it to
+        self.wanted = ""  # how it is to end, if somebody wants it to or its work is done
         self.local = False  # the operator's own: as many lines as there are, each for any route
 
     @property
