@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         f"{used['input_tokens']} tokens read, {used['output_tokens']} written: {args.output_file}",
         file=sys.stderr,
     )
-    if batch.wanted:
+    if batch.seen["status"] == "cancelled":
         return INTERRUPTED
     return int(batch.seen["status"] != "completed" or batch.failed > 0)
 
