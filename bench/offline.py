@@ -144,7 +144,7 @@ class Bench:
         if args.tag:
             self.base["tag"] = args.tag
         self.longest = args.max_model_len
-        self.random, self.vocab = random.Random(1234), args.vocab
+        self.random, self.vocab = random.Random(1234), min(args.vocab, vocabulary(args.model))
         self.batches, self.lengths, self.documents, self.document_tokens = (
             [int(n) for n in text.split(",")]
             for text in (args.batches, args.lengths, args.documents, args.document_tokens)
@@ -241,6 +241,12 @@ class Bench:
             first = self.timed([self.prompt(tokens) for _ in range(size)], [1] * size, 0.0)
             self.engine.reset_cache()
             s = self.timed([self.prompt(tokens) for _ in range(size)], [outputs] * size, 0.0)
+            steps: dict[str, Any] = {}
+            if outputs > 1:  # else there is no step but the prompts'
+                steps["ms_per_step"] = round((s - first) / (outputs - 1) * 1e3, 3)
+            if outputs > 1 and self.limits:
+                limit = self.limits.step([tokens + outputs // 2] * size)
+                steps["limit_ms_per_step"] = round(limit * 1e3, 3)
             self.emit(
                 w=name,
                 rep=repeat,
@@ -248,9 +254,7 @@ class Bench:
                 lengths=[tokens, outputs],
                 s=round(s, 3),
                 prefill_s=round(first, 3),
-                ms_per_step=round((s - first) / (outputs - 1) * 1e3, 3),
-                limit_ms_per_step=self.limits
-                and round(self.limits.step([tokens + outputs // 2] * size) * 1e3, 3),
+                **steps,
                 out_tok_s=round(outputs * size / s, 1),
             )
 
@@ -333,6 +337,12 @@ class Bench:
         )
 
 
+def vocabulary(model: str) -> int:
+    config = json.loads((Path(model) / "config.json").read_text())
+    size: int = config.get("text_config", config)["vocab_size"]
+    return size
+
+
 def machine() -> str:
     import torch
 
@@ -378,7 +388,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--schemas", action="store_true", help="W10: every fourth request has one")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=100000)
+    parser.add_argument("--vocab", type=int, default=100000, help="ids of prompts are less, and the model's")
     parser.add_argument("--extra", default="{}", help="more settings of the engine, as JSON")
     parser.add_argument("--tag", default="")
     turns.add_arguments(parser)

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Models that fit one H200: W1 and W2 of six, and Qwen3.6-35B-A3B in fp8 (W2, and 128 requests of 8192 in and 1024 out) and in bfloat16 (these requests).
+# Models that fit one H200: W1 and W2 of any folder of bench/models by its name, with -fp8 behind it in fp8; some have settings of their own:
+#   gpt2                   a step of one row and of 64 in place of both, since its context is shorter than W1 asks for
+#   qwen3.6-35b-a3b-fp8    W2, and 128 requests of 8192 in and 1024 out
+#   qwen3.6-35b-a3b-most   these requests in bfloat16
+#   qwen3.6-35b-a3b-first  the first token of one prompt of 8192, and steps of 1 and 16 rows behind as many tokens in bfloat16 and fp8
 # No network, random weights. Run it in the repository's root; results into $OUT (families.jsonl: a JSON line each; families.log: what was
-# printed). At most $LIMIT seconds (560); parts are chosen by name, and two calls with two OUTs may run at once on two GPUs.
-#   CUDA_VISIBLE_DEVICES=0 OUT=/tmp/out0 bash bench/gpu/families.sh [PART ...]
-#   parts: gemma-3-27b gemma-2-9b command-r7b olmo-2-13b phi-4 granite-4.0-h-small qwen3.6-35b-a3b-fp8 qwen3.6-35b-a3b-most (default: all)
+# printed). At most $LIMIT seconds (560); two calls with two OUTs may run at once on two GPUs.
+#   CUDA_VISIBLE_DEVICES=0 OUT=/tmp/out0 bash bench/gpu/families.sh PART ...
 set -uo pipefail
 LIMIT=${LIMIT:-560}
 . bench/gpu/parts.sh
@@ -19,15 +22,17 @@ family() {
         --extra "{\"tokenizer\": \"$words/$name\"$extra}"
 }
 
-for each in ${*:-gemma-3-27b gemma-2-9b command-r7b olmo-2-13b phi-4 granite-4.0-h-small qwen3.6-35b-a3b-fp8 qwen3.6-35b-a3b-most}; do
+for each in "$@"; do
     case $each in
-    gemma-3-27b) family "$each" 110 "$each" "" --workloads W2,W1 ;;
-    gemma-2-9b | command-r7b | phi-4) family "$each" 60 "$each" "" --workloads W2,W1 ;;
-    olmo-2-13b) family "$each" 60 "$each" "" --workloads W2,W1 --max-model-len 4096 ;;
-    granite-4.0-h-small) family "$each" 75 "$each" "" --workloads W2,W1 ;;
+    gpt2) part "$each" 60 bench/step.py --model bench/models/gpt2 --batches 1,64 --context 640 ;;
     qwen3.6-35b-a3b-fp8) family "$each" 150 qwen3.6-35b-a3b ', "quantization": "fp8"' --tag fp8 \
         --workloads W2,W6 --batches 128 --lengths 8192,1024 --max-model-len 9217 ;;
     qwen3.6-35b-a3b-most) family "$each" 110 qwen3.6-35b-a3b "" --workloads W6 --batches 128 --lengths 8192,1024 --max-model-len 9217 ;;
-    *) echo "-- $each: no such part" ;;
+    qwen3.6-35b-a3b-first)
+        REPEAT=3 family "$each" 60 qwen3.6-35b-a3b "" --workloads W6 --batches 1 --lengths 8192,1 --max-model-len 9217
+        part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192
+        part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192 --quantization fp8 ;;
+    *-fp8) family "$each" 150 "${each%-fp8}" ', "quantization": "fp8"' --tag fp8 --workloads W2,W1 --max-model-len 4096 ;;
+    *) family "$each" 130 "$each" "" --workloads W2,W1 --max-model-len 4096 ;;
     esac
 done
