@@ -86,7 +86,7 @@ def tiles(m: int, role: str, most: int) -> dict[Any, Body]:
     scale = torch.ones(n, device="cuda")
     epilogue = batch_gemm.SILU if gated else batch_gemm.STORE
     found = [estimated(max(m, skinny_gemm.MAX_ROWS + 1), product), LIBRARY]
-    found += [Algorithm("tiles", config) for config in cuts(m, product)[:most]]
+    found += [Algorithm("tiles", config) for config in cuts(m, product, "gate" if gated else "")[:most]]
 
     def body(algorithm: Algorithm) -> Body:
         config: Any = algorithm.config

@@ -11,7 +11,7 @@ weights and KV that must be read, at 4.34 TB/s. With several ranks the times are
 ``--profile`` tells those of each.
 ``--guesses``: rows that n-grams guess so many tokens for, which need not be right; the graph is that of all
 decode rows, and ``finish_us``, as ``launch_us``, what the host does for a step.
-``--profile``: see ``timeline.py``.
+``--profile``: see ``timeline.py``. ``--table``: whether products that are faster alone make a step faster.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from limits import Limits
 from timeline import Load
 
 from sgla.config import Config
+from sgla.kernels.gpu import tuning
 from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 from sgla.worker.cuda import CudaRunner
@@ -219,6 +220,7 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, help="with --profile: a folder to keep them in")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--table", type=Path, help="lines that count in place of the card's (see tune.py)")
     args = parser.parse_args()
     if args.tp == 1:
         run(0, args, "")
@@ -273,6 +275,11 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         **extra,
         quantization=args.quantization,
     )
+    if args.table:
+        table = tuning.Table(
+            msgspec.json.decode(line, type=tuning.Line) for line in args.table.read_bytes().splitlines()
+        )
+        setattr(tuning, "table_of", lambda card: table)  # noqa: B010
     source = open_source(args.model, "dummy")
     runner = CudaRunner(config, source, rank, args.tp, folder, lambda progress: None)
     base = {
@@ -284,6 +291,8 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     }
     if args.quantization:
         base["quantization"] = args.quantization
+    if args.table:
+        base["table"] = args.table.stem
     start = {
         "s": round(time.perf_counter() - begun, 2),
         "timings": runner.facts.timings,

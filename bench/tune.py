@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,12 +31,11 @@ from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
-from sgla.kernels.cuda.build import processors
+from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Algorithm, Line, Product, estimated, file_of
 from sgla.kernels.ops import AddedNorm
-from sgla.kernels.rehearsal import compilers
 from sgla.kernels.triton import elementwise
 from sgla.loading.source import open_source
 from sgla.worker.report import forward_of
@@ -42,6 +43,8 @@ from sgla.worker.report import forward_of
 BF16 = torch.bfloat16
 ROWS = 64, 256, 16, 128, 1, 32, 192, 8, 2048, 96, 160, 224, 8192, 4, 1024, 2, 512, 4096
 MOST = 10  # choices of tiles that are tried; each is compiled, for 15 s of CPU
+EPILOGUES = {"gate": batch_gemm.SILU, "add": batch_gemm.ADD, "logits": batch_gemm.FLOAT32}
+CLUSTERS = {4: 30, 8: 14}  # of so many blocks each that an H200 has room for
 FEW = [skinny_gemm.Config(1, half, 5, per_sm) for half in (False, True) for per_sm in (1, 2)] + [
     skinny_gemm.Config(2, False, stages, per_sm) for stages, per_sm in ((3, 1), (3, 2), (4, 1))
 ]
@@ -78,38 +81,50 @@ def candidates(m: int, product: Product, behind: str, most: int = MOST) -> list[
     if prompt_gemm.refuses(m, n, k, gated) is None:
         found.append(PROMPT)
     if batch_gemm.refuses(n, k) is None and not (gated and n % 16):
-        found += [Algorithm("tiles", config) for config in cuts(m, product)[:most]]
+        found += [Algorithm("tiles", config) for config in cuts(m, product, behind)[:most]]
     return list(dict.fromkeys(found))
 
 
-def cuts(m: int, product: Product) -> list[batch_gemm.Config]:
-    """Those that keep most of the GPU busy."""
-    n, _, gated, _ = product
+def cuts(m: int, product: Product, behind: str) -> list[batch_gemm.Config]:
+    """Those that keep most of the GPU busy, first those that read and exchange least."""
+    n, k, gated, _ = product
     if m > batch_gemm.MAX_ROWS:
         rows = -(-m // (32 * -(-m // batch_gemm.MAX_ROWS))) * 32
         return [batch_gemm.Config(t, 1, 1, rows=rows, passes=1 + (t == 224)) for t in (192, 224) if gated]
     splits = (1, False), (2, False), (4, False), (8, False), (4, True), (8, True)
     tiles = (64, 128, 192, 256) + ((224, 160, 96) if gated else ())
     found = [
-        batch_gemm.Config(tile, split, per_sm, apart, passes=1 + (tile == 224 and m > 128))
+        batch_gemm.Config(tile, split, per_sm, apart, rows, 1 + (tile == 224 and min(m, rows) > 128))
         for tile, (split, apart), per_sm in itertools.product(tiles, splits, (1, 2))
+        for rows in ((batch_gemm.MAX_ROWS, 128) if m > 128 else (batch_gemm.MAX_ROWS,))
         if not (apart and per_sm > 1)
     ]
-    return sorted((c for c in found if fits(c, m, n)), key=lambda c: -busy(c, n))
+
+    def worth(c: batch_gemm.Config) -> tuple[float, float]:
+        blocks, places = shares(c, m, n)
+        moved = k * (n * -(-m // batch_gemm.rows_of(c, m)) + m * batch_gemm._tiles(n, c.tile))
+        busy = blocks / (-(-blocks // places) * places)
+        return -min(busy, 0.7), moved + 4 * m * n * (c.split - 1)
+
+    return sorted((c for c in found if fits(c, m, n, behind)), key=worth)
 
 
-def busy(config: batch_gemm.Config, n: int) -> float:
-    """The share of the places for blocks that work, on average."""
-    blocks, places = batch_gemm._tiles(n, config.tile) * config.split, processors() * config.per_sm
-    return blocks / (-(-blocks // places) * places)
+def shares(config: batch_gemm.Config, m: int, n: int) -> tuple[int, int]:
+    """Blocks of a product, and how many multiprocessors have room for."""
+    blocks = batch_gemm._tiles(n, config.tile) * -(-m // batch_gemm.rows_of(config, m)) * config.split
+    return blocks, processors() * config.per_sm
 
 
-def fits(config: batch_gemm.Config, m: int, n: int) -> bool:
+def fits(config: batch_gemm.Config, m: int, n: int, behind: str) -> bool:
     """Whether the blocks of ``batch_gemm`` with these cuts can run, and keep a third of the GPU busy."""
-    blocks, places = batch_gemm._tiles(n, config.tile) * config.split, processors() * config.per_sm
-    room = (config.tile + max(m, 32)) * config.per_sm <= 448 and (m <= 128 or config.tile < 256)
+    blocks, places = shares(config, m, n)
+    rows = batch_gemm.rows_of(config, m)
     if config.tile % 64 and config.split > 1:  # two such tiles share 64 rows of the weight
         return False
+    if not config.apart:
+        places = min(places, CLUSTERS.get(config.split, places) * config.split * config.per_sm)
+    room = (config.tile + rows) * config.per_sm <= 448 and (rows <= 128 or config.tile < 256)
+    room = room and batch_gemm.fits(config, m, EPILOGUES.get(behind, batch_gemm.STORE))
     return room and blocks > places / 3 and (blocks <= places if config.split > 1 else blocks <= 4 * places)
 
 
@@ -224,36 +239,37 @@ def jobs(layers: Sequence[Layer], rows: Iterable[int]) -> Iterator[tuple[int, La
 
 
 Timer = Callable[[Layer, int, Algorithm], float]
+Ready = Callable[[Layer, int, Algorithm], bool]
 
 
 def measure(
-    layers: Sequence[Layer], rows: Iterable[int], timer: Timer, spent: Callable[[], bool], most: int = MOST
+    layers: Sequence[Layer], rows: Iterable[int], timer: Timer, ready: Ready, most: int = MOST
 ) -> Iterator[tuple[Layer, int, dict[Algorithm, float]]]:
-    """Times of every candidate for one layer and number of rows after the other, until the time is
-    ``spent``."""
+    """Times of every candidate that is ``ready``, for one layer and number of rows after the other."""
     for m, layer in jobs(layers, rows):
         times: dict[Algorithm, float] = {}
         for algorithm in candidates(m, *layer, most):
-            if spent():
-                return
             try:
-                times[algorithm] = timer(layer, m, algorithm)
+                if ready(layer, m, algorithm):
+                    times[algorithm] = timer(layer, m, algorithm)
             except Exception as error:
                 print(f"{layer}, {m} rows: {algorithm} failed: {str(error)[:200]}", flush=True)
-        if times and estimated(m, layer.product) in times:
+        if len(times) > 1 and estimated(m, layer.product) in times:
             yield layer, m, times
+
+
+def kernel_of(layer: Layer, m: int, algorithm: Algorithm) -> Kernel | None:
+    """What has to be compiled for it, which begins at once."""
+    if not isinstance(algorithm.config, batch_gemm.Config):
+        return None
+    return batch_gemm.ask(algorithm.config, m, EPILOGUES.get(layer.behind, batch_gemm.STORE))
 
 
 def compile_ahead(layers: Sequence[Layer], rows: Iterable[int], most: int) -> None:
     """Begin to compile what ``measure`` will want, in its order, on other threads."""
     for m, layer in jobs(layers, rows):
-        for kernel, config in candidates(m, *layer, most):
-            if kernel != "tiles":
-                continue
-            assert isinstance(config, batch_gemm.Config)
-            named = {"gate": batch_gemm.SILU, "add": batch_gemm.ADD, "logits": batch_gemm.FLOAT32}
-            epilogue = named.get(layer.behind, batch_gemm.STORE)
-            batch_gemm.ask(config, m, epilogue)
+        for algorithm in candidates(m, *layer, most):
+            kernel_of(layer, m, algorithm)
 
 
 def main() -> None:
@@ -276,10 +292,17 @@ def main() -> None:
     layers = [layer for layer in every if layer.behind not in args.without.split(",") or not layer.behind]
     rows = [int(m) for m in args.rows.split(",")]
     compile_ahead(layers, rows, args.most)
+
+    def ready(layer: Layer, m: int, algorithm: Algorithm) -> bool:
+        """There is time, and what has to be compiled is, or will be in time."""
+        left = end - time.monotonic()
+        kernel = kernel_of(layer, m, algorithm)
+        return left > 0 and (kernel is None or kernel.compiled(left))
+
     times: dict[tuple[Product, int], dict[Algorithm, float]] = {}
     path = args.out / file_of(this_device().name).name
     with torch.inference_mode(), (args.out / "tune.jsonl").open("w") as log:
-        for layer, m, found in measure(layers, rows, Gpu(), lambda: time.monotonic() > end, args.most):
+        for layer, m, found in measure(layers, rows, Gpu(), ready, args.most):
             times.setdefault((layer.product, m), found)
             path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in table(times, args.gain)))
             fields = {
@@ -288,8 +311,9 @@ def main() -> None:
                 "us": [[*algorithm, us] for algorithm, us in found.items()],
             }
             print(json.dumps(layer.product._asdict() | fields), file=log, flush=True)
-    compilers().shutdown(wait=False, cancel_futures=True)
     lines.emit({"bench": "tune", "measured": len(times), "of": len(list(jobs(layers, rows)))})
+    sys.stdout.flush()
+    os._exit(0)  # without what is still being compiled
 
 
 if __name__ == "__main__":

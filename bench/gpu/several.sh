@@ -37,11 +37,11 @@ for each in ${*:-sums steps8b tp8b tp30b ways ep30b data30b pp30b dcp cp8b pp dp
   case $each in
   sums) part sums 60 python bench/allreduce.py --ranks 2 --rows 1,16,64,256 --layers 12 ;;
   tune) both() { # half of the numbers of rows on each GPU
-          one() { CUDA_VISIBLE_DEVICES=$1 python bench/tune.py --out "$T/tune$1" --tp 2 --seconds "${TUNE:-100}" --most 4 \
-                  --without logits --rows "$2" --models bench/models/qwen3-8b; }
-          one 0 256,192,64,224,96 & one 1 128,16,160,32; wait
+          one() { CUDA_VISIBLE_DEVICES=$1 timeout -k 8 $((${TUNE:-100} + 24)) python bench/tune.py --out "$T/tune$1" --tp 2 \
+                  --seconds "${TUNE:-100}" --most 5 --without logits --rows "$2" --models bench/models/qwen3-8b; }
+          one 0 256,64 & one 1 224,192; wait
         }
-        export -f both; export T; part tune $((${TUNE:-100} + 30)) bash -c both
+        export -f both; export T; part tune $((${TUNE:-100} + 40)) bash -c both
         # What follows is measured with what was found. Products that the table has stay as they are.
         python - "$T"/tune?/H200.jsonl <<'PY'
 import json, sys

@@ -17,7 +17,7 @@ from sgla.kernels.device import describe
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
 from sgla.kernels.cuda.decode_step import MAX_RANKS
 
-MESSAGE = 64 << 20  # bytes; larger sums are NCCL's
+MESSAGE = 132 << 20  # bytes, of 8,448 tokens (a step) 8,192 wide; larger sums are NCCL's
 
 # Multicast gains nothing here,
 # and a process that dies while it uses it can leave the switch between the GPUs in disorder.

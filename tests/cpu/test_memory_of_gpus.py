@@ -28,7 +28,7 @@ from sgla.model.read import read_decoder, read_spec
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, LayerState, Pool, kv_groups
-from sgla.worker import gpu_memory
+from sgla.worker import gpu_load, gpu_memory
 from sgla.worker.gpu_memory import Advice, Budget, Peak, Weights, size_pool, splits, within_memory
 from sgla.worker.gpu_tiers import GpuMemory, thread_bytes
 from sgla.worker.region import Region
@@ -198,6 +198,11 @@ def test_others_run_out(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         within_memory("capturing", lambda: Advice("less", "x")),
     ):
         raise RuntimeError("other")
+
+
+def test_sums_of_whole_steps_go_through_the_memory_of_peers() -> None:
+    """Of models up to 8,192 wide."""
+    assert gpus.MESSAGE >= 2 * 8192 * gpu_load.STEP_TOKENS
 
 
 def test_torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

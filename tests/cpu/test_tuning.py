@@ -201,7 +201,7 @@ def test_the_bench_measures_in_its_order_until_its_time_is_spent() -> None:
     halves = tune.layers_of(source_of(**SHAPES["qwen3-8b"] | QWEN), 2)
     assert [layer.behind for layer in halves] == ["heads", "", "gate", "", "logits"]
     assert halves[2].product == Product(12288, 4096, gated=True)
-    left = iter(range(30))
+    left = iter(range(12))
 
     def fake(layer: Any, m: int, algorithm: Algorithm) -> float:
         next(left)
@@ -209,8 +209,8 @@ def test_the_bench_measures_in_its_order_until_its_time_is_spent() -> None:
             raise RuntimeError("does not compile")
         return {"library": 5.0, "tiles": 9.0}.get(algorithm.kernel, 7.0)
 
-    spent = lambda: left.__length_hint__() == 0  # noqa: E731
-    measured = list(tune.measure(layers, (64, 1), fake, spent))
+    ready = lambda *_: left.__length_hint__() > 0  # noqa: E731
+    measured = list(tune.measure(layers, (64, 1), fake, ready, 4))
     assert measured
     assert len(measured) < len(layers)
     times = {(layer.product, m): found for layer, m, found in measured}
@@ -252,7 +252,28 @@ def test_what_is_compiled_ahead_is_what_is_launched(monkeypatch: pytest.MonkeyPa
     batch_gemm._kernel.cache_clear()
 
 
-@pytest.mark.parametrize("m", [1, 8, 16, 64, 160, 256, 512, 8192])
+def test_what_is_not_compiled_in_time_is_left_out() -> None:
+    import tune
+
+    layers = tune.layers_of(source_of(**SHAPES["qwen3-8b"] | QWEN), 2)[:1]
+    first, *others = tune.candidates(256, *layers[0], 4)
+    timer = lambda layer, m, algorithm: 5.0  # noqa: E731
+    for late, expected in (([], [first, *others]), (others[:1], [first, *others[1:]]), ([first], None)):
+        ready = lambda layer, m, algorithm, late=late: algorithm not in late  # noqa: E731
+        found = list(tune.measure(layers, (256,), timer, ready, 4))
+        assert [[*times] for _, _, times in found] == ([] if expected is None else [expected])
+
+
+def test_a_ring_of_one_stage_is_refused() -> None:
+    """It would wait for itself for ever."""
+    wide = batch_gemm.Config(192, 8, 1)
+    assert batch_gemm.fits(wide, 128, batch_gemm.STORE)
+    assert not batch_gemm.fits(wide, 256, batch_gemm.STORE)
+    with pytest.raises(AssertionError, match="no room"):
+        batch_gemm.ask(wide, 256, batch_gemm.STORE)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 64, 160, 192, 256, 512, 8192])
 def test_candidates_can_run(m: int) -> None:
     import tune
 
@@ -262,6 +283,7 @@ def test_candidates_can_run(m: int) -> None:
         assert len(found) > (1 if m > 8 else 3)
         for kernel, config in found:
             if kernel == "tiles":
+                assert batch_gemm.fits(config, m, batch_gemm.STORE)
                 rows, tiles = batch_gemm.rows_of(config, m), batch_gemm._tiles(product.n, config.tile)
                 row_tiles = -(-m // rows)
                 assert batch_gemm._blocks(config, tiles, row_tiles, scaled=False) > 0
@@ -282,3 +304,5 @@ def test_tables_of_the_package_can_be_read() -> None:
         assert all(a[0] != b[0] or a[2] < b[1] for a, b in itertools.pairwise(spans))
         for line in lines:
             assert (line.algorithm.config is None) == (line.kernel not in tuning.CONFIGS)
+            if line.kernel == "tiles":
+                assert batch_gemm.fits(line.algorithm.config, line.last, batch_gemm.STORE)

@@ -246,6 +246,29 @@ def _kernel(
     grouped: bool,
     rounded: bool,
 ) -> Kernel:
+    room = _room(config, rows, epilogue, scaled, e4m3)
+    stages = room.stages
+    # A stage is free when the next one has been multiplied.
+    assert stages > 1, f"there is no room for two stages of {config} with {rows} rows"
+    defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
+    defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
+    defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
+    defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
+    defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
+    shared, cluster = stages * (room.stage + 16) + room.inbox + 1032, 1 if config.apart else config.split
+    return Kernel("batch_gemm.cu", "batch_gemm", defines, shared, cluster)
+
+
+class _Room(NamedTuple):
+    """In shared memory: how many stages of how many bytes, and the bytes of sums from others of the
+    cluster."""
+
+    stages: int
+    stage: int
+    inbox: int
+
+
+def _room(config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool) -> _Room:
     stage, cluster = (config.box + rows) * 128 * config.panels, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's draw needs.
     kept = (
@@ -253,14 +276,14 @@ def _kernel(
         * rows
         * (scaled + e4m3 + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == DRAW))
     )
-    inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
-    stages = min(8 if config.tile >= 64 else 12, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
-    defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
-    defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
-    defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
-    defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
-    defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
-    return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
+    inbox = 4 * config.tile * rows * (cluster - 1) // cluster
+    most = (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage
+    return _Room(min(8 if config.tile >= 64 else 12, most), stage, inbox)
+
+
+def fits(config: Config, m: int, epilogue: int) -> bool:
+    """Whether a block has room for ``m`` rows of bfloat16."""
+    return _room(config, rows_of(config, m), epilogue, True, False).stages > 1
 
 
 @cache

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Mapping
+from concurrent.futures import wait
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,13 @@ class Kernel:
         attributes.append(_Attribute(_LAUNCH_SERIALIZATION, 0, (1,)))
         self._count = len(attributes)
         self._attributes = (_Attribute * self._count)(*attributes)
+
+    def compiled(self, seconds: float) -> bool:
+        """Whether it is compiled within so many seconds. Raises what its compilation has raised."""
+        if wait([self._cubin], seconds).not_done:
+            return False
+        self._cubin.result()
+        return True
 
     def load(self) -> ctypes.c_void_p:
         """The function on the GPU, when it is compiled."""
