@@ -4,7 +4,8 @@
 
 Streams decode while long prompts come by turns, each of which pushes the one before from the KV cache, so
 that its prefix comes from the host's memory; then ``--fresh`` others, of which what they leave goes there.
-``ratio``: how much longer decode steps beside copies take than those around them. Weights are random.
+``ratio``: how much longer decode steps beside copies take than others like them, at the median and at p90.
+Weights are random.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import random
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import lines
 from process import Server, free_port
-from step_times import FLAGS, against_neighbours, step_times, steps_of
+from step_times import FLAGS, against_alone, step_times, steps_of
 from words import write_tokenizer
 
 from sgla.bench import load, workloads
 
+PAUSE = 0.1  # seconds behind a prompt, in which streams decode beside nothing
 FIELDS = {"temperature": 0.0, "ignore_eos": True, "stream_options": {"include_usage": True}}
 
 
@@ -55,7 +58,7 @@ def main() -> None:
         command += ["--context-length", str(args.tokens + 4000), *args.tier.split()]
         with Server(command, f"http://127.0.0.1:{port}", "/health/ready", args.log) as server:
             play(args, server.url)
-            found, ratios = step_times(server.url), against_neighbours(steps_of(server.url))
+            found, ratios = step_times(server.url), against_alone(steps_of(server.url))
     for kind, fields in found.items():
         lines.emit({"bench": "beside", "model": str(args.model), "kind": kind} | fields)
     lines.emit({"bench": "beside", "model": str(args.model), "kind": "ratio"} | ratios)
@@ -78,8 +81,10 @@ def play(args: argparse.Namespace, url: str) -> None:
     running.start()
     for i in range(args.repeat):
         ask([[workloads.Turn([*prompts[i % 4], *workloads.tokens(draw, 8)], 1)]], 1)
+        time.sleep(PAUSE)
     for _ in range(args.fresh):
         ask([[workloads.Turn(workloads.tokens(draw, args.tokens), 1)]], 1)
+        time.sleep(PAUSE)
     running.join()
 
 

@@ -340,3 +340,18 @@ def test_imagined_talks() -> None:
         assert (read < 6 * (600 + 640 + 640)) == (tier == "4")
         times.append(imagined.numbers(world)["ttft_mean_ms"])
     assert times[0] < times[1]
+
+
+def test_steps_beside_copies_are_compared_with_steps_like_them() -> None:
+    """Of as many rows, with about as many tokens behind them."""
+    import step_times
+
+    def step(kind: str, ms: float, rows: int, behind: int) -> Any:
+        return step_times.Step(kind, ms / 1e3, 0.0, 0.0, rows, behind)
+
+    alone = [step("decode", 4.0 + i / 100, 1, 1000 * i) for i in range(1, 101)]
+    others = [step("decode", 9.0, 2, 50_000) for _ in range(20)]
+    beside = [step("decode in", 4.5 * 1.1, 1, 50_000), step("decode in", 4.9 * 1.1, 1, 90_000)]
+    lonely = [step("decode out", 6.0, 3, 50_000), step("decode out", 6.0, 2, 70_000)]
+    found = step_times.against_alone([*alone, *others, *beside, *lonely])
+    assert found == {"decode in": {"count": 2, "ratio": [pytest.approx(1.1, abs=0.005)] * 2}}
