@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,14 @@ from sgla.attention import DeviceBatch
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import step
+from sgla.kernels.triton.fetch import fetch
 from sgla.kernels.triton.tokens import RING, TokenTable, put_tokens
 from sgla.messages import NewRow, StepPlan
 from sgla.sampling.device import DeviceSampler
 from sgla.sampling.device_rules import send
 from sgla.worker.state import Int32s, SlotTables, column
+
+SLIP, SLIPS = 4096, 64  # numbers that a slip has room for, and how many of these there are
 
 
 class DeviceTables:
@@ -238,9 +243,50 @@ class DeviceTables:
             )  # fmt: skip
 
 
+class Slips:
+    """Pinned memory that few numbers are fetched from (``kernels/triton/fetch.py``), with what has passed
+    when they have been."""
+
+    def __init__(self) -> None:
+        self._slips: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._lock = Lock()
+
+    def upload(self, host: Int32s) -> Tensor | None:
+        """None: they are too many, all slips are under way, or this is a rehearsal."""
+        if not 0 < host.size <= SLIP:
+            return None
+        there = torch.empty(host.shape, dtype=torch.int32, device="cuda")
+        if under_way():
+            fetch(there, there)  # is asked for
+            return None
+        with self._lock:
+            if (free := self._free()) is None:
+                return None
+            slip, fetched = free
+            slip.numpy()[: host.size] = host.ravel()
+            fetch(slip[: host.size], there)
+            fetched.record()
+            self._slips.append(free)
+        return there
+
+    def _free(self) -> tuple[Tensor, torch.cuda.Event] | None:
+        for _ in range(len(self._slips)):
+            slip = self._slips.popleft()
+            if slip[1].query():
+                return slip
+            self._slips.append(slip)
+        if len(self._slips) == SLIPS:
+            return None
+        return torch.empty(SLIP, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+
+
+_slips = Slips()
+
+
 def upload(host: Int32s) -> Tensor:
     """A host array on the GPU, without waiting."""
-    return send(np.ascontiguousarray(host, np.int32), torch.device("cuda"))
+    there = _slips.upload(host)
+    return send(np.ascontiguousarray(host, np.int32), torch.device("cuda")) if there is None else there
 
 
 def upload_columns(columns: list[Int32s]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.kernels.gpu.states import DeviceStates, marks_of
+from sgla.kernels.triton.fetch import fetch
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.messages import VERIFIED
 from sgla.sampling.device import Pending
@@ -126,7 +127,7 @@ class DecodeColumns(NamedTuple):
 class DecodeGraphs:
     """One graph for each size, all in one memory pool. Each reads the beginning of ``_on_gpu`` as
     ``DecodeColumns`` of its size, and leaves its tokens in pinned memory, where the host finds them without a
-    copy: few bytes go to the GPU, and no copy comes back, because one takes 11 us each way.
+    copy. Few bytes go to the GPU, which fetches them without one, too (``kernels/triton/fetch.py``).
 
     Rows that share prefixes run in graphs of their own, which read what is shared from a buffer that is
     written when the set of rows changes."""
@@ -303,7 +304,7 @@ class DecodeGraphs:
         for column, values in zip(host.states, states or ()):
             column[rows:] = 0
             column[:rows] = values if column.ndim == 1 else marks_of(values, rows)
-        self._on_gpu[: len(pinned)].copy_(pinned, non_blocking=True)
+        fetch(pinned, self._on_gpu)
         if verify is not None:
             columns = self._columns(size)
             verify.guess(self._ids, columns.slots, columns.starts, columns.slots, columns.ends)
@@ -339,7 +340,7 @@ class DecodeGraphs:
         if plan is not None and plan is not self._shared_plan:
             shared, self._shared_plan = self._pinned_shared[self._stage], plan
             shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))
-            self._shared.copy_(shared, non_blocking=True)
+            fetch(shared, self._shared)
         stage = self._send(slots, starts, size, states, verify)
         if self._pipe is not None and not self._pipe.first:
             self._pipe.receive(self._arrived[: len(slots)])

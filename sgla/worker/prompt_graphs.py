@@ -16,6 +16,7 @@ from torch import Tensor
 from sgla.attention.base import InGraph, cut
 from sgla.kernels.gpu.ops import Attend
 from sgla.kernels.gpu.states import CHUNK, DeviceStates, Stretches, marks_of, stretches
+from sgla.kernels.triton.fetch import fetch
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
@@ -198,7 +199,7 @@ class PromptGraphs:
         tiles[: len(plan)] = plan
         if states is not None:
             self._fill_units(kept, states.ordered(np.concatenate([first, rest])), q_start, padded, count)
-        self._columns[: len(host)].copy_(pinned, non_blocking=True)
+        fetch(pinned, self._columns)
 
     def _fill_units(self, kept: Any, states: StateColumns, q_start: Any, padded: int, count: int) -> None:
         """Of rows in the order of the batch, of which ``count`` are decode rows, with room for ``padded``."""

@@ -1,0 +1,93 @@
+"""Few numbers on their way to a GPU, each from memory that nobody writes to before they have been fetched.
+The kernel runs in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU, and no interpreter", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+
+import interpreter
+from test_token_table import OnCpu
+
+from sgla.worker import device_state
+from sgla.worker.device_state import SLIP, SLIPS, Slips
+
+
+class Event:
+    """Of a stream that has passed the first ``passed`` of those recorded on it."""
+
+    passed = recorded = 0
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self.number = Event.recorded
+
+    def query(self) -> bool:
+        return self.number <= Event.passed
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    interpreter.patch_once()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.passed = Event.recorded = 0
+    with OnCpu():
+        yield
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (SLIP,), (2, SLIP // 2)])
+def test_numbers_arrive(shape: tuple[int, ...]) -> None:
+    host = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)[..., ::-1]
+    there = Slips().upload(host.astype(np.int32))
+    assert there is not None
+    assert there.dtype == torch.int32
+    assert there.tolist() == host.tolist()
+
+
+def test_more_and_none_are_copied() -> None:
+    assert Slips().upload(np.zeros(SLIP + 1, np.int32)) is None
+    assert Slips().upload(np.zeros(0, np.int32)) is None
+
+
+def test_a_slip_is_written_to_when_it_has_been_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    fetch = device_state.fetch
+
+    def seen(source: Any, target: Any) -> None:
+        read.append(source.data_ptr())
+        fetch(source, target)
+
+    monkeypatch.setattr(device_state, "fetch", seen)
+    slips, one = Slips(), np.ones(1, np.int32)
+    for _ in range(SLIPS):
+        assert slips.upload(one) is not None
+    assert len(set(read)) == SLIPS
+    assert slips.upload(one) is None, "all are under way"
+    Event.passed = 2
+    assert slips.upload(one) is not None
+    assert slips.upload(one) is not None
+    assert set(read[SLIPS:]) == set(read[:2])
+    assert slips.upload(one) is None
+
+
+def test_one_that_takes_long_holds_up_no_other() -> None:
+    slips, one = Slips(), np.ones(1, np.int32)
+    slips.upload(one)
+    late = slips._slips[0][1]
+    for _ in range(3 * SLIPS):
+        Event.passed = Event.recorded
+        late.number = Event.recorded + 1
+        assert slips.upload(one) is not None
+    assert len(slips._slips) == 2
