@@ -26,7 +26,7 @@ NEAR = 1 / 16  # be more or fewer
 
 class Step(NamedTuple):
     """``seconds`` on the device, ``gap`` for which that had nothing to do before, and ``between`` its tokens
-    and those of the step before, as the scheduler has heard of them. ``behind``: tokens that its rows have."""
+    and those of the step before, as the scheduler has heard of them. ``behind``: tokens of its rows."""
 
     kind: str
     seconds: float
