@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from sgla.dist import Shard
 from sgla.dist.gpus import MESSAGE, join_gpus
 from sgla.dist.lockstep import gathered, scattered
-from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.gpu.tuning import Product, algorithm_for
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import elementwise
@@ -106,12 +106,14 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
     residual, weight = torch.zeros(rows, d, device="cuda").bfloat16(), torch.ones(d, device="cuda")
 
     def product(x: torch.Tensor, w: torch.Tensor, gated: bool = False, send: Any = None) -> torch.Tensor:
-        config = algorithm_for(rows, Product(w.shape[0], w.shape[1], gated)).config
+        kernel, config = algorithm_for(rows, Product(w.shape[0], w.shape[1], gated))
         epilogue = skinny_gemm.SILU if gated else skinny_gemm.STORE
         if isinstance(config, skinny_gemm.Config):
             return skinny_gemm.linear(x, w, epilogue=epilogue, config=config)
         if isinstance(config, batch_gemm.Config):
             return batch_gemm.linear(x, w, config, epilogue=epilogue, send=send)
+        if kernel == "prompt tiles":
+            return prompt_gemm.linear(x, w, epilogue=epilogue, send=send)
         y = torch.nn.functional.linear(x, w)
         return elementwise.act_mul(y, "silu") if gated else y
 
@@ -122,7 +124,8 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
         """The product, and what stands behind it."""
         if way == "apart":
             return plain(product(x, w))
-        sends = algorithm_for(rows, Product(w.shape[0], w.shape[1])).kernel == "tiles"
+        kernel = algorithm_for(rows, Product(w.shape[0], w.shape[1])).kernel
+        sends = kernel in ("tiles", "prompt tiles")
         send = ours.sending(rows, d) if way == "sent" and sends else None
         return ours.sum(product(x, w, send=send), norm, sent=send is not None)
 
@@ -172,7 +175,7 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
             check(shard, rows, width)
             if rank == 0:
                 lines.emit(base | {"rows": rows, "width": width, "us": times})
-    for rows in (1, 2, 4, 16, 64, 128, 192, 256) if args.layers else ():
+    for rows in map(int, args.layers_rows.split(",")) if args.layers else ():
         ways = ["apart", "summed", *(["sent"] if rows >= batch_gemm.MIN_ROWS else [])]
         us = {way: in_graph(layers(shard, rows, args.layers, way), 1) for way in ways}
         if rank == 0:
@@ -189,6 +192,7 @@ def main() -> None:
     parser.add_argument("--width", default="4096")
     parser.add_argument("--rows", default="1,4,16,64,128,256,512,1024,2048,8192")
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--layers-rows", default="1,2,4,16,64,128,192,256,4096,8448")
     parser.add_argument("--message", type=int, default=MESSAGE)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ PY
 nvidia-smi topo -m >>"$T/machine.txt" 2>&1; cat "$T/machine.txt" | head -12; pack
 for each in ${*:-sums steps8b tp8b tp30b ways ep30b data30b pp30b dcp cp8b pp dp tests}; do
   case $each in
-  sums) part sums 60 python bench/allreduce.py --ranks 2 --rows 1,16,64,256 --layers 12 ;;
+  sums) part sums 60 python bench/allreduce.py --ranks 2 --rows 1,64,256,8448 --layers 8 ;;
   tune) both() { # half of the numbers of rows on each GPU
           one() { CUDA_VISIBLE_DEVICES=$1 timeout -k 8 $((${TUNE:-100} + 24)) python bench/tune.py --out "$T/tune$1" --tp 2 \
                   --seconds "${TUNE:-100}" --most 5 --without logits --rows "$2" --models bench/models/qwen3-8b; }

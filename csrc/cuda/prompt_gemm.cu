@@ -13,7 +13,11 @@
 // pages are done here too.
 //
 // TURN: the first columns are pairs, each of which is turned by an angle of its token.
+//
+// SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu), while products
+// of other tiles run.
 #include "wgmma.cuh"
+#include "inbox.cuh"
 
 #ifndef EPILOGUE  // 0: as it is; 2: silu(gate) * up; 4: gelu_tanh(gate) * up; 5: heads; 6: turn
 #define EPILOGUE 0
@@ -23,6 +27,9 @@
 #endif
 #ifndef STAGES
 #define STAGES 4
+#endif
+#ifndef SEND  // 0: none
+#define SEND 0
 #endif
 
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU, HEADS = EPILOGUE == 5,
@@ -34,6 +41,7 @@ constexpr int CLUSTER = 2;  // blocks
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
 constexpr int COLS = GATED ? BN / 2 : BN;  // of the result, in a tile
 constexpr int BLOCKS = BN / 32;            // of a thread's columns: eight of each 32
+static_assert(!SEND || EPILOGUE == 0);
 
 struct Params {
   TensorMap w, x;
@@ -51,6 +59,12 @@ struct Params {
   int band;           // of a cluster's tiles of tokens: so many are worked on together
   int turned, every;  // TURN: columns, and how many of them have the angles of a token, a multiple of 8
   float eps;
+#if SEND
+  u32* inbox[8];     // of every rank
+  const u32* state;  // sums so far
+  long long half;    // words of one of the two inboxes
+  int rank;
+#endif
 };
 
 // 128 rows of weights, from the `w`th 32 on, to both blocks.
@@ -142,6 +156,12 @@ struct Sums {
 };
 
 struct Store {
+  long long sent = 0;  // SEND: where this rank's rows begin in the inboxes, in words
+  __device__ __forceinline__ void begin(const Params& p) {
+#if SEND
+    sent = (__ldcg(p.state) & 1) * p.half + (long long)p.rank * p.m * (p.n / 2);
+#endif
+  }
   template <int S>
   __device__ __forceinline__ void slice(const Params& p, const Sums& sums) {
     constexpr int J = GATED ? S / 2 : S;
@@ -170,6 +190,14 @@ struct Store {
       if (sums.token(r) < p.m)
         *reinterpret_cast<uint4*>(p.out + (long long)sums.token(r) * p.out_stride + n) =
             make_uint4(y[0], y[1], y[2], y[3]);
+#if SEND
+      if (sums.token(r) >= p.m) continue;
+      const long long to = sent + ((long long)sums.token(r) * p.n + n) / 2;
+#pragma unroll
+      for (int rank = 0; rank < SEND; ++rank)
+        if (rank != p.rank)
+          send(reinterpret_cast<uint4*>(p.inbox[rank] + to), tidy(make_uint4(y[0], y[1], y[2], y[3])));
+#endif
     }
   }
 };
@@ -178,6 +206,7 @@ struct Heads {
   static constexpr int COUNT = BN / HD, HALF = HD / 64;  // in a tile; blocks of 32 columns in half a head
   float factor[COUNT][2];
   int position[2], loc[2];
+  __device__ __forceinline__ void begin(const Params& p) {}
   __device__ __forceinline__ static int kind(const Params& p, int head) {
     return head < p.q_heads ? 0 : head < p.q_heads + p.kv_heads ? 1 : 2;
   }
@@ -358,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __gri
     more_registers<HEADS ? 240 : 232>();
     pdl_wait();
     Group group{ring, full, empty};
+    group.epilogue.begin(p);
     const int first = blockIdx.x / CLUSTER;
     for (int at = first; at < p.tiles * p.row_tiles; at += gridDim.x / CLUSTER)
       group.multiply(p, Tile(p, at), at != first);

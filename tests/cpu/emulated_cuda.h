@@ -428,6 +428,8 @@ inline void put4(unsigned* to, unsigned a, unsigned b, unsigned c, unsigned d) {
   to[0] = a, to[1] = b, to[2] = c, to[3] = d;
 }
 inline uint4 look(const unsigned* from) { return look_at<uint4>(from); }
+inline uint4 look(const uint4* from) { return look_at<uint4>(reinterpret_cast<const unsigned*>(from)); }
+inline void send(uint4* to, uint4 v) { *to = v; }
 inline uint2 look2(const unsigned* from) { return look_at<uint2>(from); }
 inline uint4 look_far(const unsigned* from) { return look_at<uint4>(from); }
 
@@ -518,6 +520,10 @@ template <int SIZE> void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b) {
     for (int k = 0; k < 16; ++k) sum += double(at(a, row, k)) * at(b, n, k);
     d[i] = float(sum);
   }
+}
+template <int SIZE> void wgmma_first(float (&d)[SIZE], uint64_t a, uint64_t b) {
+  std::fill(d, d + SIZE, 0.f);
+  wgmma(d, a, b);
 }
 template <int SIZE> void wgmma_held(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) { held(d, q, k, false, false); }
 template <int SIZE> void wgmma_held_first(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) {

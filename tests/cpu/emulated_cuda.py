@@ -36,7 +36,12 @@ OWN = {
     "{ copy_box(to, map, bar, 0ll, (long long)token, 0ll, 0ll, (long long)at); }\n",
     "copy_w": "template <class Map> void copy_w(u32 to, const Map& map, u32 bar, int step, int row, u64) "
     "{ const long long k = step * BK; if (GATED) copy_box(to, map, bar, k, 0ll, 0ll, row / 16ll); "
-    "else copy_2d(to, map, bar, k, row); }\n",
+    "else copy_2d(to, map, bar, k, row); }\n"
+    "template <class Map> void copy_w(u32 to, const Map& map, u32 bar, int k, int w) "
+    "{ for (int block = 0; block < CLUSTER; ++block) copy_box(emulated::there(to, block), map, "
+    "emulated::there(bar, block), (long long)k, 0ll, 0ll, 0ll, (long long)w); }\n",
+    "release": "void release(u32 bar) { const u32 block = threadIdx.x % 128; "
+    "if (block < CLUSTER) emulated::counted(emulated::there(bar, block), 1, 0); }\n",
     "log2_fast": "float log2_fast(float x) { return std::log2(x); }\n",
     "nanoseconds": "u64 nanoseconds() { return 0; }\n",
     "larger": "float larger(float a, float b) { return a != a || a > b ? a : b; }\n",

@@ -630,7 +630,7 @@ class Doubling:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("rows", [5, 20, 70])
+@pytest.mark.parametrize("rows", [5, 20, 70, 500])
 @pytest.mark.parametrize(("norms", "sends"), [(True, False), (False, False), (True, True)])
 def test_norms_behind_a_sum_over_ranks_are_its_own(
     norms: bool, sends: bool, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -639,6 +639,7 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     add."""
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
     monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
+    monkeypatch.setattr(prompt_gemm, "processors", lambda: 8)  # which 500 rows fill
     given: list[Any] = []
 
     def product(x: Tensor, w: Tensor, *config: Any, send: Any = None, **more: Any) -> Tensor:
@@ -647,6 +648,7 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
 
     monkeypatch.setattr(skinny_gemm, "linear", product)
     monkeypatch.setattr(batch_gemm, "linear", product)
+    monkeypatch.setattr(prompt_gemm, "linear", product)
     torch.manual_seed(0)
     table, w = pack(torch.randn(80, 512), "bf16"), pack(torch.randn(512, 512) / 24, "bf16")
     first, second, ranks = torch.rand(512), torch.rand(512), Doubling(norms, sends)
@@ -663,14 +665,14 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
             return ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, first, 1e-5)[0]
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
+        ids=torch.arange(rows, dtype=torch.int32) % 80, tokens=rows, rows=rows, media=None, canvas=None
     )
     expected = Layer().forward(batch, [], None).float()
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     found = forward.hidden(batch).float()
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
-    sent = sends and 5 < rows <= tiles.SENT
+    sent = sends and (5 < rows <= tiles.SENT or rows > batch_gemm.MAX_ROWS)
     assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sent
     assert given == [None, (rows, 512) if sent else None]
 

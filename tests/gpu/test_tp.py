@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sgla.errors import SglaError
-from sgla.kernels.cuda import batch_gemm
+from sgla.kernels.cuda import batch_gemm, prompt_gemm
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
 from sgla.kernels.ops import AddedNorm
 from sgla.messages import SamplingParams
@@ -111,6 +111,29 @@ def test_products_are_sent_when_they_are_made(count: int, rows: int, d: int, k: 
             made: list[torch.Tensor] = []
             residuals = [residual.clone() for _ in range(count)]
             ranks.each(partial(add, sent, made), xs, [w.to(BF16) for w in ws], residuals)
+            assert all(torch.equal(y, made[0]) for y in made)
+            assert all(torch.equal(h, residuals[0]) for h in residuals)
+            found.append(made[0])
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("rows", "d", "k"), [(300, 2048, 512), (1000, 2080, 1024)])
+def test_products_of_prompts_are_sent_while_others_are_made(rows: int, d: int, k: int) -> None:
+    """As those that the sum sends, bit for bit."""
+    ranks, weight = StreamRanks(2), torch.rand(d, device="cuda") + 0.5
+
+    def add(sent: bool, made: list[Any], rank: AllReduce, x: Any, w: Any, h: Any) -> None:
+        y = prompt_gemm.linear(x, w, send=rank.sending(rows, d) if sent else None)
+        made.append(rank.sum(y, AddedNorm(h, weight, 1e-6), sent=sent))
+
+    for _ in range(5):
+        xs = [torch.randn(rows, k, dtype=BF16, device="cuda") for _ in range(2)]
+        ws = [(torch.randn(d, k, device="cuda") * k**-0.5).to(BF16) for _ in range(2)]
+        residual, found = torch.randn(rows, d, dtype=BF16, device="cuda"), []
+        for sent in (False, True):
+            made: list[torch.Tensor] = []
+            residuals = [residual.clone() for _ in range(2)]
+            ranks.each(partial(add, sent, made), xs, ws, residuals)
             assert all(torch.equal(y, made[0]) for y in made)
             assert all(torch.equal(h, residuals[0]) for h in residuals)
             found.append(made[0])

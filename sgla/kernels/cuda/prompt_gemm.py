@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import GELU, MAX_ROWS, SILU, STORE
+from sgla.kernels.cuda.batch_gemm import GELU, MAX_ROWS, SILU, STORE, Sending
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
@@ -45,6 +46,17 @@ class _Params(ctypes.Structure):
     )  # fmt: skip
 
 
+class _SendParams(ctypes.Structure):
+    _fields_ = (
+        *_Params._fields_[:-1],
+        ("inbox", ctypes.c_void_p * 8),
+        ("state", ctypes.c_void_p),
+        ("half", ctypes.c_longlong),
+        ("rank", ctypes.c_int),
+        ("pad", ctypes.c_int * 7),
+    )
+
+
 def refuses(m: int, n: int, k: int, gated: bool = False) -> str | None:
     """Why ``m`` rows cannot be multiplied by a weight ``[n, k]``, or None."""
     if m <= MAX_ROWS:
@@ -72,19 +84,27 @@ def holds_heads(projection: Projection, kv: KVLayer) -> bool:
 
 
 @cache
-def _kernel(epilogue: int, dim: int) -> Kernel:
-    defines = {"EPILOGUE": epilogue, "HD": dim, "STAGES": STAGES}
+def _kernel(epilogue: int, dim: int, ranks: int) -> Kernel:
+    defines = {"EPILOGUE": epilogue, "HD": dim, "STAGES": STAGES} | ({"SEND": ranks} if ranks else {})
     return Kernel("prompt_gemm.cu", "prompt_gemm", defines, SHARED, CLUSTER)
 
 
-def linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, epilogue: int = STORE) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    epilogue: int = STORE,
+    send: Sending | None = None,
+) -> Tensor:
     """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, bias float32.
 
-    STORE; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``.
+    STORE; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``. With ``send`` and STORE
+    the other ranks get the result, too.
     """
     gated = epilogue in (SILU, GELU)
     out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
-    _launch(x, weight, epilogue, out, bias=bias)
+    _launch(x, weight, epilogue, out, send=send, bias=bias)
     return out
 
 
@@ -133,13 +153,14 @@ def _launch(
     epilogue: int,
     out: Tensor,
     dim: int = 128,
+    send: Sending | None = None,
     **fields: Tensor | float | None,
 ) -> None:
     """``fields``: of the parameters; what is not named is zero."""
     (m, k), n = x.shape, weight.shape[0]
     assert x.is_contiguous(), "the tensor map knows no padding"
     tiles, row_tiles = -(-n // COLUMNS), -(-m // (TOKENS * CLUSTER))
-    params = _Params(
+    params: Any = (_Params if send is None else _SendParams)(
         w=_weight_map(weight.data_ptr(), n, k),
         x=_map(x.data_ptr(), (k, m), (2 * k,), (64, TOKENS)),
         m=m, n=n // 2 if epilogue in (SILU, GELU) else n, k=k,
@@ -147,8 +168,11 @@ def _launch(
     )  # fmt: skip
     for name, value in {"out": out, **fields}.items():
         setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
+    if send is not None:
+        assert epilogue == STORE
+        params.inbox, params.state, params.half, params.rank = send.inboxes, send.state, send.half, send.rank
     clusters = min(tiles * row_tiles, processors() // CLUSTER)
-    _kernel(epilogue, dim).launch(clusters * CLUSTER, THREADS, params)
+    _kernel(epilogue, dim, 0 if send is None else send.ranks).launch(clusters * CLUSTER, THREADS, params)
 
 
 def _band(row_tiles: int) -> int:

@@ -20,7 +20,9 @@ NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
 BESIDE = True  # what adapters do stands behind the layer (before it costs 3 to 8 % more: bench/gpu_lora.py)
-SENT = 64  # rows up to which tiles send what they make to other ranks (bench/allreduce.py --layers)
+# Rows up to which tiles of batches send what they make to other ranks (bench/allreduce.py --layers). Those of
+# prompts always do: one is sent while the next is multiplied.
+SENT = 64
 
 
 def refuses(work: Work, linear: Node) -> str | None:
@@ -184,11 +186,12 @@ def _scaled(x: Tensor, weight: Tensor, eps: float, rows: batch_gemm.Unscaled) ->
 
 def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None:
     given, ranks = linear.given, total.given["ranks"]
-    if work.rows(linear) > SENT:
-        return f"the sum sends more than {SENT} rows as fast"
+    kernel = _algorithm(work, linear).kernel
+    if kernel == "tiles" and work.rows(linear) > SENT:
+        return f"the sum sends more than {SENT} rows of a batch as fast"
     if given["epilogue"] != batch_gemm.STORE:
         return "something is done to what it makes"
-    if _algorithm(work, linear).kernel != "tiles":
+    if kernel not in ("tiles", "prompt tiles"):
         return SLOWER
     if ranks.sending(work.rows(linear), given["weight"].shape[0]) is None:
         return "the ranks exchange fewer bytes at once"
@@ -200,7 +203,24 @@ def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
     given = {name: linear.given[name] for name in ("x", "weight", "bias")}
     given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
     given |= {"ranks": total.given["ranks"]}
-    return [Node("tiles, sent", _run_sent, given, add.results, add.rows, residual.number, linear.rule)]
+    run, rule = _run_sent, linear.rule
+    if _algorithm(work, linear).kernel == "prompt tiles":
+        run, rule = _run_prompt_sent, rule.replace("tiles", "prompt tiles")
+    return [Node("tiles, sent", run, given, add.results, add.rows, residual.number, rule)]
+
+
+def _run_prompt_sent(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor]:
+    send = ranks.sending(x.shape[0], weight.shape[0])
+    y = prompt_gemm.linear(x.contiguous(), weight, bias=bias, send=send)
+    return ranks.all_reduce_norm(y, AddedNorm(residual, norm, eps), sent=send is not None), residual
 
 
 def _run_sent(
