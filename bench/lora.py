@@ -1,15 +1,16 @@
 """What adapters cost, through the Python Engine: one JSON line a measurement.
 
     python bench/lora.py --model bench/models/qwen3-8b [--rank 16] [--modules attention|all] [--loaded 2000]
-        [--parts steps,cold,crowd]
+        [--parts steps,cold,crowd,varied]
 
 ``steps``: of 64 rows of 512 tokens in and 256 out, as W5 of ``offline.py``: a server without adapters, then
 one with: rows of the base, of one adapter, of 64 different ones. ``cold``: the time to the first token of an
 adapter that is in the host's memory, not on the device, and of one whose files are still to be read.
 ``crowd``: of ``--loaded`` adapters in the host's memory requests choose with equal odds or by Zipf's law,
-beside the same requests for five of them, 64 rows at a time; the device has places for 128. All adapters of a
-run are the same file, written here with random values; those of ``cold`` and ``crowd`` share the memory of
-four that were read, but for those whose files are still to be read, and the worker is in this process.
+beside the same requests for five of them, 64 rows at a time; the device has places for 128. Its lines tell
+what steps took that read prompts, and the others. ``varied``: the same with outputs of 64 to 192 tokens, so
+that requests begin one by one. All adapters of a run are the same file, written here with random values, and
+share the memory of four that were read, but for those of ``cold`` whose files are still to be read.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
+from statistics import median
 from typing import Any
 
 import lines
@@ -31,7 +32,12 @@ import torch
 from safetensors.torch import save_file
 
 from sgla import Engine, SamplingParams
+from sgla.config import Config
+from sgla.device import platform
+from sgla.executor import procs
+from sgla.messages import StepResult
 from sgla.model.read import read_decoder
+from sgla.sched.core import Core
 from sgla.worker.adapters import AdapterStore
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -80,9 +86,10 @@ class Bench:
     def prompts(self, count: int, length: int) -> list[list[int]]:
         return [[self.random.randrange(10, self.vocab) for _ in range(length)] for _ in range(count)]
 
-    def seconds(self, names: list[str | None], output: int, length: int = PROMPT) -> float:
-        """That a request of each name takes, all at once."""
-        params = SamplingParams(max_tokens=output, temperature=0.6, ignore_eos=True)
+    def seconds(self, names: list[str | None], output: int | list[int], length: int = PROMPT) -> float:
+        """That a request of each name takes, all at once. ``output``: tokens of all, or of each."""
+        outputs = output if isinstance(output, list) else [output] * len(names)
+        params = [SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True) for n in outputs]
         prompts = self.prompts(len(names), length)
         begun = time.perf_counter()
         self.engine.generate(prompts, params, lora_path=names)
@@ -124,9 +131,9 @@ def cold(bench: Bench, base: dict[str, Any], folder: Path) -> None:
     lines.emit(base | {"w": "cold", **middle, "base_ms": round(warm * 1e3, 2)})
 
 
-@contextmanager
-def shared_reads() -> Iterator[None]:
-    """From the fifth on, adapters are those that were read first, under other numbers."""
+def runner(config: Config, *more: Any) -> Any:
+    """In the worker's process. From the fifth on, adapters are those that were read first, under other
+    numbers."""
     read, kept = AdapterStore._load, list[int]()
 
     def load(self: AdapterStore, number: int, folder: Path) -> dict[str, Any]:
@@ -139,13 +146,39 @@ def shared_reads() -> Iterator[None]:
         return {"content": f"{number}"}
 
     AdapterStore._load = load  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AdapterStore._load = read  # type: ignore[method-assign]
+    return resolve_name(platform(config.device).runner)(config, *more)
 
 
-def crowd(bench: Bench, base: dict[str, Any], loaded: int) -> None:
+class Steps:
+    """Seconds of an engine's steps: ``prompts`` of those that read some, ``decodes`` of the others."""
+
+    def __init__(self) -> None:
+        self.prompts, self.decodes = list[float](), list[float]()
+        retire = Core.retire
+
+        def retired(core: Core, result: StepResult, now: float) -> Any:
+            step = core._queues.flights[0]
+            if step.rows:
+                kind = self.decodes if step.tokens == step.decodes else self.prompts
+                kind.append(result.seconds)
+            return retire(core, result, now)
+
+        Core.retire = retired  # type: ignore[method-assign, assignment]
+
+    def told(self) -> dict[str, Any]:
+        """Since the last call."""
+        found = {
+            "prompt_steps": len(self.prompts),
+            "prompt_s": round(sum(self.prompts), 3),
+            "decode_steps": len(self.decodes),
+            "decode_s": round(sum(self.decodes), 3),
+            "decode_ms": round(1e3 * median(self.decodes or [0.0]), 3),
+        }
+        self.prompts, self.decodes = [], []
+        return found
+
+
+def crowd(bench: Bench, base: dict[str, Any], loaded: int, varied: bool, told: Steps) -> None:
     """Requests for a few adapters, and for all, with equal odds and by Zipf's law."""
     weights = [1 / (i + 1) for i in range(loaded)]
     choose = {
@@ -153,15 +186,17 @@ def crowd(bench: Bench, base: dict[str, Any], loaded: int) -> None:
         "uniform": lambda: bench.random.randrange(loaded),
         "zipf": lambda: bench.random.choices(range(loaded), weights)[0],
     }
+    outputs: int | list[int] = [64 + i * 7919 % 129 for i in range(4 * ROWS)] if varied else 128
     for odds, pick in choose.items():
         found = []
         for _ in range(2):
             names: list[str | None] = [f"a{pick()}" for _ in range(4 * ROWS)]
-            found.append(bench.seconds(names, 128, 128))
-        seconds = min(found)
-        loads = bench.engine.stats().adapter_loads
-        rate = round(len(names) / seconds, 3)
-        lines.emit(base | {"w": "crowd", "odds": odds, "requests_per_s": rate, "loads_so_far": loads})
+            before = bench.engine.stats().adapter_loads
+            seconds = bench.seconds(names, outputs, 128)
+            loads = bench.engine.stats().adapter_loads - before
+            found.append({"requests_per_s": round(len(names) / seconds, 3), "loads": loads} | told.told())
+        best = max(found, key=lambda one: one["requests_per_s"])
+        lines.emit(base | {"w": "varied" if varied else "crowd", "odds": odds} | best)
 
 
 def main() -> None:
@@ -186,15 +221,15 @@ def main() -> None:
         without = plain.step_ms([None] * ROWS)
         plain.engine.shutdown()
         lines.emit(base | {"w": "step", "rows": "server without adapters", "ms": without})
-    with tempfile.TemporaryDirectory() as name, shared_reads():
+    procs.runner_of = lambda config: "lora:runner"
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "adapter"
         nbytes = write_adapter(folder, config, args.rank, modules)
-        count = args.loaded if "crowd" in parts else ROWS + COLD
+        crowds = [part for part in parts if part in ("crowd", "varied")]
+        count = args.loaded if crowds else ROWS + COLD
         room = {"enable_lora": True, "max_loras": ROWS, "max_lora_rank": args.rank, "max_cpu_loras": 4096}
         room |= {"max_running_requests": ROWS}
-        if "steps" not in parts:  # the worker is a process of its own
-            room |= {"executor": "inline"}
-        if "crowd" in parts:
+        if crowds:
             room |= {"max_loras": 2 * ROWS}
         bench = Bench(args, lora_target_modules=list(modules), **room)
         print("started", file=sys.stderr, flush=True)
@@ -209,8 +244,9 @@ def main() -> None:
             steps(bench, base, without)
         if "cold" in parts:
             cold(bench, base, folder)
-        if "crowd" in parts:
-            crowd(bench, base, args.loaded)
+        told = Steps()
+        for part in crowds:
+            crowd(bench, base, args.loaded, part == "varied", told)
         bench.engine.shutdown()
 
 

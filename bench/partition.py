@@ -27,6 +27,7 @@ from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 from sgla.worker.cuda import CudaRunner
 from sgla.worker.graphs import Capture, seconds_of
+from sgla.worker.prompt_graphs import Which
 
 PROMPT, STEPS = 1024, 60  # tokens of a step of prompts alone; decode steps of a measurement
 MIXED = 256, 512, 768, 1024  # tokens of steps with both
@@ -50,7 +51,8 @@ def read(runner: CudaRunner, rows: int, context: int, tokens: int) -> Graph:
         new=[row],
     )
     runner.execute(step)
-    return runner.prompts._graphs[runner.prompts._pair(rows, tokens)]
+    sizes = runner.prompts._pair(rows, tokens)
+    return runner.prompts._graphs[Which(*sizes, split=False, adapted=False)]
 
 
 def together(decode: Graph, prompts: Graph) -> tuple[float, float]:

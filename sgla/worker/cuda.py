@@ -219,8 +219,7 @@ class CudaRunner(GpuExperts):
         for what is ``late`` layer by layer, which a graph cannot. ``alike``: as that of ``_launch``."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         if alike is None:
-            adapted = self.steps.adapted is not None and self.steps.adapted.any(slots)
-            graph = not (counted or late or adapted or self._reads_pictures(slots, starts))
+            graph = not (counted or late or self._reads_pictures(slots, starts))
             graph = graph and self._reads(plan)
             decodes = q_lens == 1
             graph = graph and (self.steps.apart or not self.steps.share_much(slots[decodes], starts[decodes]))

@@ -25,6 +25,7 @@ from sgla.sampling.device_rules import send
 from sgla.worker.state import Int32s, SlotTables, column
 
 SLIP, SLIPS = 4096, 64  # numbers that a slip has room for, and how many of these there are
+STAGES = 8  # pinned buffers, more than steps in flight
 
 
 class DeviceTables:

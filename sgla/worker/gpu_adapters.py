@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,15 @@ from sgla.kernels.lora import Rows, Tiles, tiles_of
 from sgla.kernels.triton.lora import FEW, MANY, sort
 from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
-from sgla.worker.device_state import DeviceTables, upload
+from sgla.worker.device_state import STAGES, DeviceTables, upload
 
 
 class AdaptedRows:
     """Fills ``rows`` for each step: on the host for eager ones, on the device for graphs of at most ``most``
-    rows."""
+    rows of one token; those that read prompts have ``AdaptedPrompts``. ``count``: of places."""
 
-    def __init__(self, rows: Rows, tables: DeviceTables, most: int) -> None:
-        self.rows, self._tables = rows, tables
+    def __init__(self, rows: Rows, tables: DeviceTables, most: int, count: int) -> None:
+        self.rows, self.count, self._tables = rows, count, tables
         self._places, self._order = torch.zeros(2, most, dtype=torch.int32, device="cuda")
         self._runs = torch.zeros(most, 3, dtype=torch.int32, device="cuda")
 
@@ -36,14 +37,12 @@ class AdaptedRows:
         rows.active = bool(places.any())
         if not rows.active:
             return
-        tokens = np.repeat(places, q_lens)
-        sizes = MANY if q_lens.max() > 1 else FEW, FEW
-        tiles = [tiles_of(own, size) for own, size in zip((tokens, tokens[sampled]), sizes)]
-        parts = [tokens, tokens[sampled], *(part.reshape(-1) for pair in tiles for part in pair)]
-        own, last, *made = upload(np.concatenate(parts)).split([len(part) for part in parts])
-        rows.places = own, last
-        order, runs = made[::2], [part.view(-1, 3) for part in made[1::2]]
-        rows.tiles = Tiles(order[0], runs[0], sizes[0]), Tiles(order[1], runs[1], sizes[1])
+        tokens, size = np.repeat(places, q_lens), MANY if q_lens.max() > 1 else FEW
+        parts = _parts(tokens, tokens[sampled], size)
+        _read(rows, upload(np.concatenate(parts)).split([len(part) for part in parts]), size)
+
+    def places_of(self, slots: Any) -> Any:
+        return self._tables.host.place[slots]
 
     @contextmanager
     def graph(self, slots: Tensor) -> Iterator[None]:
@@ -58,6 +57,62 @@ class AdaptedRows:
             yield
         finally:
             rows.active = False
+
+
+class AdaptedPrompts:
+    """Fills what ``adapted`` has for graphs that read prompts, of at most ``tokens`` and as many ``samples``,
+    on the host."""
+
+    def __init__(self, adapted: AdaptedRows, tokens: int, samples: int) -> None:
+        self._adapted = adapted
+        self._lengths = self._sizes(tokens, samples)
+        self._columns = torch.zeros(sum(self._lengths), dtype=torch.int32, device="cuda")
+        self._pinned = [torch.zeros_like(self._columns, device="cpu").pin_memory() for _ in range(STAGES)]
+        self._stage = 0
+
+    def _sizes(self, tokens: int, samples: int) -> list[int]:
+        """Of what ``_parts`` makes, at most: all samples may be rows of one token."""
+        tiles = min(samples, self._adapted.count) + tokens // MANY
+        return [tokens, samples, tokens, 3 * tiles, samples, 3 * samples]
+
+    @contextmanager
+    def graph(self, tokens: int, samples: int) -> Iterator[None]:
+        """Inside of a graph of so many."""
+        rows = self._adapted.rows
+        columns = self._columns.split(self._lengths)
+        _read(rows, [part[:size] for part, size in zip(columns, self._sizes(tokens, samples))], MANY)
+        rows.active = True
+        try:
+            yield
+        finally:
+            rows.active = False
+
+    def fill(self, slots: Any, q_lens: Any, sampled: Any) -> None:
+        """Before the replay. ``slots``: of the rows in the order of the graph's tokens; ``sampled``: those of
+        its samples."""
+        tokens, samples = np.repeat(self._adapted.places_of(slots), q_lens), self._adapted.places_of(sampled)
+        pinned = self._pinned[self._stage]
+        self._stage = (self._stage + 1) % STAGES
+        host = pinned.numpy()
+        host[:] = 0
+        at = 0
+        for part, size in zip(_parts(tokens, samples, MANY), self._lengths):
+            host[at : at + len(part)] = part
+            at += size
+        self._columns.copy_(pinned, non_blocking=True)
+
+
+def _parts(tokens: Any, sampled: Any, size: int) -> list[Any]:
+    """int32 columns of the places of a step's tokens, and of those that are sampled: what ``_read`` has on
+    the device. ``size``: of the tiles of tokens."""
+    tiles = tiles_of(tokens, size), tiles_of(sampled, FEW)
+    return [tokens, sampled, *(part.reshape(-1) for part in chain(*tiles))]
+
+
+def _read(rows: Rows, columns: Sequence[Tensor], size: int) -> None:
+    tokens, sampled, order, runs, last, ends = columns
+    rows.places = tokens, sampled
+    rows.tiles = Tiles(order, runs.view(-1, 3), size), Tiles(last, ends.view(-1, 3), FEW)
 
 
 class AdapterCopies:

@@ -174,7 +174,7 @@ class GpuSetup(GpuModel):
         if not self._captures:
             return 0
         largest = max(self.steps.slots, self.prompts.limit)  # tokens of a graph
-        count = self.graphs.count + len(self.prompts.pairs) + len(self.prompts.splits)
+        count = self.graphs.count + self.prompts.count
         layers = self.steps.model.spec.layers
         if self.chains is not None:
             prompts += self.chains.graph_bytes

@@ -143,7 +143,7 @@ class GpuSteps:
         )
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
-            self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows)
+            self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows, adapters.places)
         context = self.shard.context
         self._divides = (
             None if context is None else Divides(self.tables, context, self.extend_batch, self.ops)

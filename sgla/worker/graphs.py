@@ -18,11 +18,11 @@ from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.messages import VERIFIED
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
+from sgla.worker.device_state import STAGES
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.verify import Verify
 
-STAGES = 8  # pinned buffers, more than steps in flight
 REPLAYS = 4  # of a graph that is timed
 
 

@@ -5,9 +5,10 @@ Run eagerly, such a step takes the host longer to launch than the GPU to compute
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +21,11 @@ from sgla.kernels.triton.fetch import fetch
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
+from sgla.worker.device_state import STAGES
+from sgla.worker.gpu_adapters import AdaptedPrompts
 from sgla.worker.gpu_shared_cache import Shares
 from sgla.worker.gpu_steps import EAGER, GpuSteps
-from sgla.worker.graphs import STAGES, Capture
+from sgla.worker.graphs import Capture
 from sgla.worker.verify import Verify
 
 ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens, one that is empty
@@ -46,8 +49,18 @@ SPLIT, SPLIT_ROWS, SPLIT_FROM = (128, 256, 384, 512), 64, 2048
 SHORT, PAIRS = 16, 1 << 16
 
 
+class Which(NamedTuple):
+    """Of the graphs that for ``tokens``, of which up to ``decodes`` are decode rows. ``split``: its tiles are
+    a plan of ``Splits``; ``adapted``: rows may have adapters."""
+
+    decodes: int
+    tokens: int
+    split: bool
+    adapted: bool
+
+
 class PromptGraphs:
-    """One graph for each pair of sizes; none where prompts are not read in graphs.
+    """One graph for each ``Which``; none where prompts are not read in graphs.
     The batch is decode rows, prompt rows, padding; results are in the plan's order."""
 
     def __init__(self, steps: GpuSteps) -> None:
@@ -76,8 +89,10 @@ class PromptGraphs:
         self._out_loc = steps.tables.places(self.limit)
         self._cum = {w: torch.zeros(steps.rows + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self._out = torch.zeros(steps.rows, dtype=torch.int32, device="cuda")
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._split_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Which, torch.cuda.CUDAGraph] = {}
+        self._adapted: AdaptedPrompts | None = None
+        if steps.adapted is not None and self.tokens:
+            self._adapted = AdaptedPrompts(steps.adapted, self.limit, self._samples(steps.rows))
         self._pipe = steps.shard.pipe
         if self._pipe is not None:
             wide, dtype = (self.limit, steps.model.spec.hidden), steps.model.embed.dtype
@@ -143,19 +158,33 @@ class PromptGraphs:
             return None
         return self._splits.plan(cut(slots[rest], starts[rest], q_lens[rest], count, self._tile))
 
+    @property
+    def _kinds(self) -> list[Which]:
+        """The graphs that there are: large to small, so that the small ones fit into the memory of the
+        large."""
+        whole = sorted(self.pairs, key=lambda pair: (-pair[1], -pair[0]))
+        sizes = [(pair, False) for pair in whole] + [(pair, True) for pair in reversed(self.splits)]
+        sets = (False, True) if self._adapted is not None else (False,)
+        return [Which(*pair, split, adapted) for adapted in sets for pair, split in sizes]
+
+    @property
+    def count(self) -> int:
+        """Graphs to be captured."""
+        return len(self._kinds)
+
+    def _samples(self, decodes: int) -> int:
+        """Of a graph with so many decode rows, at most."""
+        return min(decodes + ROWS, self._steps.rows)
+
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels."""
-        for pair in self.pairs:
-            self._forward(*pair)
-        for pair in self.splits:
-            self._forward(*pair, split=True)
+        for which in self._kinds:
+            self._forward(*which)
 
     def capture(self, capture: Capture) -> None:
-        """After the decode graphs; large to small as they."""
-        for n, size in sorted(self.pairs, key=lambda pair: (-pair[1], -pair[0])):
-            self._graphs[n, size] = capture.unrun(partial(self._forward, n, size))
-        for n, size in reversed(self.splits):
-            self._split_graphs[size] = capture.unrun(partial(self._forward, n, size, split=True))
+        """After the decode graphs."""
+        for which in self._kinds:
+            self._graphs[which] = capture.unrun(partial(self._forward, *which))
 
     def _fill(
         self,
@@ -223,14 +252,15 @@ class PromptGraphs:
         if self._states:
             verify.link(self._device_states(kept, padded, self.limit))
 
-    def _forward(self, n: int, size: int, split: bool = False) -> None:
-        """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows. ``split``: tiles
-        are a plan of ``Splits``."""
-        if self._pipe is None:
-            self._compute(n, size, split)
-            return
-        with self._pipe.holding(self._arrived, self._leaving):
-            self._compute(n, size, split)
+    def _forward(self, n: int, size: int, split: bool = False, adapted: bool = False) -> None:
+        """The step in the columns: see ``Which``."""
+        rows = self._adapted if adapted else None
+        with nullcontext() if rows is None else rows.graph(size, self._samples(n)):
+            if self._pipe is None:
+                self._compute(n, size, split)
+                return
+            with self._pipe.holding(self._arrived, self._leaving):
+                self._compute(n, size, split)
 
     def _compute(self, n: int, size: int, split: bool) -> None:
         steps, tables = self._steps, self._steps.tables
@@ -239,7 +269,7 @@ class PromptGraphs:
         tiles, slots, starts, kv_len, at, where, ends, q_start, kept = columns
         ids, positions = self._tokens[:, :size]
         out_loc = self._out_loc[..., :size]
-        sampled = min(n + ROWS, steps.rows)
+        sampled = self._samples(n)
         at, where, ends = at[:sampled], where[:sampled], ends[:sampled]
         logits, out = steps.logits[:sampled], self._out[:sampled]
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
@@ -302,13 +332,15 @@ class PromptGraphs:
         count, new, total = int(decodes.sum()), len(sampled), int(q_lens.sum())
         plan = None if least else self._plan_splits(slots, starts, q_lens, decodes)
         if plan is None:
-            size = next(size for size in self.tokens if size >= max(total, least))
-            sizes = self._pair(count, size)
-            graph = self._graphs[sizes]
+            sizes = self._pair(count, next(size for size in self.tokens if size >= max(total, least)))
         else:
             sizes = next(sizes for sizes in self.splits if sizes[1] >= total)
-            graph = self._split_graphs[sizes[1]]
+        adapted = self._steps.adapted is not None and self._steps.adapted.any(slots)
+        graph = self._graphs[Which(*sizes, plan is not None, adapted)]
         self._fill(slots, starts, q_lens, decodes, sampled, sizes, states, plan)
+        if adapted and self._adapted is not None:
+            order = np.concatenate([decodes.nonzero()[0], (~decodes).nonzero()[0]])
+            self._adapted.fill(slots[order], q_lens[order], slots[sampled])
         if verify is not None:
             self._guess(verify, sizes[0])
         if self._pipe is not None and not self._pipe.first:

@@ -40,8 +40,7 @@ def check(case: str, both: dict[str, Any]) -> None:
                 np.testing.assert_allclose(found[rid]["logprobs"], one["logprobs"], atol=2e-5, rtol=1e-4)
     assert ranks[0] == ranks[1]
     assert ranks[0]["replays"] > 2
-    if "adapters" not in case:
-        assert ranks[0]["read"] > 2
+    assert ranks[0]["read"] > 2
     if "counts" in ranks[0] and "data" not in case:
         *layers, last = both["counts"]  # which sees fewer tokens on a CPU
         assert {layer: ranks[0]["counts"][layer] for layer in layers} == {

@@ -18,7 +18,7 @@ from sgla.messages import Submit
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from adapters import invent
-from test_gpu_runner import TINY
+from test_gpu_runner import TINY, assert_same_bits, twice
 from tiny import make_core, run, submit
 
 
@@ -143,6 +143,25 @@ def test_rows_have_their_adapters_in_graphs_as_in_eager_steps() -> None:
     for one in requests()[1:4]:
         expected = answers(eager, [one])[one.rid]
         np.testing.assert_allclose(answers(runner, [one])[one.rid], expected, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model", "modules"), [(TINY, []), (MIXTURE, ["q_proj", "experts"])])
+def test_prompts_of_rows_with_adapters_are_read_in_graphs(model: dict[str, Any], modules: list[str]) -> None:
+    """In float32: a prompt, and others beside decode rows; as in eager steps, in which the same rows are, and
+    with the same bits as the graph's kernels one by one."""
+    runner = adapted_runner(model, dtype="float32", lora_target_modules=modules)
+    with pytest.MonkeyPatch.context() as patch:
+        kept = twice(runner.prompts, patch, "_graphs", runner.prompts._forward)
+        first, rest = requests()[1:3], requests()[3:6]
+        read = [answers(runner, first) | answers(runner, rest)]
+        patch.setattr(runner, "_captures", False)
+        read.append(answers(runner, first) | answers(runner, rest))
+    assert len(kept) >= 2
+    for both in kept:
+        assert_same_bits(both, 1)
+    for rid, expected in read[1].items():
+        np.testing.assert_allclose(read[0][rid], expected, atol=2e-3)
 
 
 @pytest.mark.gpu

@@ -284,15 +284,17 @@ def test_a_graph_behind_a_long_history_equals_eager(
 
     asked = np.array([90, 9 * 1024]), np.array([1, count]), np.array([SAMPLE, 0], np.uint8)
     assert runner.prompts.takes(*asked)
-    forward = runner.prompts._forward
+    run: list[bool] = []
+
+    def forward(n: int, size: int, in_parts: int, adapted: int) -> None:
+        run.append(bool(in_parts))
+        runner.prompts._forward(n, size, in_parts, adapted)
+
     with monkeypatch.context() as patch:
-        whole = twice(runner.prompts, patch, "_graphs", forward)
-        in_parts = partial(forward, runner.prompts.splits[0][0], split=True)
-        parts = twice(runner.prompts, patch, "_split_graphs", in_parts)
+        kept = twice(runner.prompts, patch, "_graphs", forward)
         captured = found()
-    assert len(parts) == split
-    assert len(whole) == 11 - split
-    assert_same_bits((parts or whole)[-1], 1)
+    assert run == [False] * 10 + [split]
+    assert_same_bits(kept[-1], 1)
     monkeypatch.setattr(runner.prompts, "limit", 0)
     eager = found()
     for one, other in zip(captured[1], eager[1]):
