@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.lora import Rows, Tiles, tiles_of
+from sgla.kernels.triton.fetch import fetch
 from sgla.kernels.triton.lora import FEW, MANY, sort
 from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
@@ -99,7 +100,7 @@ class AdaptedPrompts:
         for part, size in zip(_parts(tokens, samples, MANY), self._lengths):
             host[at : at + len(part)] = part
             at += size
-        self._columns.copy_(pinned, non_blocking=True)
+        fetch(pinned, self._columns)
 
 
 def _parts(tokens: Any, sampled: Any, size: int) -> list[Any]:
