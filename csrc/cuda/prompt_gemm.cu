@@ -14,8 +14,8 @@
 //
 // TURN: the first columns are pairs, each of which is turned by an angle of its token.
 //
-// SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu), while products
-// of other tiles run.
+// SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu). Products of
+// other tiles run meanwhile.
 #include "wgmma.cuh"
 #include "inbox.cuh"
 
