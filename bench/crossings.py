@@ -2,7 +2,7 @@
 """Ways in which pages cross between a GPU and the host's memory, beside something that reads the GPU's memory
 as decode steps do: one JSON line a way.
 
-    python bench/crossings.py [--seconds 0.4] [--ways plain,staged,rows,batch,kernel]
+    python bench/crossings.py [--seconds 0.4] [--ways plain,staged,rows,batch,blocks,kernel]
 
 The load is a graph of products of ``--rows`` rows that reads ``--gib`` of weights; in front of each replay
 a few bytes go to the GPU by its copy engine (``copied``) or are fetched by a kernel (``fetched``), as columns
@@ -12,7 +12,8 @@ to queue a MB; ``copied`` and ``fetched``: how much longer a step takes beside t
 Pages have ``WIDTH`` bytes in each of ``PARTS`` tensors. Places of the host's memory follow each other, pages
 of the GPU in runs of ``run``. ``plain``: one piece of memory each way; ``staged``: through a buffer of so
 many MiB on the GPU and a kernel; ``rows``: by the copy engine, a run of rows a call; ``batch``: by the copy
-engine, all rows in one call; ``kernel``: so many blocks of a kernel read or write the host's memory.
+engine, all rows in one call; ``blocks``: the same, a run of rows being one; ``kernel``: so many blocks of a
+kernel read or write the host's memory.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from itertools import pairwise
 from typing import Any
 
 import lines
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -207,27 +209,64 @@ def runs(pages: list[int]) -> Iterator[tuple[int, int]]:
             begin = i
 
 
-def batch(world: World, inward: bool) -> Way:
+def call_of(name: str) -> Callable[..., int]:
+    """The driver's function as CUDA 13 has it."""
+    call = getattr(driver, name + "_v2", None)
+    if call is not None:
+        return call  # type: ignore[no-any-return]
+    older, failed = getattr(driver, name), c_size_t(0)
+    last = -1 if name == "cuMemcpyBatchAsync" else -2  # arguments behind which one names what failed
+    return lambda *args: int(older(*args[:last], byref(failed), *args[last:]))
+
+
+def batch(world: World, inward: bool, flags: int = OVERLAP, joined: bool = False) -> Way:
+    """``joined``: as if the places of each tensor followed each other in the host's memory, too, so that a
+    run of pages is one copy."""
     stream, host, memory = world.streams[0], world.host.data_ptr(), world.memory.data_ptr()
-    handle, pitch, gap = c_void_p(stream.cuda_stream), WIDTH * PARTS, WIDTH * PAGES
-    attributes, number = Attributes(order=STREAM, flags=OVERLAP), c_size_t(0)
-    parts = torch.arange(PARTS)
+    handle, call = c_void_p(stream.cuda_stream), call_of("cuMemcpyBatchAsync")
+    attributes, number = Attributes(order=STREAM, flags=flags), c_size_t(0)
+    parts = np.arange(PARTS)
 
     def go(pages: list[int], place: int) -> torch.cuda.Event:
-        index = torch.tensor(pages)
-        here = (memory + index[:, None] * WIDTH + parts * gap).flatten()
-        there = (host + (place + torch.arange(len(pages)))[:, None] * pitch + parts * WIDTH).flatten()
-        sizes = torch.full_like(here, WIDTH)
+        spans = list(runs(pages)) if joined else [(i, 1) for i in range(len(pages))]
+        first, count = np.array(spans).T
+        here = memory + (np.array(pages)[first, None] + parts * PAGES) * WIDTH
+        steps = (1, PLACES) if joined else (PARTS, 1)
+        there = host + ((place + first)[:, None] * steps[0] + parts * steps[1]) * WIDTH
+        sizes = np.repeat(count * WIDTH, PARTS)
         ends = (here, there) if inward else (there, here)
-        columns = [c_void_p(column.data_ptr()) for column in (*ends, sizes)]
-        more = c_size_t(len(here)), byref(attributes), byref(number), c_size_t(1)
-        call = getattr(driver, "cuMemcpyBatchAsync_v2", None)
-        if call is not None:
-            code = call(*columns, *more, handle)
-        else:
-            failed, call = c_size_t(0), driver.cuMemcpyBatchAsync
-            code = call(*columns, *more, byref(failed), handle)
+        columns = [np.ascontiguousarray(column).ctypes for column in (*ends, sizes)]
+        given = [c_void_p(column.data) for column in columns]
+        code = call(*given, c_size_t(here.size), byref(attributes), byref(number), c_size_t(1), handle)
         check(code, "cuMemcpyBatchAsync")
+        return ended(stream)
+
+    return go
+
+
+END = [("kind", "i8"), ("address", "i8"), ("row", "i8"), ("layer", "i8"), ("where", "i8")]
+OPERATION = np.dtype(
+    [("source", END), ("target", END), ("width", "i8"), ("height", "i8"), ("depth", "i8"), ("order", "i4"),
+     ("flags", "i4")]
+)  # fmt: skip
+
+
+def blocks(world: World, inward: bool) -> Way:
+    stream, host, memory = world.streams[0], world.host.data_ptr(), world.memory.data_ptr()
+    handle, call, parts = c_void_p(stream.cuda_stream), call_of("cuMemcpy3DBatchAsync"), np.arange(PARTS)
+
+    def go(pages: list[int], place: int) -> torch.cuda.Event:
+        first, count = np.array(list(runs(pages))).T
+        made = np.zeros((len(first), PARTS), OPERATION)
+        here, there = made["target" if inward else "source"], made["source" if inward else "target"]
+        here["address"] = memory + (np.array(pages)[first, None] + parts * PAGES) * WIDTH
+        there["address"] = host + ((place + first)[:, None] * PARTS + parts) * WIDTH
+        here["row"], there["row"] = WIDTH, WIDTH * PARTS
+        for end in (here, there):
+            end["kind"], end["layer"] = 1, count[:, None]
+        made["width"], made["height"], made["depth"] = WIDTH, count[:, None], 1
+        made["order"], made["flags"] = STREAM, OVERLAP
+        check(call(c_size_t(made.size), c_void_p(made.ctypes.data), c_uint64(0), handle), "a batch of blocks")
         return ended(stream)
 
     return go
@@ -371,15 +410,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--gib", type=float, default=15.0)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--ways", default="plain,staged,rows,batch,kernel")
+    parser.add_argument("--ways", default="plain,staged,rows,batch,blocks,kernel")
     args = parser.parse_args()
     world, load = World(), Load(args.gib, args.rows)
     for inward in (True, False):
         ways: dict[str, tuple[Way, int]] = {
             "plain": (plain(world, inward), 84),
             **{f"staged {mib}": (staged(world, inward, mib), 16) for mib in (32, 8)},
-            **{f"rows, run {run}": (rows(world, inward), run) for run in (84, 16, 4, 1)},
-            **{f"batch, run {run}": (batch(world, inward), run) for run in (84, 1)},
+            **{f"rows, run {run}": (rows(world, inward), run) for run in (84, 16, 6, 1)},
+            **{f"batch, run {run}": (batch(world, inward), run) for run in (84, 6, 1)},
+            "batch by default, run 6": (batch(world, inward, 0), 6),
+            "batch of spans, run 6": (batch(world, inward, joined=True), 6),
+            "blocks, run 6": (blocks(world, inward), 6),
             **{f"kernel {blocks}": (kernel(world, inward, blocks), 16) for blocks in (2, 4, 8, 16, 32)},
         }
         for name, (way, run) in ways.items():
