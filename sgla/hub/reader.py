@@ -55,6 +55,11 @@ class Reader:
             return value
         raise self.error(key, f"a list of at most {most} whole numbers")
 
+    def agrees(self, key: str, found: object, others: str) -> None:
+        """Raises ConfigError for a key that says otherwise than ``others``, which transformers reads."""
+        if self.given(key) and self.values[key] != found:
+            raise self.error(key, f"left out, or what {others} says, which transformers reads")
+
     def error(self, key: str, wanted: str) -> ConfigError:
         return ConfigError(
             f"config.json of {self.architecture}: {key} is "

@@ -51,6 +51,7 @@ HARMLESS = frozenset(
     quantization_config compression_config tie_word_embeddings use_flash_attention
     initializer_cutoff_factor sparse_prediction sparse_pred_ignore_index deterministic_flash_attn
     initializer_range embedding_initializer_range initializer_factor init_std use_cache pretraining_tp
+    ignore_index use_parallel_embedding dense_list mask_init_id index_share_for_mtp_iteration
     gradient_checkpointing
     cache_implementation use_flash_attn flash_attn_2_enabled
     output_attentions output_hidden_states output_past output_scores output_router_logits return_dict
@@ -83,7 +84,7 @@ HARMLESS = frozenset(
 _HARMLESS_END = re.compile(
     r".*(_token_ids?|_token_index|dropout|dropout_prob|_pdrop|_loss|_coef|_coeff|_version"
     r"|_xavier_init|_init_scale|name_or_path|commit_hash)$"
-    r"|(attn|experts)_implementation.*|unsloth.*"
+    r"|(attn|experts)_implementation.*|unsloth.*|vit_.*"
 )
 # Words of which the names of mathematical keys consist, in the configurations of transformers.
 _MATHEMATICS = frozenset(
@@ -104,6 +105,8 @@ _MATHEMATICS = frozenset(
     topk untie v value window width
     """.split()  # noqa: SIM905
 )
+# Keys that HF's classes read only where another is missing; beside it they may be a null or a text.
+_INSTEAD = {"sliding_window_pattern": "layer_types"}
 _FACTORS = frozenset({"multiplier", "scale", "scales", "scaling", "factor", "mscale"})
 
 
@@ -120,11 +123,13 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
     unknown, lacking = [], None
     for key, value in config.items():
         name = key.strip("_")
-        _check_kind(architecture, family, key, value)
+        unread = config.get(_INSTEAD.get(key, "")) is not None
+        if not (unread and (value is None or isinstance(value, str))):
+            _check_kind(architecture, family, key, value)
         if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
             continue
         if key in family.fixed:
-            if value is None or value == family.fixed[key]:
+            if value is None or _says(family, value, family.fixed[key]):
                 continue
             kind = UnsupportedValue if key in family.honoured else ConfigError
             refused = kind(
@@ -137,7 +142,8 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
             lacking = lacking or refused
         elif key in family.same:
             other = family.same[key]
-            if value is not None and value != (meant := {**family.defaults, **config}[other]):
+            meant = {**family.defaults, **config}[other]
+            if value is not None and not _says(family, value, meant):
                 raise ConfigError(
                     f"config.json: {key} is {shown(value)} and {other} {shown(meant)}; transformers reads "
                     f"one of them for {architecture}, mostly {other}: remove the other one",
@@ -155,6 +161,13 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
     if lacking is not None:
         raise lacking
     return unknown
+
+
+def _says(family: Family, value: Any, meant: Any) -> bool:
+    """A list has a value for each layer."""
+    if isinstance(value, list) and value and not isinstance(meant, list):
+        return all(_says(family, each, meant) for each in value)
+    return bool(value == meant or (isinstance(value, str) and family.words.get(value) == meant))
 
 
 def _check_kind(architecture: str, family: Family, key: str, value: Any) -> None:
@@ -177,7 +190,7 @@ def _unlike(family: Family, key: str, value: Any) -> str:
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int | float) or (default is None and _QUANTITY.fullmatch(key)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number or (family.layers_differ and isinstance(value, list)):
+        if number or (isinstance(value, list) and (family.layers_differ or key in family.by_layer)):
             return ""
         return "a whole number" if _QUANTITY.fullmatch(key) else "a number"
     if isinstance(default, str) and default != "auto":

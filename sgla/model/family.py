@@ -40,6 +40,8 @@ class Family:
     class does. ``honoured``: those of ``fixed`` that it does read, so that its module computes what is not
     computed here. ``same``: keys it does not read, each with the one that says the same.
 
+    ``words``: values in files that say the same as another, or that the class takes for it.
+
     ``nulls``: keys that may be null, beside ``NULLS``; with a null in any other, HF's class fails, or
     computes what is not computed here.
 
@@ -57,6 +59,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     honoured: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
     nulls: tuple[str, ...] = ()
     model: str = ""
     attention: str = ""
@@ -67,6 +70,7 @@ class Family:
     either_ties: bool = False  # of an ``outer``: its embeddings are tied, or those of its language model
     of_checkpoints: bool = False  # transformers has no such class: its code comes with checkpoints
     layers_differ: bool = False  # heads, KV heads, head_dim and widths of MLPs may be lists
+    by_layer: tuple[str, ...] = ()  # keys that may be a list with the same number for each layer
     pooled: bool = False
     also: tuple[str, ...] = ()  # other architectures that it runs
     qkv_bias: bool = False

@@ -31,6 +31,8 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
             "heads (num_key_value_heads), or twice as many in layers with windows",
             param="model",
         )
+    c.agrees("hybrid_layer_pattern", kinds, "layer_types")
+    c.agrees("swa_num_key_value_heads", 2 * kv_heads, "num_key_value_heads, doubled,")
     head_dim = c.integer("head_dim", HEAD_DIM)
     rope, local = ropes(_shared(c), head_dim, positions, True, 1e4)
     full = AttentionSpec(

@@ -204,7 +204,9 @@ def mistral4(c: Reader, layers: int) -> MoESpec:
 def exaone(c: Reader, layers: int) -> MoESpec:
     """K-EXAONE: DeepSeek-V3's, by other names."""
     names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
-    return deepseek_v3(_renamed(c, names), layers)
+    spec = deepseek_v3(_renamed(c, names), layers)
+    c.agrees("is_moe_layer", [i in spec.layers for i in range(layers)], "mlp_layer_types")
+    return spec
 
 
 def hunyuan_v4(c: Reader, layers: int) -> MoESpec:
@@ -229,6 +231,7 @@ def mimo(c: Reader, layers: int) -> MoESpec:
     """MiMo-V2: DeepSeek-V3's without a shared expert."""
     scale = 1.0 if not c.given("routed_scaling_factor") else c.number("routed_scaling_factor")
     found = deepseek_v3(_renamed(c, {}, n_shared_experts=1, routed_scaling_factor=scale), layers)
+    c.agrees("moe_layer_freq", [i in found.layers for i in range(layers)], "mlp_layer_types")
     return replace(found, shared=0)
 
 

@@ -76,6 +76,8 @@ def read_decoder(config: Mapping[str, Any]) -> ModelSpec:
     if values.get(ROPE) is None:  # HF's classes fill it in then, too
         values[ROPE] = family.defaults.get(ROPE)
     values |= _by_our_names(family, text, values)
+    for key in family.by_layer:
+        values[key] = _of_all_layers(architecture, key, values)
     reader = Reader(architecture, values)
     spec = _read(reader, family)
     if family.completed:
@@ -102,6 +104,16 @@ def _by_our_names(family: Family, text: Mapping[str, Any], values: Mapping[str, 
             if text.get(ours) not in (None, values[theirs]):
                 raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
     return found
+
+
+def _of_all_layers(architecture: str, key: str, values: Mapping[str, Any]) -> Any:
+    """What a list has for each layer. Raises ConfigError unless that is the same."""
+    found, layers = values[key], values["num_hidden_layers"]
+    if not isinstance(found, list):
+        return found
+    if len(found) != layers or any(each != found[0] for each in found):
+        raise Reader(architecture, values).error(key, f"a number, or the same number {layers} times")
+    return found[0]
 
 
 def _of_length(spec: ModelSpec) -> tuple[str, ...]:
@@ -298,6 +310,7 @@ def _out_bias(c: Reader, family: Family, bias: bool) -> bool:
 def _activation(c: Reader, family: Family) -> Activation:
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     found = family.fixed.get(key, c.values.get(key))
+    found = family.words.get(found, found) if isinstance(found, str) else found
     known = _GATES if family.gated else _ACTIVATIONS
     if family.defaults.get(key) in _LEARNED:
         known = _LEARNED

@@ -36,7 +36,7 @@ class Fp8(Method):
         self.in_blocks, self.block = found is not None, found or (128, 128)
         kind = config.get("quant_method", "fp8")
         e4m3 = {
-            "fp8": config.get("fmt", "e4m3") in ("e4m3", None),
+            "fp8": config.get("fmt") in ("e4m3", "float8_e4m3fn", None),
             "fbgemm_fp8": True,
             "compressed-tensors": config.get("format") in ("float-quantized", "naive-quantized"),
             "modelopt": config.get("quant_algo") == "FP8",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from published_configs import EXAONE_4, HUNYUAN_A13B, K_EXAONE, MINIMAX_M2, PUBLISHED
+
 Config = dict[str, Any]
 
 
@@ -1221,8 +1223,13 @@ RUN["Kimi-Linear-48B-A3B"] = Case(
 MIMO = decoder(
     "MiMoV2FlashForCausalLM",
     "mimo_v2_flash",
+    add_full_attention_sink_bias=False,
+    add_swa_attention_sink_bias=True,
+    attention_chunk_size=8,
     attention_value_scale=0.707,
     head_dim=24,
+    hybrid_layer_pattern=[0, 1, 1, 1],
+    moe_layer_freq=[0, 1, 1, 1],
     moe_intermediate_size=16,
     n_routed_experts=8,
     n_shared_experts=None,
@@ -1235,11 +1242,18 @@ MIMO = decoder(
     sliding_window=8,
     sliding_window_size=8,
     swa_head_dim=24,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=4,
     swa_rope_theta=10000,
+    swa_v_head_dim=16,
     topk_method="noaux_tc",
     v_head_dim=16,
 )
 RUN["MiMo-V2-Flash"] = Case(MIMO)
+for _name, _config in PUBLISHED.items():
+    RUN[_name] = Case(_config)
+RUN["K-EXAONE"] = Case(K_EXAONE, twin=K_EXAONE | {"architectures": ["ExaoneMoeForCausalLM"]})
+RUN["MiniMax-M2"] = Case(MINIMAX_M2, fp8="block", twin=MINIMAX_M2 | {"quantization_config": None})
 MINIMAX = TINY | {
     "attn_type_list": [0, 1, 0],
     "head_dim": 16,
@@ -2275,6 +2289,25 @@ REFUSED: dict[str, Case] = {
     },
     "deepseek with another head_dim": Case(deepseek(3, head_dim=2), "head_dim"),
     "deepseek with a head_dim of null": Case(deepseek(3, head_dim=None), "head_dim"),
+    **{
+        f"MiMo with another {key}": Case(MIMO | {key: value}, key)
+        for key, value in (
+            ("hybrid_layer_pattern", [0, 1, 1, 0]),
+            ("moe_layer_freq", [1, 1, 1, 1]),
+            ("swa_num_key_value_heads", 2),
+            ("attention_chunk_size", 16),
+        )
+    },
+    "K-EXAONE with another is_moe_layer": Case(K_EXAONE | {"is_moe_layer": [True] * 4}, "is_moe_layer"),
+    "EXAONE 4 whose pattern nobody reads": Case(EXAONE_4 | {"layer_types": None}, "sliding_window_pattern"),
+    "Hunyuan with experts of another width": Case(
+        HUNYUAN_A13B | {"moe_intermediate_size": [40, 40, 40, 48]}, "moe_intermediate_size"
+    ),
+    "Hunyuan with other experts in one layer": Case(HUNYUAN_A13B | {"moe_topk": [2, 2, 2, 1]}, "moe_topk"),
+    "Command R7B with global layers first": Case(
+        PUBLISHED["c4ai-command-r7b"] | {"order_of_interleaved_layers": "global_attn_first"},
+        "order_of_interleaved_layers",
+    ),
     "GLM-4.7-Flash with another head_dim": Case(
         decoder("Glm4MoeLiteForCausalLM", "glm4_moe_lite", head_dim=2), "head_dim"
     ),

@@ -239,6 +239,7 @@ FAMILIES = {
         },
         CAUSAL | {"use_bidirectional_attention": False},
         {"hidden_activation": "hidden_act"},
+        words={"gelu": "gelu_pytorch_tanh"},
         model="sgla.model.llama:Llama",
         norm_offset=1.0,
         scaled_embedding=True,
@@ -247,8 +248,8 @@ FAMILIES = {
     "Gemma2ForCausalLM": Family(
         ("gemma2",),
         _SOFTCAPPED,
-        CAUSAL | {"use_bidirectional_attention": False, "sliding_window_size": 4096},
-        {"hidden_act": "hidden_activation"},
+        CAUSAL | {"use_bidirectional_attention": False},
+        {"hidden_act": "hidden_activation", "sliding_window_size": "sliding_window"},
         model="sgla.model.gemma:Gemma3",
         norm_offset=1.0,
         scaled_embedding=True,

@@ -35,7 +35,8 @@ _INDEXED = {
     "index_topk": 2048,
     "index_head_dim": 128,
 }
-_ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}  # by which name the class has it for the rotation
+# By which name the class has it for the rotation; classes that declare the key take it from there always.
+_ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}
 
 FAMILIES = {
     "MiniCPM3ForCausalLM": Family(
@@ -138,7 +139,8 @@ FAMILIES = {
         },
         CAUSAL
         | SIGMOID_ROUTED
-        | {"rope_interleave": True, "attention_bias": False, "partial_rotary_factor": 1.0},
+        | {"rope_interleave": True, "attention_bias": False, "partial_rotary_factor": 1.0}
+        | {"first_k_dense_replace": 1},
         {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
         honoured=("attention_bias", "rope_interleave"),
         model="sgla.model.latent:Latent",
@@ -154,9 +156,9 @@ FAMILIES = {
         | _LATENT
         | ROUTED
         | _INDEXED
-        | {"index_n_heads": 64, "n_group": 8, "topk_group": 4},
+        | {"head_dim": 64, "index_n_heads": 64, "n_group": 8, "topk_group": 4},
         CAUSAL | SIGMOID_ROUTED | BIASES,
-        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        {"num_local_experts": "n_routed_experts"},
         model="sgla.model.indexed:Indexed",
         attention="sgla.model.indexed_spec:deepseek",
         mixture="sgla.model.mixture_spec:deepseek_v3",
@@ -175,14 +177,18 @@ FAMILIES = {
             "q_lora_rank": 2048,
             "qk_nope_head_dim": 192,
             "v_head_dim": 256,
+            "head_dim": 64,
             "index_n_heads": 32,
             "indexer_types": None,
             "index_topk_pattern": None,
             "index_topk_freq": 1,
             "index_skip_topk_offset": 2,
         },
-        CAUSAL | SIGMOID_ROUTED | BIASES | {"rope_interleave": True, "indexer_rope_interleave": True},
-        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        CAUSAL
+        | SIGMOID_ROUTED
+        | BIASES
+        | {"rope_interleave": True, "indexer_rope_interleave": True, "moe_router_dtype": "float32"},
+        dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
         model="sgla.model.indexed:Indexed",
         nulls=("indexer_types", "index_topk_pattern"),
         attention="sgla.model.indexed_spec:glm",
@@ -248,13 +254,14 @@ FAMILIES = {
             "moe_layer_freq": 1,
             "n_group": None,
             "topk_group": None,
+            "head_dim": 64,
             "index_n_heads": 16,
             "gated_norm_rank": 16,
         },
         CAUSAL
         | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "attention_bias": False}
         | dict.fromkeys(("gated_norm", "attention_output_gate", "attn_gate_fused"), True),
-        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        {"num_local_experts": "n_routed_experts"},
         model="sgla.model.axk2:AXK2",
         nulls=("n_group", "topk_group"),
         attention="sgla.model.indexed_spec:gated",
@@ -275,6 +282,7 @@ FAMILIES = {
             "v_head_dim": 256,
             "moe_intermediate_size": 768,
             "routed_scaling_factor": 2.827,
+            "head_dim": 256,
             "index_n_heads": 16,
             "indexer_types": None,
             "hc_mult": 4,
@@ -288,7 +296,7 @@ FAMILIES = {
         | {"attention_bias": False, "gating_type": "elementwise"}
         | dict.fromkeys(("learnable_sink", "enable_lm_head_fp32", "enable_ihc"), True)
         | dict.fromkeys(("gated_mla", "use_mla", "use_dsa"), True),
-        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        {"num_local_experts": "n_routed_experts"},
         model="sgla.model.hy4:Hy4",
         nulls=("indexer_types",),
         attention="sgla.model.indexed_spec:hunyuan",

@@ -94,7 +94,11 @@ FAMILIES = {
             "sliding_window": None,
             "tie_word_embeddings": True,
         },
-        CAUSAL | {"mlp_type": "default", "norm_type": "layer_norm"},
+        CAUSAL
+        | {"mlp_type": "default", "norm_type": "layer_norm"}
+        | dict.fromkeys(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), True)
+        | {"scale_attn_weights": True},
+        dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), "norm_epsilon"),
         model="sgla.model.llama:Starcoder2",
         nulls=HEAD_DIM,
         norm="layer",
@@ -133,7 +137,9 @@ FAMILIES = {
         | sizes(256000, 8192, 22528, 40, 64, 8192)
         | {"rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
         CAUSAL
-        | {"use_qk_norm": False, "use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0},
+        | {"use_qk_norm": False, "use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0}
+        | {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"},
+        {"use_embedding_sharing": "tie_word_embeddings", "layer_switch": "sliding_window_pattern"},
         model="sgla.model.cohere:Cohere",
         nulls=KV_HEADS,
         norm="layer",

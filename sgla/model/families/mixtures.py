@@ -10,7 +10,9 @@ from sgla.model.families.keys import (
     EXAONE,
     GRANITE,
     HEAD_DIM,
+    HUNYUAN,
     HUNYUAN_NORMS,
+    HUNYUAN_SAME,
     KV_HEADS,
     ROTATED,
     ROUTED,
@@ -50,6 +52,8 @@ GRANITE_MOE = (
 )
 _OLMOE = WITHOUT_HEAD_DIM | {"attention_bias": False, "norm_topk_prob": False}
 _MIMO_LAYER = "model.mtp.layers.0"  # of several, of which each guesses a token further ahead
+# Keys of files that say what the class works out of others.
+_MIMO_SAYS = "hybrid_layer_pattern", "moe_layer_freq", "swa_num_key_value_heads"
 _MIMO_PREDICTOR = PredictorNames(
     f"{_MIMO_LAYER}.enorm",
     f"{_MIMO_LAYER}.hnorm",
@@ -403,6 +407,7 @@ FAMILIES = {
         },
         CAUSAL | SIGMOID_ROUTED,
         {"num_local_experts": "n_routed_experts"},
+        words={"noaux_tc": "sigmoid"},
         model="sgla.model.llama:Llama",
         nulls=(*KV_HEADS, "norm_topk_prob"),
         mixture="sgla.model.mixture_spec:deepseek_v3",
@@ -490,6 +495,7 @@ FAMILIES = {
             "layer_types": None,
             "mlp_layer_types": None,
             "first_k_dense_replace": 1,
+            "is_moe_layer": None,
             "moe_intermediate_size": 1024,
             "num_experts": 64,
             "num_experts_per_tok": 8,
@@ -501,9 +507,11 @@ FAMILIES = {
         },
         CAUSAL | SIGMOID_ROUTED,
         model="sgla.model.llama:Predicting",
+        also=("ExaoneMoEForCausalLM",),  # as files call it
         mixture="sgla.model.mixture_spec:exaone",
         renamed=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
         qk_norm="head",
+        nulls=("is_moe_layer",),
         windows=EXAONE,
         unrotated=full_among_windows,
         gguf=(Gguf("exaone-moe", tensors=BALANCED, gating=(SIGMOID,)),),
@@ -530,6 +538,7 @@ FAMILIES = {
             "shared_moe_mode": "sigmoid",
             "use_qk_norm": True,
             "qk_norm_type": "per_layer",
+            "swa_rope_theta": -1.0,
             "use_routing_bias": True,
             "shared_intermediate_size": 0,
             "mlp_intermediate_size": 8192,
@@ -566,6 +575,7 @@ FAMILIES = {
             "attention_value_scale": 0.707,
             "sliding_window": 129,
             "sliding_window_size": None,
+            **dict.fromkeys(_MIMO_SAYS),
             "layer_types": None,
             "mlp_layer_types": None,
             "n_routed_experts": 256,
@@ -577,7 +587,8 @@ FAMILIES = {
             "topk_group": 1,
         },
         CAUSAL
-        | SIGMOID_ROUTED
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        | {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
         | {
             "partial_rotary_factor": 0.334,
             "rope_theta": 5e6,
@@ -590,6 +601,7 @@ FAMILIES = {
             "swa_v_head_dim": "v_head_dim",
             "swa_num_attention_heads": "num_attention_heads",
             "layernorm_epsilon": "rms_norm_eps",
+            "attention_chunk_size": "sliding_window_size",
         },
         model="sgla.model.llama:Predicting",
         nulls=(
@@ -598,6 +610,7 @@ FAMILIES = {
             "n_shared_experts",
             "rope_theta",
             "sliding_window_size",
+            *_MIMO_SAYS,
         ),
         attention="sgla.model.mimo_spec:read",
         mixture="sgla.model.mixture_spec:mimo",
@@ -641,10 +654,19 @@ FAMILIES = {
         DECODER
         | sizes(290943, 4096, 11008, 32, 32, 2048)
         | {"rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 1, "moe_topk": 1},
-        CAUSAL | {"use_qk_norm": True},
-        {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+        CAUSAL
+        | HUNYUAN
+        | {"num_shared_expert": 1, "moe_layer_num_skipped": 0}
+        | {"norm_topk_prob": True, "use_mixed_mlp_moe": True},
+        {
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "moe_topk",
+            "moe_intermediate_size": "intermediate_size",
+            **HUNYUAN_SAME,
+        },
         model="sgla.model.llama:Llama",
-        nulls=KV_HEADS,
+        nulls=(*KV_HEADS, "norm_type"),
+        by_layer=("moe_topk",),
         mixture="sgla.model.mixture_spec:hunyuan",
         renamed=(
             *HUNYUAN_NORMS,

@@ -238,7 +238,7 @@ PICTURED = {
     "Kimi_K25ForConditionalGeneration": replace(
         LATENT["DeepseekV3ForCausalLM"],
         also=("KimiK25ForConditionalGeneration",),  # as files call it
-        outer=Family(("kimi_k25",), _TOWER | _KIMI_TOKENS | _KIMI),
+        outer=Family(("kimi_k25",), _TOWER | _KIMI_TOKENS | _KIMI, {"use_unified_vision_chunk": True}),
         predictor=None,
         gguf=(),
     ),
