@@ -21,6 +21,7 @@ import lines
 import msgspec
 import torch
 from gpu_kernels import BF16, time_us
+from torch.nn.functional import ScalingType, scaled_mm
 from tune import cuts
 
 from sgla.kernels import ops
@@ -71,10 +72,7 @@ def few(m: int, role: str) -> dict[Any, Body]:
 def runs(config: skinny_gemm.Config, m: int, gated: bool) -> bool:
     """Whether the cut makes sense, and fits into shared memory with the sums."""
     sums = 4 * 2 * 8 * (2 if m <= 2 else 8 * -(-m // 8)) * (16 * config.tiles + 1)
-    return (
-        not (gated and config.half)
-        and config.ring(grouped=False) + sums + 512 <= (227, 113)[config.per_sm - 1] << 10
-    )
+    return not (gated and config.half) and config.ring() + sums + 512 <= (227, 113)[config.per_sm - 1] << 10
 
 
 def tiles(m: int, role: str, most: int) -> dict[Any, Body]:
@@ -105,43 +103,66 @@ def tiles(m: int, role: str, most: int) -> dict[Any, Body]:
     return {algorithm: body(algorithm) for algorithm in dict.fromkeys(found)}
 
 
+def block_cuts(m: int, n: int, k: int, gated: bool) -> list[batch_gemm.Config]:
+    """What serves first; then by how sums meet scales."""
+    cut, first = batch_gemm.Config, batch_gemm.grouped_config(m, n, k, gated)
+    found = [first] + [first._replace(meeting=meeting) for meeting in (1, 2) if first.rows <= 128 or m <= 128]
+    if 64 < m <= 256:
+        wide, splits = [64] * (n <= 8192) + [128, 192], (1, 2, 4) if n <= 8192 else (1,)
+        found += [cut(t, split, 1, rows=256, meeting=1) for t in wide for split in splits[:2] if m > 128]
+        found += [cut(128, split, 1, rows=128, meeting=meeting) for split in splits for meeting in (0, 1, 2)]
+    if m > 256:
+        found += [cut(128, 1, 1, rows=256, meeting=meeting) for meeting in (0, 1, 3, 4)]
+        found += [cut(192, 1, 1, rows=256, meeting=meeting) for meeting in (1, 4)]
+    return list(dict.fromkeys(found))
+
+
 def blocks(m: int, role: str) -> dict[Any, Body]:
-    """By cut of the tiles, what serves first; LIBRARY: with a scale a channel."""
+    """By cut of the tiles, what serves first. LIBRARY: with a scale a channel; "groups": the library's
+    product with scales of 128 channels for each row of both, "blocks": with scales of the weight's blocks."""
     n, k = SHAPES[role]
     gated = role == "gate_up"
     rounded = fp8.quantize(torch.randn(m, k, dtype=BF16, device="cuda"))
-    whole, scale = torch.ones(n, device="cuda"), torch.rand(n, k // 128, device="cuda") + 0.5
+    whole, scale = torch.ones(n, device="cuda"), torch.rand(n // 128, k // 128, device="cuda") + 0.5
+    rows = scale.repeat_interleave(128, 0)
+    of_x = rounded.scale.expand(k // 128, m).contiguous().t()
     epilogue = batch_gemm.SILU if gated else batch_gemm.STORE
-    cut = batch_gemm.Config
-    found = [batch_gemm.grouped_config(m, n, k, gated)]
-    found += [cut(128, 1, 1, rows=rows) for rows in (128, 256)]
-    if m <= batch_gemm.MAX_ROWS and n <= 8192:
-        found += [cut(128, split, 1, rows=rows) for split in (2, 4) for rows in (128, 256)]
 
-    def body(config: batch_gemm.Config) -> Body:
-        scales = batch_gemm.Scales(rounded.scale, scale)
+    def then(body: Body, w: torch.Tensor) -> Any:
+        y = body(w)
+        if not gated:
+            return y
+        return fp8.act_mul_quantize(y, "silu") if y.shape[1] == n else fp8.quantize(y)
 
-        def ours(w: torch.Tensor) -> Any:
-            y = batch_gemm.linear(rounded.numbers, w, config, epilogue=epilogue, scales=scales)
-            return fp8.quantize(y) if gated else y
+    def ours(w: torch.Tensor, config: batch_gemm.Config) -> torch.Tensor:
+        scales = batch_gemm.Scales(rounded.scale, rows)
+        return batch_gemm.linear(rounded.numbers, w, config, epilogue=epilogue, scales=scales)
 
-        return ours
+    def library(w: torch.Tensor, of_w: torch.Tensor, kind: ScalingType) -> torch.Tensor:
+        return scaled_mm(rounded.numbers, w.t(), of_x, ScalingType.BlockWise1x128, of_w, kind)
 
-    def library(w: torch.Tensor) -> Any:
-        y = fp8.linear(rounded, w, whole)
-        return fp8.act_mul_quantize(y, "silu") if gated else y
-
-    def error(w: torch.Tensor, config: batch_gemm.Config) -> float:
-        scales = batch_gemm.Scales(rounded.scale, scale)
-        y = batch_gemm.linear(rounded.numbers, w, config, epilogue=epilogue, scales=scales).float()
-        of_w = (w.float().view(n, -1, 128) * scale[:, :, None]).view(n, k)
+    def error(y: torch.Tensor, w: torch.Tensor) -> float:
+        of_w = (w.float().view(n, -1, 128) * rows[:, :, None]).view(n, k)
         expected = (rounded.numbers.float() * rounded.scale[:, None]) @ of_w.T
         expected = ops.act_mul(expected, "silu") if gated else expected
-        return float((y - expected).norm() / expected.norm())
+        return float((y.float() - expected).norm() / expected.norm())
 
-    bodies: dict[Any, Body] = {config: body(config) for config in dict.fromkeys(found)}
-    ERRORS[m, role] = {config: functools.partial(error, config=config) for config in bodies}
-    return bodies | {LIBRARY: library}
+    made: dict[Any, Body] = {c: functools.partial(ours, config=c) for c in block_cuts(m, n, k, gated)}
+    bodies: dict[Any, Body] = {config: functools.partial(then, body) for config, body in made.items()}
+    if m % 4 == 0:
+        of_groups = rows.t().contiguous().t()
+        groups = functools.partial(library, of_w=of_groups, kind=ScalingType.BlockWise1x128)
+        of_blocks = functools.partial(library, of_w=scale.t(), kind=ScalingType.BlockWise128x128)
+        made |= {"groups": groups, "blocks": of_blocks}
+        for name in ("groups", "blocks"):
+            bodies[name] = functools.partial(then, made[name])
+
+    def wrong(w: torch.Tensor, name: Any) -> float:
+        y = made[name](w)
+        return error(ops.act_mul(y, "silu") if gated and isinstance(name, str) else y, w)
+
+    ERRORS[m, role] = {name: functools.partial(wrong, name=name) for name in made}
+    return bodies | {LIBRARY: functools.partial(then, lambda w: fp8.linear(rounded, w, whole))}
 
 
 def layer(m: int, ours: bool) -> Callable[[Any], None]:
@@ -171,10 +192,18 @@ def layer(m: int, ours: bool) -> Callable[[Any], None]:
 
 
 def timed(cases: dict[Any, Body], weights: list[Any], repeats: int) -> dict[Any, float]:
+    """What the library refuses is left out."""
+
     def us(body: Body) -> float:
         return round(time_us(lambda: [body(w) for w in weights], len(weights), repeats), 2)
 
-    return {key: us(body) for key, body in cases.items()}
+    found = {}
+    for key, body in cases.items():
+        try:
+            found[key] = us(body)
+        except (RuntimeError, ValueError) as error:
+            print(f"{key}: {error}"[:300], flush=True)
+    return found
 
 
 def emit(m: int, role: str, times: dict[Any, float], least: float) -> None:
@@ -188,10 +217,13 @@ def emit(m: int, role: str, times: dict[Any, float], least: float) -> None:
 def emit_blocks(m: int, role: str, times: dict[Any, float], w: torch.Tensor) -> None:
     """Every cut, whose error is told if it is not that of the result's rounding."""
     found: dict[str, Any] = {"bench": "e4m3 blocks", "role": role, "m": m, "library_us": times[LIBRARY]}
-    cuts = {config: us for config, us in times.items() if config != LIBRARY}
-    found["us"] = {" ".join(map(str, map(int, config))): us for config, us in cuts.items()}
-    errors = {" ".join(map(str, map(int, c))): error(w) for c, error in ERRORS[m, role].items()}
-    found["wrong"] = {cut: round(error, 4) for cut, error in errors.items() if not error < 6e-3}
+
+    def name(key: Any) -> str:
+        return key if isinstance(key, str) else " ".join(map(str, map(int, key)))
+
+    found["us"] = {name(key): us for key, us in times.items() if key != LIBRARY}
+    errors = {name(key): error(w) for key, error in ERRORS[m, role].items() if key in times}
+    found["wrong"] = {key: round(error, 4) for key, error in errors.items() if not error < 6e-3}
     lines.emit(found)
 
 
@@ -223,8 +255,9 @@ def main() -> None:
     }
     with rehearsing():  # all compile side by side
         for _, role, bodies in cases:
-            for body in bodies.values():
-                body(blank[role])
+            for key, body in bodies.items():
+                if not isinstance(key, str):
+                    body(blank[role])
     found: list[Line] = []
     weights: list[Any] = []
     of = ""

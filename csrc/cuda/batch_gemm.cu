@@ -68,6 +68,12 @@
 #ifndef GROUPED
 #define GROUPED 0
 #endif
+// GROUPED: how sums meet scales. 0: sums of a group have registers of their own; 1: what is there is divided
+// by the next group's scales before its products join; 2: as 0, with two sets of such registers in turn.
+// 3 and more: as 0 and more, but that each group of warps begins a stage behind the one before.
+#ifndef MEETING
+#define MEETING 0
+#endif
 // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate)
 // * up; 6: float32, or tokens drawn from it.
 #ifndef EPILOGUE
@@ -89,7 +95,8 @@ constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * 
 // 160 registers a consumer, for which the loading group gives up its own.
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
 // Those that load give registers to those that multiply.
-constexpr bool LENDS = TIGHT || (GROUPED && BN > 128);
+constexpr bool LENDS =
+    TIGHT || (GROUPED && ((MEETING % 3 == 2 && BN > 96) || (MEETING % 3 == 0 && BN > 128)));
 constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
@@ -98,7 +105,7 @@ constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
 static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
-static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > 2))));
+static_assert(!(GROUPED && (!E4M3 || (MEETING % 3 == 0 && (TIGHT || (LENDS && GROUPS > 2))))));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
 // Sums that a block gets from its cluster.
@@ -558,8 +565,10 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
 template <int SIZE>
 __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Shared& shared,
                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,
-                                                 const float* first, const float* second) {
+                                                 const float* first, const float* second, bool lags) {
   constexpr int HALVES = SIZE > 64 ? 2 : 1, PART = SIZE / HALVES;
+  const int group = threadIdx.x / 128;
+  if (lags && group > 0) meet_at<256>(1 + group);
   float next[2] = {__ldg(first), __ldg(second)};
   for (int i = 0; i < count; ++i, slot.next()) {
     const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
@@ -576,12 +585,132 @@ __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Share
       for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(part, w + k * 2, x + k * 2);
       wgmma_commit();
       wgmma_wait<0>(part);
+      if (lags && i == 0 && half == 0 && group + 1 < GROUPS) arrive_at<256>(2 + group);
       if (half == HALVES - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
 #pragma unroll
       for (int j = 0; j < PART; ++j)
         acc[half * PART + j] = fmaf(part[j], scale[j / 2 % 2], acc[half * PART + j]);
     }
   }
+}
+
+template <bool VALUE>
+struct Adds {
+  static constexpr bool value = VALUE;
+};
+
+// The same in the registers of the sums, which are in units of the scales of the last group: what is there is
+// brought to the next one's before its products join it. A scale that is less than 2^-40 of a row's largest
+// so far is taken for that.
+template <int SIZE>
+__device__ __forceinline__ void multiply_in_units(float (&acc)[SIZE], const Shared& shared,
+                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,
+                                                  const float* first, const float* second, bool lags) {
+  constexpr int PARTS = TIGHT && SIZE > 64 ? 2 : 1, PART = SIZE / PARTS;
+  const int group = threadIdx.x / 128;
+  float next[2] = {__ldg(first), __ldg(second)}, unit[2] = {1.f, 1.f}, most[2] = {0x1p-60f, 0x1p-60f}, by[2];
+  float sums[PARTS][PART];
+  const auto begin = [&](int i) {  // a group
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      most[r] = fmaxf(most[r], next[r]);
+      const float now = fmaxf(next[r], most[r] * 0x1p-40f);
+      by[r] = __fdividef(unit[r], now), unit[r] = now;
+    }
+    const int ahead = min(i + 1, count - 1);
+    next[0] = __ldg(first + ahead), next[1] = __ldg(second + ahead);
+    barrier_wait(shared.full + slot.stage * 8, slot.parity);
+  };
+  const auto products = [&](auto adds) {
+    wgmma_fence();
+    const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
+#pragma unroll
+    for (int k = 0; k < ROW_BYTES / 32; ++k)
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const u64 w = tile_at(stage + w_at) + k * 2,
+                  x = tile_at(stage + x_at + part * (PART * 2 * ROW_BYTES)) + k * 2;
+        if constexpr (adds.value) wgmma_e4m3(sums[part], w, x);
+        else if (k == 0) wgmma_e4m3_first(sums[part], w, x);
+        else wgmma_e4m3(sums[part], w, x);
+      }
+    wgmma_commit();
+  };
+  const auto done = [&] {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) wgmma_wait<0>(sums[part]);
+  };
+  if (lags && group > 0) meet_at<256>(1 + group);
+  begin(0);
+  products(Adds<false>{});
+  for (int i = 1; i < count; ++i) {
+    const u32 used = shared.empty + slot.stage * 8;
+    slot.next();
+    begin(i);
+    done();
+    if (threadIdx.x % 128 == 0) barrier_arrive(used);
+    if (lags && i == 1 && group + 1 < GROUPS) arrive_at<256>(2 + group);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int j = 0; j < PART; ++j) sums[part][j] *= by[j / 2 % 2];
+    products(Adds<true>{});
+  }
+  done();
+  if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
+  slot.next();
+#pragma unroll
+  for (int j = 0; j < SIZE; ++j) acc[j] = sums[j / PART][j % PART] * unit[j / 2 % 2];
+}
+
+// The same with sums of two groups: one meets its scales while the other is multiplied.
+template <int SIZE>
+__device__ __forceinline__ void multiply_in_turn(float (&acc)[SIZE], const Shared& shared,
+                                                 Slot<STAGES>& slot, int count, int w_at, int x_at,
+                                                 const float* first, const float* second) {
+  float even[SIZE], odd[SIZE], next[2] = {__ldg(first), __ldg(second)}, scale[2];
+  u32 used = 0;  // the barrier of the stage before
+  const auto begin = [&](float (&sums)[SIZE]) {
+    const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
+    barrier_wait(shared.full + slot.stage * 8, slot.parity);
+    const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at);
+    wgmma_fence();
+    wgmma_e4m3_first(sums, w, x);
+#pragma unroll
+    for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(sums, w + k * 2, x + k * 2);
+    wgmma_commit();
+  };
+  const auto meet = [&](float (&sums)[SIZE], int i) {  // group i
+    if (threadIdx.x % 128 == 0) barrier_arrive(used);
+    scale[0] = next[0], scale[1] = next[1];
+    if (i + 1 < count) next[0] = __ldg(first + i + 1), next[1] = __ldg(second + i + 1);
+#pragma unroll
+    for (int j = 0; j < SIZE; ++j) acc[j] = fmaf(sums[j], scale[j / 2 % 2], acc[j]);
+  };
+  const auto step = [&](float (&sums)[SIZE], float (&before)[SIZE], int i) {
+    used = shared.empty + slot.stage * 8;
+    slot.next();
+    begin(sums);
+    wgmma_wait<1>(before);
+    meet(before, i - 1);
+  };
+  begin(even);
+  int i = 1;
+  for (; i + 1 < count; i += 2) {
+    step(odd, even, i);
+    step(even, odd, i + 1);
+  }
+  if (i < count) {
+    step(odd, even, i);
+    wgmma_wait<0>(odd);
+    used = shared.empty + slot.stage * 8;
+    meet(odd, i);
+  } else {
+    wgmma_wait<0>(even);
+    used = shared.empty + slot.stage * 8;
+    meet(even, i - 1);
+  }
+  slot.next();
 }
 
 // DRAW: of the row that a thread gives to the other blocks, and has of them.
@@ -593,7 +722,7 @@ struct Known {
 // A group of warps multiplies 64 weight rows of a tile by N rows of x.
 template <int N>
 __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const Work& work,
-                                        const Shared& shared, Slot<STAGES>& slot, Known& told) {
+                                        const Shared& shared, Slot<STAGES>& slot, Known& told, bool lags) {
   const int group = threadIdx.x / 128;
   // 64 weight rows, rows of x.
   const int unit = tile.odd() ? (group + 1) % GROUPS : group, begin = tile.odd() ? BN - N : 0;
@@ -610,9 +739,13 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   if (DRAW && told.draws && threadIdx.x < p.m) told.known = __ldcg(p.draw.keys + threadIdx.x);
   float acc[N / 2] = {};
   const int w_at = unit * (64 * ROW_BYTES), x_at = W_BYTES + begin * ROW_BYTES;
-  if constexpr (GROUPED)
-    multiply_grouped(acc, shared, slot, work.count, w_at, x_at, columns.groups[0] + work.first,
-                     columns.groups[1] + work.first);
+  const float *one = columns.groups[0] + work.first, *two = columns.groups[1] + work.first;
+  if constexpr (GROUPED && MEETING % 3 == 0)
+    multiply_grouped(acc, shared, slot, work.count, w_at, x_at, one, two, lags);
+  else if constexpr (GROUPED && MEETING % 3 == 1)
+    multiply_in_units(acc, shared, slot, work.count, w_at, x_at, one, two, lags);
+  else if constexpr (GROUPED)
+    multiply_in_turn(acc, shared, slot, work.count, w_at, x_at, one, two);
   else
     multiply(acc, shared, slot, work.count, w_at, x_at);
   float sum[N / 2 / SPLIT];
@@ -660,9 +793,9 @@ __device__ __forceinline__ void consume(const Params& p, const Work& work, const
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
     if (LAST && tile.halved())
-      work_on<HALF>(p, tile, work, shared, slot, told);
+      work_on<HALF>(p, tile, work, shared, slot, told, MEETING > 2 && at == work.begin);
     else
-      work_on<BN>(p, tile, work, shared, slot, told);
+      work_on<BN>(p, tile, work, shared, slot, told, MEETING > 2 && at == work.begin);
   }
 }
 

@@ -44,7 +44,9 @@
 #ifndef E4M3  // 1: weights are e4m3 with a scale for each row
 #define E4M3 0
 #endif
-#ifndef GROUPED  // 1: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF)
+// 1, 2 or 4: with a scale for each row and 128 k, which is a chunk (E4M3, not HALF); a warp takes so many
+// chunks that follow each other, whose scales come together.
+#ifndef GROUPED
 #define GROUPED 0
 #endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up;
@@ -62,7 +64,8 @@ constexpr int SIZE = E4M3 ? 1 : 2;  // bytes of a weight
 constexpr int ROW_BYTES = HALF ? 256 : 128, CHUNK_K = ROW_BYTES / SIZE;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;  // pieces of a row
 constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a piece of the weights
-constexpr int WEIGHT_BYTES = 2048 * MT, CHUNK_BYTES = WEIGHT_BYTES + (GROUPED ? 64 * MT : 0);
+constexpr int WEIGHT_BYTES = 2048 * MT, CHUNK_BYTES = WEIGHT_BYTES + GROUPED * 64 * MT;
+constexpr int RUN = GROUPED ? GROUPED : 1;  // chunks of a warp that follow each other
 constexpr bool HALVES = E4M3 && STAGED;
 constexpr int CHAINS = HALVES ? 2 : 1;  // of sums
 constexpr int KEPT = HALVES ? STAGED : NT * 8;  // rows of x whose sums are worth keeping
@@ -131,9 +134,9 @@ struct Window {
 };
 #endif
 
-// A float that other lanes read too.
-__device__ __forceinline__ void cp_async4(u32 dst, const float* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+// RUN floats that other lanes read too.
+__device__ __forceinline__ void cp_async_run(u32 dst, const float* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(dst), "l"(src), "n"(4 * RUN) : "memory");
 }
 __device__ __forceinline__ float lds_float(u32 addr) {
   float r;
@@ -293,7 +296,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   // moved back so that all its rows exist.
   const int my_row = lane / ROW_CHUNKS, piece = lane % ROW_CHUNKS;
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
-  int in_tile = first, in_chunk = warp;
+  auto next_chunk = [](int chunk) { return chunk + 1 + (chunk % RUN < RUN - 1 ? 0 : (WARPS - 1) * RUN); };
+  int in_tile = first, in_chunk = warp * RUN;
   if (in_chunk >= chunks) in_tile = last;  // this warp has nothing to add
   auto source = [&]() {
     return p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * (16 / SIZE);
@@ -312,15 +316,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off,
                    16);
       }
-      if (GROUPED && lane < MT * 16) {
+      if (GROUPED && lane < MT * 16 && in_chunk % RUN == 0) {
         const int row = lane / 16 * TILE_ROWS + lane % 8 + (lane % 16 >= 8 ? (GATED ? p.n : 8) : 0);
-        cp_async4(to + WEIGHT_BYTES + lane * 4,
-                  p.scale + (long long)(first_column(in_tile) + row) * chunks + in_chunk);
+        cp_async_run(to + WEIGHT_BYTES + lane * (4 * RUN),
+                     p.scale + (long long)(first_column(in_tile) + row) * chunks + in_chunk);
       }
-      in_chunk += WARPS;
-      in += WARPS * CHUNK_K;
+      const int step = next_chunk(in_chunk) - in_chunk;
+      in_chunk += step;
+      in += step * CHUNK_K;
       if (in_chunk >= chunks) {
-        in_chunk = warp;
+        in_chunk = warp * RUN;
         ++in_tile;
         in = source();
       }
@@ -419,7 +424,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     }
     float acc[MT][NT][4] = {}, more[CHAINS > 1 ? MT : 1][CHAINS > 1 ? NT : 1][4] = {};
     float total[MT][NT][4] = {};  // GROUPED: sums times their scales
-    for (int chunk = warp; chunk < chunks; chunk += WARPS) {
+    float by_run[MT][2][RUN];
+    for (int chunk = warp * RUN; chunk < chunks; chunk = next_chunk(chunk)) {
       constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE, PIECE_K = 16 / SIZE;
       uint4 b[PARTS][NT][XV];
 #pragma unroll
@@ -441,12 +447,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       load(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = ring + stage * CHUNK_BYTES;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      float by_chunk[MT][2];
 #pragma unroll
       for (int i = 0; i < (GROUPED ? MT : 0); ++i)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          by_chunk[i][h] = lds_float(from + WEIGHT_BYTES + (i * 16 + h * 8 + g) * 4);
+        for (int h = 0; h < 2; ++h) {
+          float(&by)[RUN] = by_run[i][h];
+          const u32 at = from + WEIGHT_BYTES + (i * 16 + h * 8 + g) * (4 * RUN);
+          if (chunk % RUN) {
+#pragma unroll
+            for (int r = 0; r + 1 < RUN; ++r) by[r] = by[r + 1];
+          } else if (RUN == 4) {
+            const uint4 v = lds128(at);
+            by[0] = __uint_as_float(v.x), by[1 % RUN] = __uint_as_float(v.y);
+            by[2 % RUN] = __uint_as_float(v.z), by[3 % RUN] = __uint_as_float(v.w);
+          } else {
+#pragma unroll
+            for (int r = 0; r < RUN; ++r) by[r] = lds_float(at + r * 4);
+          }
+        }
 #pragma unroll
       for (int h = 0; h < PARTS; ++h) {
         if (NORM && !STAGED) {
@@ -501,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const float sum = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
-              total[i][j][e] += sum * by_chunk[i][e / 2];
+              total[i][j][e] += sum * by_run[i][e / 2][0];
               acc[i][j][e] = 0.f;
               if (CHAINS > 1) more[i][j][e] = 0.f;
             }

@@ -239,7 +239,6 @@ inline void copy(unsigned to, const void* from, unsigned bytes, unsigned size) {
   emulated::me->copies.push_back({to, from, bytes, size});
 }
 inline void cp_async16(unsigned to, const void* from, unsigned bytes) { copy(to, from, bytes, 16); }
-inline void cp_async4(unsigned to, const float* from) { copy(to, from, 4, 4); }
 inline void cp_async_commit() {
   emulated::me->groups.push_back(std::move(emulated::me->copies));
   emulated::me->copies.clear();

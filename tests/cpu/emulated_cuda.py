@@ -27,6 +27,7 @@ APART = 200 << 10  # where arrays lie that are not of the dynamic shared memory
 OWN = {
     "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes) "
     "{ copy(to, from, bytes, WIDTH); }\n",
+    "cp_async_run": "void cp_async_run(u32 to, const float* from) { copy(to, from, 4 * RUN, 4 * RUN); }\n",
     "forget": "void forget(Self&, Place&) {}\n",
     "mma_halves": "void mma_halves(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) { u32 a[4] = {}; "
     "halves(lo, a[0], a[2]); if (!HALF) halves(hi, a[1], a[3]); "

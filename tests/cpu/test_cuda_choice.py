@@ -124,4 +124,4 @@ def test_few_rows_beside_e4m3_weights_are_kept_where_they_are_few_enough(
         config = skinny_gemm.default_config(m, n, k, gated, True)
         staged = skinny_gemm._staged(m, k, config, True, True)
         assert (staged.rows >= m) is (m <= 4 and m * k <= 16384)
-        assert config.ring(False) + staged.bytes < SHARED[config.per_sm - 1]
+        assert config.ring() + staged.bytes < SHARED[config.per_sm - 1]

@@ -81,6 +81,7 @@ class Config(NamedTuple):
     rows: int = MAX_ROWS
     passes: int = 1
     panels: int = 1
+    meeting: int = 0  # how sums meet scales of groups, numbered as in the kernel
 
     @property
     def groups(self) -> int:
@@ -254,6 +255,7 @@ def _kernel(
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
     defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
+    defines |= {"MEETING": config.meeting} if config.meeting else {}
     defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
     shared, cluster = stages * (room.stage + 16) + room.inbox + 1032, 1 if config.apart else config.split
     return Kernel("batch_gemm.cu", "batch_gemm", defines, shared, cluster)
@@ -388,7 +390,9 @@ def _launch(
         params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
     ranks = send.ranks if send is not None else 0
     kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)
-    lends = rows > (GROUPED_ROWS if grouped else 192 if config.groups == 3 else MAX_ROWS)
+    most = 192 if config.groups == 3 else MAX_ROWS
+    lends = rows > (GROUPED_ROWS if grouped and config.meeting % 3 == 0 else most)
+    lends = lends or (config.meeting % 3 == 2 and rows > 96)
     helpers = 128 if lends else 32 + 32 * kept
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 

@@ -15,6 +15,7 @@ from sgla.kernels.cuda.build import SHARED, Kernel, processors
 MAX_ROWS = 16
 STORE, ADD, SILU, FLOAT32, GELU, CONVOLVED = range(6)  # EPILOGUE
 TAPS = 4  # of convolutions
+WARPS = 8
 P = ctypes.c_void_p
 
 
@@ -57,9 +58,9 @@ class Config(NamedTuple):
     stages: int
     per_sm: int
 
-    def ring(self, grouped: bool) -> int:
-        """Bytes of weights in shared memory, with their scales if they are ``grouped``."""
-        return 8 * (2048 + 64 * grouped) * self.tiles * self.stages
+    def ring(self, run: int = 0) -> int:
+        """Bytes of weights in shared memory, with the scales of ``run`` groups each."""
+        return 8 * (2048 + 64 * run) * self.tiles * self.stages
 
 
 class Staged(NamedTuple):
@@ -101,15 +102,20 @@ def gate_refuses(m: int, k: int, norm: Tensor | None) -> str | None:
     return "it takes norms of heads of 64, 128 or 256 in float32"
 
 
-def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool, grouped: bool = False) -> Staged:
-    """What is kept of x. ``made``: it is not used as it is."""
+def run_of(k: int) -> int:
+    """Groups of 128 channels whose scales a warp takes together."""
+    return next(run for run in (4, 2, 1) if run == 1 or k % (WARPS * run * 128) == 0)
+
+
+def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool, run: int = 0) -> Staged:
+    """What is kept of x. ``made``: it is not used as it is; ``run``: see ``Config.ring``."""
     if not e4m3:
         kept = made and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
         return Staged(1, STAGED_BYTES) if kept else Staged(0, 0)
     rows = next((rows for rows in E4M3_STAGED if m <= rows and m * k * 2 <= E4M3_STAGED_BYTES), 0)
     room = m * (2 * k + 16)
     sums = 4 * 2 * 8 * rows * (16 * config.tiles + 1) + 512  # and what else the kernel keeps
-    fits = rows and config.ring(grouped) + room + sums <= SHARED[config.per_sm - 1]
+    fits = rows and config.ring(run) + room + sums <= SHARED[config.per_sm - 1]
     return Staged(rows, room) if fits else Staged(0, 0)
 
 
@@ -122,23 +128,24 @@ def _kernel(
     staged: Staged,
     e4m3: bool,
     gate: tuple[int, int] | None = None,
-    grouped: bool = False,
+    run: int = 0,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
-    defines |= {"GROUPED": 1} if grouped else {}
+    defines |= {"GROUPED": run} if run else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
-    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(grouped) + staged.bytes)
+    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(run) + staged.bytes)
 
 
-def default_config(m: int, n: int, k: int, gated: bool, e4m3: bool = False) -> Config:
-    """An estimate for ``n`` output columns, from measurements on an H200 (132 multiprocessors)."""
+def default_config(m: int, n: int, k: int, gated: bool, e4m3: bool = False, run: int = 0) -> Config:
+    """An estimate for ``n`` output columns, from measurements on an H200 (132 multiprocessors). ``run``: see
+    ``Config.ring``."""
     if not e4m3:
         return _choose(m, n, k, gated)
     config = _choose(m, n, k // 2, gated)
     for cut in (config, E4M3_CUT):
-        if _staged(m, k, cut, e4m3, True).rows:
+        if _staged(m, k, cut, e4m3, True, run).rows:
             return cut if gated or k <= 2048 or not 2048 < n < 100_000 else E4M3_WIDE
     return config
 
@@ -189,11 +196,11 @@ def linear(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    config = config or default_config(m, n, k, gated, scale is not None)
-    grouped = scale is not None and scale.dim() == 2
-    if grouped:  # a chunk is a group
+    run = run_of(k) if scale is not None and scale.dim() == 2 else 0
+    config = config or default_config(m, n, k, gated, scale is not None, run)
+    if run:  # a chunk is a group
         config = config._replace(half=False)
-    staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None, grouped)
+    staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None, run)
     normed, by = norm is not None, None
     if gate is not None:
         assert norm is None
@@ -201,7 +208,7 @@ def linear(
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
-    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, grouped)
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, run)
     params = (
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
