@@ -2,14 +2,14 @@
 """Ways in which pages cross between a GPU and the host's memory, beside something that reads the GPU's memory
 as decode steps do: one JSON line a way.
 
-    python bench/crossings.py [--seconds 0.4] [--ways plain,staged,rows,batch,blocks,kernel]
+    python bench/crossings.py [--seconds 0.4] [--ways plain,staged,rows,batch,blocks,kernel] [--width 32]
 
 The load is a graph of products of ``--rows`` rows that reads ``--gib`` of weights; in front of each replay
 a few bytes go to the GPU by its copy engine (``copied``) or are fetched by a kernel (``fetched``), as columns
 of a step do. ``alone_gb_s``: the copy without the load; ``gb_s``: beside it; ``host_us_mb``: the host's time
 to queue a MB; ``copied`` and ``fetched``: how much longer a step takes beside the copy, median and p90.
 
-Pages have ``WIDTH`` bytes in each of ``PARTS`` tensors. Places of the host's memory follow each other, pages
+Pages have ``--width`` KiB in each of ``PARTS`` tensors. Places of the host's memory follow each other, pages
 of the GPU in runs of ``run``. ``plain``: one piece of memory each way; ``staged``: through a buffer of so
 many MiB on the GPU and a kernel; ``rows``: by the copy engine, a run of rows a call; ``batch``: by the copy
 engine, all rows in one call; ``blocks``: the same, a run of rows being one; ``kernel``: so many blocks of a
@@ -411,7 +411,10 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=15.0)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--ways", default="plain,staged,rows,batch,blocks,kernel")
+    parser.add_argument("--width", type=int, default=32, help="KiB of a page in a tensor")
     args = parser.parse_args()
+    global WIDTH
+    WIDTH = args.width << 10
     world, load = World(), Load(args.gib, args.rows)
     for inward in (True, False):
         ways: dict[str, tuple[Way, int]] = {
@@ -428,6 +431,7 @@ def main() -> None:
             if name.replace(",", " ").split()[0] not in args.ways.split(","):
                 continue
             fields: dict[str, Any] = {"bench": "crossings", "way": name, "to": "device" if inward else "host"}
+            fields["width"] = WIDTH
             try:
                 fields |= measure(world, load, way, run, args.seconds)
             except Exception as error:

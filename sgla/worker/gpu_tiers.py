@@ -20,11 +20,13 @@ from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
 from sgla.worker.pinned import Pinned
+from sgla.worker.rows import Int64s, copy_rows, in_batches
 from sgla.worker.state import Int32s, column
 from sgla.worker.tiers import Rows, runs_of
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
+ROW = 1 << 40  # bytes of a unit in a layer from which on it crosses without being staged: not measured yet
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
 BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
@@ -42,14 +44,26 @@ class Room(Protocol):
     def bytes(self) -> Tensor: ...
 
 
+class Parts(NamedTuple):
+    """Of a unit, int64 each: where those of unit 0 lie on the device, how far apart those of units are,
+    where they begin in what lies beside, and their bytes."""
+
+    address: Int64s
+    apart: Int64s
+    within: Int64s
+    width: Int64s
+
+
 class Section(NamedTuple):
     """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
-    of a unit]."""
+    of a unit]. ``staged``: it is gathered where there is room for it."""
 
     group: int
     band: int
     memory: list[Tensor]
     beside: Tensor
+    parts: Parts
+    staged: bool
 
 
 class HostTier:
@@ -79,8 +93,9 @@ class HostTier:
                 own = tensors[len(tensors) * band // bands : len(tensors) * (band + 1) // bands]
                 self._band_of |= {tensor.data_ptr(): band for tensor in own}
                 size = places * _width(own)
-                beside = flat[at : at + size].view(places, _width(own))
-                sections.append(Section(group, band, _joined(_wide(own)), beside))
+                beside, parts = flat[at : at + size].view(places, _width(own)), _parts(own)
+                staged = beside.is_cuda or not in_batches() or not (parts.width >= ROW).all()
+                sections.append(Section(group, band, _joined(_wide(own)), beside, parts, staged))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self._in = Lane(staging[0], Route(self._cross_in, self._scatter))
@@ -185,20 +200,23 @@ class HostTier:
             beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
-        """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
-        width = self._sections[chunk.section].beside.shape[1]
-        if width > len(half) or not len(chunk.units):
+        """Room for the chunk's units, uint8[n, bytes of a unit]; None: they cross without it, or are none."""
+        section = self._sections[chunk.section]
+        width = section.beside.shape[1]
+        if not section.staged or width > len(half) or not len(chunk.units):
             return None
         return half[: len(chunk.units) * width].view(len(chunk.units), width)
 
     def _direct(self, chunk: Chunk, inward: bool) -> None:
-        """Units that are large: each part crosses by itself."""
-        beside = self._sections[chunk.section].beside
-        for unit, place in zip(chunk.units.tolist(), chunk.places.tolist()):
-            for tensor, part in self._pairs(chunk, beside[place : place + 1]):
-                for here, there in zip(tensor[unit], part[0]):
-                    ends = (here, there) if inward else (there, here)
-                    ends[0].copy_(ends[1], non_blocking=True)
+        """Each part of a unit crosses by itself."""
+        section = self._sections[chunk.section]
+        base, pitch, parts = section.beside.data_ptr(), section.beside.shape[1], section.parts
+        units, places = (column.astype(np.int64)[:, None] for column in (chunk.units, chunk.places))
+        here = (parts.address + units * parts.apart).ravel()
+        there = (base + places * pitch + parts.within).ravel()
+        if here.size:
+            targets, sources = (here, there) if inward else (there, here)
+            copy_rows(targets, sources, np.tile(parts.width, len(units)))
 
     def _pairs(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Memory on the device, and its part of ``rows``."""
@@ -284,6 +302,14 @@ def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
     """Whether some of ``units`` of each cache group are to come."""
     return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
+
+
+def _parts(tensors: Sequence[Tensor]) -> Parts:
+    """``tensors``: uint8[units, bytes]."""
+    width = np.array([tensor.shape[1] for tensor in tensors], np.int64)
+    address = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    apart = np.array([tensor.stride(0) for tensor in tensors], np.int64)
+    return Parts(address, apart, width.cumsum() - width, width)
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
