@@ -23,6 +23,13 @@ THINKERS = {  # by model_type
     "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
 BODY = "Gemma3TextModel"
+SAID = ("quantization_config", "compression_config")  # where a configuration says how weights are quantized
+# Files in which older tools say it: the method of each, and a key that it has then.
+SAID_BESIDE = {
+    "hf_quant_config.json": ("modelopt", "quant_algo"),
+    "quantize_config.json": ("gptq", "bits"),
+    "quant_config.json": ("awq", "w_bit"),
+}
 MAX_ENDS = 1024  # ids that end a generation
 
 
@@ -110,11 +117,27 @@ def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | 
             f"{path} has no config.json" + (", and several .gguf files: name one" if found else "")
         )
     config, generation = plain(read_object(path / "config.json")), path / "generation_config.json"
+    config = told(config, path)
     generation_config = read_object(generation) if generation.is_file() else {}
     if load_format == "dummy":
         return ModelSource("dummy", path, (), config, generation_config)
     kind, files = weight_files(path, load_format)
     return ModelSource(kind, path, files, config, generation_config)
+
+
+def told(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With what a file beside it says of quantization, if it says nothing of that itself."""
+    text = config.get("text_config")
+    if any(table.get(key) for table in (config, text) if isinstance(table, dict) for key in SAID):
+        return config
+    for name, (method, key) in SAID_BESIDE.items():
+        if (folder / name).is_file():
+            found = read_object(folder / name)
+            inner = found.get("quantization")
+            found = inner if isinstance(inner, dict) else found
+            if found.get(key) is not None:
+                return {**config, SAID[0]: {"quant_method": method, **found}}
+    return config
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:

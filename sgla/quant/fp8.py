@@ -1,6 +1,7 @@
 """Checkpoints whose linear weights are e4m3 numbers with scales beside them. Loads no torch.
 
-``X.weight_scale``: one for the tensor, or one for each output channel (compressed-tensors, FBGEMM, ModelOpt).
+``X.weight_scale``: one for the tensor, or one for each output channel (compressed-tensors, FBGEMM, ModelOpt;
+the latter also one for each block, with a length of 1 behind each).
 ``X.weight_scale_inv``: one for each block of 128 x 128, by which the numbers are multiplied in spite of its
 name (DeepSeek-V3, arXiv 2412.19437; Qwen3-FP8). Scales of activations and of a KV cache are not used: the
 former are made for each token, the latter are measured at start.
@@ -39,7 +40,7 @@ class Fp8(Method):
             "fp8": config.get("fmt") in ("e4m3", "float8_e4m3fn", None),
             "fbgemm_fp8": True,
             "compressed-tensors": config.get("format") in ("float-quantized", "naive-quantized"),
-            "modelopt": config.get("quant_algo") == "FP8",
+            "modelopt": True,
         }
         if not e4m3[kind]:
             raise unsupported(kind, config)
@@ -105,7 +106,7 @@ class Mx8(Method):
 
 def _static_scales(config: Mapping[str, Any], groups: list[Scheme]) -> bool:
     """Whether the file has a scale for the activations of each linear layer."""
-    if config.get("activation_scheme") == "static" or config.get("quant_method") == "modelopt":
+    if config.get("activation_scheme") == "static" or config.get("quant_algo") == "FP8":
         return True
     return any(group.inputs.values and not group.inputs.flag("dynamic") for group in groups)
 
@@ -160,7 +161,8 @@ def covered(
         return n, k
     if scale in ((n,), (n, 1)):
         return 1, k
-    if scale == (-(-n // block[0]), -(-k // block[1])):
+    rows, columns = -(-n // block[0]), -(-k // block[1])
+    if scale in ((rows, columns), (rows, 1, columns, 1)):
         return block
     raise WeightError(
         f"{name} has shape {list(scale)}, which fits neither the {n} rows of its weight nor blocks of "

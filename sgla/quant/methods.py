@@ -8,6 +8,7 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import shown
+from sgla.hub.source import SAID
 from sgla.quant.method import Method
 from sgla.quant.method_keys import check_method_keys
 
@@ -57,8 +58,8 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8 or NVFP4, "
-        "bitsandbytes, hqq, torchao, w4afp8, and mxfp4 for gpt-oss are. Take the model's unquantized "
+        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8, MXFP8 or "
+        "NVFP4, bitsandbytes, hqq, torchao, w4afp8, and mxfp4 for gpt-oss are. Take the model's unquantized "
         "checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )
@@ -70,7 +71,7 @@ def quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
     places = [
         (f"{outer}{key}", table[key])
         for outer, table in (("", config), ("text_config.", text if isinstance(text, Mapping) else {}))
-        for key in ("quantization_config", "compression_config")
+        for key in SAID
         if table.get(key)
     ]
     for name, found in places:

@@ -1,4 +1,5 @@
-"""Checkpoints of NVIDIA's ModelOpt: FP8, NVFP4, or some layers of each. Loads no torch."""
+"""Checkpoints of NVIDIA's ModelOpt: FP8 with scales for tensors, rows or blocks of 128 x 128, MXFP8, NVFP4,
+or some layers of each. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,21 +9,30 @@ from typing import Any
 from sgla.hub.reader import Reader
 from sgla.quant.compressed import Mixed
 from sgla.quant.e2m1_files import Nvfp4
-from sgla.quant.fp8 import Fp8
+from sgla.quant.fp8 import Fp8, Mx8
 from sgla.quant.method import Method
 from sgla.quant.methods import unsupported
 
-_METHODS: dict[Any, type[Method]] = {"FP8": Fp8, "NVFP4": Nvfp4}
+_METHODS: dict[str, type[Method]] = {
+    "FP8": Fp8,
+    "FP8_PER_CHANNEL_PER_TOKEN": Fp8,
+    "FP8_PB_WO": Fp8,
+    "MXFP8": Mx8,
+    "NVFP4": Nvfp4,
+    "W4A16_NVFP4": Nvfp4,
+}
 
 
 def modelopt(config: Mapping[str, Any]) -> Method:
     """Raises ConfigError for what is not supported."""
     algorithm = config.get("quant_algo")
-    if algorithm == "MIXED_PRECISION":
+    kind = algorithm.upper() if isinstance(algorithm, str) else ""
+    if kind == "MIXED_PRECISION":
         return _mixed(config)
-    if not isinstance(algorithm, str) or algorithm not in _METHODS:
+    if kind not in _METHODS:
         raise unsupported("modelopt", config)
-    return _METHODS[algorithm](config)
+    blocks = {"weight_block_size": [128, 128]} if kind == "FP8_PB_WO" else {}
+    return _METHODS[kind]({**config, **blocks, "quant_algo": kind})
 
 
 def _mixed(config: Mapping[str, Any]) -> Method:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.hub.source import ModelSource, open_source
-from sgla.kernels.integers import KINDS
 from sgla.loading.pickles import TYPES
 from sgla.quant.formats import FORMATS
 from sgla.quant.method import Method
@@ -52,7 +51,7 @@ def check(
     torch.testing.assert_close(source.dense(range(7, 70)), dense[7:70], rtol=rtol, atol=1e-6)
     for device in ("cpu", "cuda"):
         kind = method.kept("x", device) or "f32"
-        first = max(32, KINDS.get(kind, (0, 64 if kind in ("nf4", "fp4") else 0))[1])  # between groups
+        first = FORMATS[kind].group
         if device in FORMATS[kind].devices:
             found = source.weight(kind, range(7, 70), range(first, k)).dequant()
             torch.testing.assert_close(found, dense[7:70, first:], rtol=rtol, atol=atol)

@@ -122,6 +122,30 @@ def test_modelopt_multiplies_by_its_scale() -> None:
     check(method, renamed | {"weight_scale_2": 1 / parts["weight_global_scale"]}, dense)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "shape"),
+    [
+        ("FP8", "fp8", ()),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "fp8", (384,)),
+        ("fp8_pb_wo", "fp8g128", (3, 1, 2, 1)),  # as the library writes it
+        ("MXFP8", "mxfp8", (384, 8)),
+    ],
+)
+def test_modelopt_has_e4m3_in_every_size_of_block(algorithm: str, kind: str, shape: tuple[int, ...]) -> None:
+    method = method_of({"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}})
+    assert method is not None
+    assert method.kept("x") == kind
+    assert any("scales of activations" in note for note in method.notes) == (algorithm == "FP8")
+    torch.manual_seed(0)
+    numbers = torch.randn(384, 256).to(torch.float8_e4m3fn)
+    powers = torch.randint(120, 127, shape, dtype=torch.uint8)
+    scale = torch.exp2(powers.float() - 127)
+    blocks = scale.reshape(shape[0] if shape else 1, shape[-1 if kind == "mxfp8" else 2] if shape[1:] else 1)
+    wide = blocks.repeat_interleave(384 // len(blocks), 0).repeat_interleave(256 // blocks.shape[1], 1)
+    parts = {"weight": numbers, "weight_scale": powers if kind == "mxfp8" else scale}
+    check(method, parts, numbers.float() * wide)
+
+
 MIXED = said(
     a=GROUPS["int8 channels"][0] | {"targets": ["re:.*layers\\.[01]\\.mlp\\.down_proj"]},
     b=GROUPS["mxfp4"][0] | {"targets": ["model.layers.0.mlp.gate_proj", "re:.*layers\\.0\\.mlp\\.up_proj"]},

@@ -1,5 +1,5 @@
-"""Checkpoints of bitsandbytes, HQQ and torchao, written here number by number, against the matrices that they
-mean; and by the libraries where these are installed."""
+"""Checkpoints of bitsandbytes, HQQ, torchao and ModelOpt, written here number by number, against the matrices
+that they mean; and by the libraries where these are installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Eager, random_prompts
+from checkpoints import Eager, random_prompts, save_checkpoint
 from quantized import check, pair
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import open_source
 from sgla.loading.load import load_model
 from sgla.observe.machine import detect
 from sgla.quant import coded
@@ -277,3 +278,37 @@ def test_hqq_writes_what_is_read(name: str) -> None:
     known = {held.removeprefix("x.") for held in found.tensors("x", 96, 128)}
     assert parts.keys() <= known
     check(found, parts | {"W_q": q}, dense, atol=4e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ("FP8_DEFAULT_CFG", "fp8"),
+        ("FP8_PER_CHANNEL_PER_TOKEN_CFG", "fp8"),
+        ("FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "fp8g128"),
+    ],
+)
+def test_modelopt_writes_what_is_read(config: str, kind: str, tmp_path: Path) -> None:
+    """Also where config.json is as it was, and a file beside it says what the weights are."""
+    library = pytest.importorskip("modelopt.torch.quantization")
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    save_checkpoint(tmp_path / "plain", "llama", **SHAPE | {"intermediate_size": 256})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    library.quantize(model, getattr(library, config), lambda each: each(torch.tensor(PROMPTS[2:])))
+    export_hf_checkpoint(model, export_dir=str(tmp_path / "written"))
+    plain = load_model(open_source(tmp_path / "plain"))
+    path = tmp_path / "written/config.json"
+    for beside in (False, True):
+        if beside:
+            said = json.loads(path.read_text())
+            del said["quantization_config"]
+            path.write_text(json.dumps(said))
+        found = load_model(open_source(tmp_path / "written"), quantization="checkpoint")
+        for block, wanted in zip(found.blocks, plain.blocks):
+            assert block.mlp.down.weight.kind == kind
+            expected = wanted.mlp.down.weight.dequant()
+            error = (block.mlp.down.weight.dequant() - expected).norm() / expected.norm()
+            assert error < 0.04

@@ -202,6 +202,28 @@ def test_settings_and_sizes_follow_the_checkpoint(tmp_path: Path) -> None:
     assert weight_bytes(spec, "float32", "checkpoint", 1) - table == layers / 16
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "method"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "exclude_modules": ["x"]}}, "fp8"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, None),
+        ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": False}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}, "awq"),
+        ("quant_config.json", {"quantization": "q4f16_1"}, None),
+    ],
+)
+def test_files_of_older_tools_say_it(
+    name: str, said: dict[str, Any], method: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(json.dumps(said))
+    (tmp_path / "config.json").write_text("{}")
+    found = methods.method_of(open_source(tmp_path, "dummy").config)
+    assert (found and found.name) == method
+    own = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert open_source(tmp_path, "dummy").config == own
+
+
 def test_what_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
     toy, _ = ternary(tmp_path)
     path = tmp_path / "toy/model.safetensors"
