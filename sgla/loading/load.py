@@ -54,6 +54,8 @@ OnProgress = Callable[[Progress], None]
 _BUFFERS = re.compile(
     r".*(rotary_emb\.inv_freq|\.masked_bias|\.causal_mask|attention\.bias|attn\.bias|position_ids)$"
 )
+# Ends of the names of what quantized layers have.
+_QUANTIZED = (".qweight", ".W_q", "_packed", "_scale", "_scale_inv", "_qdata", ".SCB", ".absmax")
 EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
@@ -459,7 +461,9 @@ def _fitting(
         + _complain("there twice", twice)
     )
     if complaints:
-        raise WeightError(f"the weights do not fit {architecture}: " + "; ".join(complaints))
+        parts = [name for name in unexpected if name.endswith(_QUANTIZED)]
+        why = f"; {parts[0]} is a quantized layer's, which quantization_config does not tell" if parts else ""
+        raise WeightError(f"the weights do not fit {architecture}: " + "; ".join(complaints) + why)
     return jobs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -60,9 +61,14 @@ class Table:
 def table_of(module: str, stored: dict[str, StoredTensor], n: int, k: int) -> Table:
     """Of bitsandbytes' tensors of a layer, without its name. Raises WeightError."""
     state = _state(module, stored)
-    block, shape = state.get("blocksize"), state.get("shape")
+    block, shape, lengths = state.get("blocksize"), state.get("shape"), stored["absmax"].shape
     if shape != [n, k] or type(block) is not int or block < 1:
         raise WeightError(f"{module}.weight.quant_state has shape {shape} and blocks of {block}")
+    if max(lengths, default=1) != prod(lengths):
+        raise WeightError(
+            f"{module}.weight.absmax has shape {list(lengths)}, the order of a CPU's kernel: save the model "
+            "before it has run"
+        )
     largest = stored["absmax"].values().flatten()
     if "nested_absmax" in stored:
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")

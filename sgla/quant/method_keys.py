@@ -71,10 +71,7 @@ _METHODS = {
         "moe_weight_format",
         {"linear_weight_format": "fp8"},
     ),
-    "torchao": Keys(
-        "quant_type quant_type_kwargs untie_embedding_weights",
-        {"include_input_output_embeddings": False},
-    ),
+    "torchao": Keys("quant_type quant_type_kwargs untie_embedding_weights include_input_output_embeddings"),
 }
 
 

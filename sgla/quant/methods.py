@@ -30,7 +30,7 @@ register("gptq", "sgla.quant.gptq:Gptq")
 register("mxfp4", "sgla.quant.mxfp4:Mxfp4")
 register("bitsandbytes", "sgla.quant.bitsandbytes:bitsandbytes")
 register("hqq", "sgla.quant.hqq:Hqq")
-register("torchao", "sgla.quant.torchao:TorchAo")
+register("torchao", "sgla.quant.torchao:torchao")
 register("awq", "sgla.quant.gptq:Awq")
 register("w4afp8", "sgla.quant.w4afp8:w4afp8")
 

@@ -1,7 +1,8 @@
 """Checkpoints of torchao, as transformers writes them to safetensors. Loads no torch.
 
 Beside ``X._weight_qdata`` there are ``X._weight_scale`` and, of integers, ``X._weight_zero_point``. What
-activations are to be rounded to is not honoured. (torchao 0.18: prototype/safetensors, and the tensors'
+activations are to be rounded to is not honoured. Layers may have settings of their own, by their names or by
+expressions (``FqnToConfig``). (torchao 0.18: prototype/safetensors, and the tensors'
 ``dequantize``; packing of int4: FBGEMM's ``pack_int4`` and ``int4_row_quantize_zp``.)
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgla.errors import WeightError
 from sgla.hub.reader import Reader, shown
+from sgla.quant.compressed import LINEAR, Mixed
 from sgla.quant.formats import devices, of_groups
 from sgla.quant.fp8 import covered
 from sgla.quant.gptq import SCALES
@@ -41,13 +43,41 @@ _TYPES = {
 _ROUNDED = "the checkpoint was made for activations of 8 bits, which are not rounded here"
 
 
+def torchao(config: Mapping[str, Any]) -> Method:
+    """Raises ConfigError for what is not supported."""
+    said = Reader("torchao: quant_type", Reader("torchao", config).table("quant_type")).table("default")
+    if said.get("_type") not in ("FqnToConfig", "ModuleFqnToConfig"):
+        return TorchAo(config, said)
+    c = Reader("torchao: quant_type", Reader("torchao: quant_type", said).table("_data"))
+    key = "fqn_to_config" if c.given("fqn_to_config") else "module_fqn_to_config"
+    layers = Reader("torchao: quant_type", c.table(key, nulls=True))
+    parts: list[tuple[list[str], Method]] = []
+    left = []
+    for name, given in layers.values.items():
+        target = LINEAR if name == "_default" else _target(name)
+        if given is None:
+            left.append(target)
+        else:
+            parts.append(([target], TorchAo(config, layers.table(name))))
+    if not parts:
+        raise c.error(key, "an object that has the settings of some layers")
+    return Mixed({**config, "ignore": left}, parts)
+
+
+def _target(name: str) -> str:
+    """A layer's name, or an expression for whole names, of what may be its parameter's."""
+    name = name.removesuffix("$").removesuffix("weight").removesuffix(".").removesuffix("\\")
+    return f"re:(?:{name[3:]})$" if name.startswith("re:") else name
+
+
 class TorchAo(Method):
+    """``said``: how the numbers are stored, as torchao writes a configuration."""
+
     name = "torchao"
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], said: Mapping[str, Any]) -> None:
         super().__init__(config)
         c = Reader("torchao", config)
-        said = Reader("torchao: quant_type", c.table("quant_type")).table("default")
         kind, data = said.get("_type"), Reader("torchao", said).table("_data")
         if not isinstance(kind, str) or kind not in _TYPES:
             raise c.error("quant_type", f"a default of {', '.join(_TYPES)}, not {shown(kind)}")

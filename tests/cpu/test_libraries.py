@@ -58,7 +58,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "torchao float8": (torchao("Float8WeightOnlyConfig"), "fp8"),
 }
 
-
 ON_GPUS = {
     "nf4": "nf4",
     "nf4, nested": "nf4",
@@ -189,6 +188,14 @@ def test_rows_that_cut_blocks_are_refused_before_weights_load(tmp_path: Path) ->
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", ["nf4", "bitsandbytes int8", "hqq", "torchao int8"])
+def test_files_that_do_not_say_how_they_are_quantized_are_named(name: str, tmp_path: Path) -> None:
+    packed, _ = pair(tmp_path, CASES[name][0], lambda _, w: quantize(w, name), **SHAPE)
+    del packed.config["quantization_config"]
+    with pytest.raises(WeightError, match=r"_proj\.\S+ is a quantized layer's, which quant"):
+        load_model(packed)
+
+
 def test_wrong_files_are_named(tmp_path: Path) -> None:
     layer = "model.layers.1.mlp.up_proj"
     state = torch.tensor(list(b'{"shape": [128, 192], "blocksize": 64}'), dtype=torch.uint8)
@@ -196,6 +203,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         "nf4": [
             ({f"{layer}.weight.absmax": None}, f"{layer}.weight.absmax is missing"),
             ({f"{layer}.weight.absmax": torch.ones(3)}, f"{layer}.weight.absmax has 3 values, expected 384"),
+            ({f"{layer}.weight.absmax": torch.ones(2, 192)}, "the order of a CPU's kernel"),
             ({f"{layer}.weight.quant_state.bitsandbytes__nf4": None}, "quant_state is missing"),
             ({f"{layer}.weight.quant_state.bitsandbytes__nf4": state}, r"quant_state has shape \[128, 192\]"),
         ],
@@ -227,6 +235,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
         (hqq(nbits=5), "nbits"),
         (torchao("UIntXWeightOnlyConfig"), "quant_type"),
+        (torchao("FqnToConfig", fqn_to_config={"_default": None}), "settings of some layers"),
         (torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"), "tile_packed_to_4d"),
     ],
 )
@@ -262,6 +271,32 @@ def test_torchao_writes_what_is_read(kind: str, name: str) -> None:
     tensors, _ = flatten_tensor_state_dict(layer.state_dict())
     parts = {key.removeprefix("0."): value for key, value in tensors.items()}
     check(method(f"torchao {name}"), parts, layer[0].weight.dequantize().float(), atol=2e-3)
+
+
+def test_torchao_has_settings_for_some_layers(tmp_path: Path) -> None:
+    """By names of layers or parameters, by expressions for whole names, or for all others."""
+    kinds = {
+        "model.layers.0.self_attn.q_proj.weight": "torchao int4",
+        r"re:.*mlp\.(gate|up)_proj\.weight": "torchao float8",
+        "re:.*down": None,
+        "re:.*k_proj": None,
+        "_default": "torchao int8",
+    }
+    settings = {name: kind and CASES[kind][0]["quant_type"]["default"] for name, kind in kinds.items()}
+
+    def of(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if "k_proj" in name:
+            return None
+        own = "torchao int4" if name.endswith("0.self_attn.q_proj.weight") else "torchao int8"
+        return quantize(tensor, "torchao float8" if "gate" in name or "up_proj" in name else own)
+
+    config = torchao("FqnToConfig", fqn_to_config=settings, module_fqn_to_config=settings)
+    packed, plain = pair(tmp_path, config, of, **SHAPE)
+    model = load_model(packed, quantization="checkpoint")
+    layers = [(b.attention.qkv, b.attention.out, b.mlp.gate_up, b.mlp.down) for b in model.blocks]
+    assert [layer.weight.kind for layer in layers[0]] == ["f32", "q8_0", "fp8", "q8_0"]
+    found, expected = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (packed, plain))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("hqq")])
