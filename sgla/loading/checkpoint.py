@@ -216,12 +216,22 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Slice(FileTensor):
-    """``view[expert, first:]``, as many rows as ``shape`` says."""
+    """``view[expert, first:]``, as many rows as ``shape`` says; ``turned``: its columns instead."""
 
     expert: int = 0
     first: int = 0
+    turned: bool = False
+
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        if columns is not None:
+            return self.values(rows)[:, columns.start : columns.stop]
+        if not self.turned:
+            return super().values(rows)
+        found = self.read(range(self.shape[0]) if rows is None else rows)
+        return found.to(self.device) if self.place is None else found.to("cuda")
 
     def read(self, rows: range) -> Tensor:
         start, stop = self.first + rows.start, self.first + rows.stop
-        values: Tensor = self.view[self.expert : self.expert + 1, start:stop][0]
-        return values
+        own = slice(self.expert, self.expert + 1)
+        values: Tensor = self.view[own, :, start:stop] if self.turned else self.view[own, start:stop]
+        return values[0].t().contiguous() if self.turned else values[0]

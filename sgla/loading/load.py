@@ -33,6 +33,7 @@ from sgla.loading.checkpoint import (
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
 from sgla.loading.pickles import TYPES
+from sgla.loading.stacks import take_apart
 from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
 from sgla.model.base import CausalLM, elsewhere
@@ -213,12 +214,16 @@ def has_own_head(source: ModelSource, rename: Callable[[str], str]) -> bool:
 
 def has_outputs_first(source: ModelSource, spec: ModelSpec) -> bool:
     """Whether the files have gate and up of experts apart, or stacks of ``[output, input]``, as
-    transformers 5 writes those of Qwen3-VL. Raises WeightError."""
+    transformers 5 writes those of Qwen3-VL, or of e4m3 numbers, which are taken apart. Raises WeightError."""
     if source.kind not in ("safetensors", "pt") or spec.moe is None:
         return source.kind == "gguf"
     shape = [spec.moe.experts, spec.hidden, spec.moe.intermediate]
     downs = (x for name, x in stored_tensors(source) if name.endswith(".experts.down_proj"))
-    return shape[1] != shape[2] and list(getattr(next(downs, None), "shape", ())) == shape
+    if (down := next(downs, None)) is None:
+        return False
+    if down.type == "F8_E4M3" and spec.moe.halves:
+        return True
+    return shape[1] != shape[2] and list(down.shape) == shape
 
 
 def load_weights(
@@ -545,6 +550,7 @@ def _stored(source: ModelSource, rename: Callable[[str], str] = lambda name: nam
 
 def _parted(stored: dict[str, FileTensor], build: Build, mend: Mend) -> Iterator[tuple[str, SourceTensor]]:
     """What layers want of what files have."""
+    take_apart(stored, build)
     return unstacked(((name, mend(name, tensor)) for name, tensor in joined(stored, build)), build)
 
 

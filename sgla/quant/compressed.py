@@ -126,6 +126,9 @@ class Mixed(Method):
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         return self._of(module).take(module, stored, n, k)
 
+    def stacked(self, name: str) -> dict[str, str]:
+        return self._of(name).stacked(name)
+
     def unused(self, name: str, tensor: StoredTensor) -> bool:
         return any(part.unused(name, tensor) for part in self._parts)
 

@@ -3,7 +3,8 @@
 ``X.weight_scale``: one for the tensor, or one for each output channel (compressed-tensors, FBGEMM, ModelOpt;
 the latter also one for each block, with a length of 1 behind each).
 ``X.weight_scale_inv``: one for each block of 128 x 128, by which the numbers are multiplied in spite of its
-name (DeepSeek-V3, arXiv 2412.19437; Qwen3-FP8). Scales of activations and of a KV cache are not used: the
+name (DeepSeek-V3, arXiv 2412.19437; Qwen3-FP8). Experts may be stacks ``X``, with ``X_scale_inv`` or
+``X_scale`` (Qwen3-VL, Mistral Small 4). Scales of activations and of a KV cache are not used: the
 former are made for each token, the latter are measured at start.
 """
 
@@ -67,6 +68,14 @@ class Fp8(Method):
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         scales = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
         return {f"{module}.weight": Held((n, k), ("F8_E4M3",))} | dict.fromkeys(scales, Held(optional=True))
+
+    def stacked(self, name: str) -> dict[str, str]:
+        of_inputs = dict.fromkeys((f"{name}_activation_scale", f"{name}_input_scale"), "input_scale")
+        return {
+            name: "weight",
+            **{f"{name}_{scale}": f"weight_{scale}" for scale in ("scale", "scale_inv")},
+            **of_inputs,
+        }
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         from sgla.quant.scaled import Powers, Scaled

@@ -87,6 +87,11 @@ class Method:
         """Its matrix ``[n, k]``, of those of ``tensors`` that are there. Raises WeightError."""
         return stored[f"{module}.weight"]
 
+    def stacked(self, name: str) -> dict[str, str]:
+        """Of a stack of matrices of experts, what the checkpoint has, by the names that it has of one: as
+        ``weight``; empty: it has none."""
+        return {}
+
     def stack(self, name: str, shape: tuple[int, ...]) -> dict[str, Held]:
         """What the checkpoint has of the stack of experts ``name``, by name; empty: it has it as it is."""
         return {}

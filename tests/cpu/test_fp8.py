@@ -99,6 +99,88 @@ def test_blocks_of_128_stay_as_they_are(model_type: str, changes: dict[str, Any]
             load_model(open_source(tmp_path / "fp8"), quantization="fp8", shard=Shard(1, 4))
 
 
+def stacked(tensors: dict[str, torch.Tensor], turned: bool) -> dict[str, torch.Tensor]:
+    """With the matrices of all experts in one tensor, gate before up, and their scales in another."""
+    found, stacks = {}, dict[str, list[torch.Tensor]]()
+    for name in sorted(tensors, key=lambda name: (name.partition(".experts.")[0], "up_proj" in name, name)):
+        layer, _, rest = name.partition(".experts.")
+        if ".weight" not in rest:
+            found |= {} if rest else {name: tensors[name]}
+            continue
+        expert, which, suffix = rest.split(".")
+        stack = "down_proj" if which == "down_proj" else "gate_up_proj"
+        suffix = suffix.removeprefix("weight")
+        stacks.setdefault(f"{layer}.experts.{stack}{suffix}|{int(expert):03d}", []).append(tensors[name])
+    wide = dict[str, list[torch.Tensor]]()
+    for key in sorted(stacks):
+        parts = stacks[key]
+        matrix = torch.cat(parts) if parts[0].dim() else parts[0].view(1, 1)
+        wide.setdefault(key.partition("|")[0], []).append(matrix.t() if turned else matrix)
+    return found | {name: torch.stack(parts).contiguous() for name, parts in wide.items()}
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["outputs first", "inputs first"])
+@pytest.mark.parametrize("layout", ["tensor", "channel", "block of 128"])
+def test_experts_may_be_stacks(layout: str, turned: bool, tmp_path: Path) -> None:
+    """As Qwen3-VL's and Mistral Small 4's files have them."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 16}
+    save_checkpoint(tmp_path / "each", "qwen3_moe", **sizes)
+    blocks = {"weight_block_size": [128, 128]} if layout == "block of 128" else {}
+    quantize_checkpoint(tmp_path / "each", layout, quant_method="fp8", **blocks)
+    path = tmp_path / "each/model.safetensors"
+    tensors = load_file(path)
+    if layout == "tensor":  # gate and up have one in common
+        for name in tensors:
+            if name.endswith("up_proj.weight_scale"):
+                tensors[name] = tensors[name.replace("up_proj", "gate_proj")]
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    (tmp_path / "stacks").mkdir()
+    config = json.loads((tmp_path / "each/config.json").read_text())
+    save_file(stacked(tensors, turned), tmp_path / "stacks/model.safetensors", {"format": "pt"})
+    (tmp_path / "stacks/config.json").write_text(json.dumps(config))
+    each, stacks = (
+        load_model(open_source(tmp_path / name), quantization="checkpoint") for name in ("each", "stacks")
+    )
+    for one, other in zip(each.blocks, stacks.blocks):
+        assert one.mlp.gate_up.kind == other.mlp.gate_up.kind
+        assert torch.equal(one.mlp.gate_up.dequant(), other.mlp.gate_up.dequant())
+        assert torch.equal(one.mlp.down.dequant(), other.mlp.down.dequant())
+
+
+def test_stacks_of_floats_and_of_e4m3_may_lie_alike(tmp_path: Path) -> None:
+    """Input by input, as Llama 4's."""
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "head_dim": 8}
+    for name in ("plain", "fp8"):
+        save_checkpoint(tmp_path / name, "llama4_text", **sizes, moe_layers=[0, 1, 2])
+    plain, stored = load_file(tmp_path / "plain/model.safetensors"), {}
+    for name, tensor in list(plain.items()):
+        if ".experts." not in name:
+            stored[name] = tensor
+            continue
+        scale = tensor.abs().amax((1, 2), keepdim=True) / 448
+        stored |= {name: (tensor / scale).to(E4M3), f"{name}_scale_inv": scale}
+        stored[f"{name}_activation_scale"] = torch.ones(3, 1, 1)
+        plain[name] = stored[name].float() * scale
+    save_file(plain, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    save_file(stored, tmp_path / "fp8/model.safetensors", {"format": "pt"})
+    path = tmp_path / "fp8/config.json"
+    said = {"quant_method": "fp8", "activation_scheme": "static"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))
+    prompts = random_prompts([30, 9])
+    expected = Eager(load_model(open_source(tmp_path / "plain"))).prompt_logprobs(prompts)
+    model = load_model(open_source(tmp_path / "fp8"), quantization="checkpoint")
+    assert model.blocks[0].mlp.gate_up.kind == "fp8"
+    torch.testing.assert_close(Eager(model).prompt_logprobs(prompts), expected)
+    for wrong, words in (
+        (torch.ones(3, 1, 5), "5 constants for 192 rows"),
+        (torch.ones(2, 1, 1), "expected those of 3 experts"),
+    ):
+        name = "model.layers.0.feed_forward.experts.gate_up_proj_scale_inv"
+        save_file(stored | {name: wrong}, tmp_path / "fp8/model.safetensors", {"format": "pt"})
+        with pytest.raises(WeightError, match=words):
+            load_model(open_source(tmp_path / "fp8"), quantization="checkpoint")
+
+
 def test_ranks_have_whole_blocks(tmp_path: Path) -> None:
     """Five blocks of an MLP and three of experts are not cut by two ranks; fewer blocks than ranks are."""
     changes = {"head_dim": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "mlp_only_layers": [0]}
