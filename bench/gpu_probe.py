@@ -1,11 +1,12 @@
 # ruff: noqa: B023
 """What the kernel for 16 rows of integers takes without parts of its work, and with parts done otherwise.
 
-    python bench/gpu_probe.py [--rows 16] [--kind int4g128] [--only TEXT] [--kinds int8g128,int4g64]
+    python bench/gpu_probe.py [--rows 16] [--kind int4g128] [--only TEXT] [--kinds int8g128] [--spread]
 
 Each variant is the source with some text in another's place; where ``error`` is large, only times count. One
 JSON line a product and cut: microseconds and relative error by variant. ``--kinds``: instead of that, a
-layer's products in turn by either kernel.
+layer's products in turn by either kernel. ``--spread``: cuts of the kernel whose k is spread over a cluster,
+and a layer with the best of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gpu_kernels import time_us
 
 from sgla.kernels.build import source_folder
 from sgla.kernels.cuda import integer_gemm as ig
+from sgla.kernels.cuda import spread_gemm as sp
 from sgla.kernels.cuda import stationary_gemm as sg
 from sgla.kernels.cuda.build import Kernel
 from sgla.kernels.rehearsal import compilers, rehearsing
@@ -197,6 +199,89 @@ def layers(kind: str, rows: int) -> None:
     lines.emit(fields | {"floor": round(size / gs.RATE, 2)})
 
 
+# Tiles and blocks of a warp, slices, warps beside each other, lag, stages early, shifts.
+SPREAD = (
+    *((1, 4, 8, 8, 1, early, shifts) for early in (8, 1) for shifts in (0, 1, 2, 3)),
+    *((1, 4, 8, 8, 2, 8, shifts) for shifts in (0, 2)),
+    *((2, 4, 8, 8, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 4, 4, 4, 1, early, shifts) for early in (8, 1) for shifts in (0, 2)),
+    *((2, 4, 4, 4, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 2, 8, 8, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 2, 8, 4, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 2, 4, 4, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 4, 2, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 2, 2, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 3, 8, 2, 1, early, shifts) for early in (8, 1) for shifts in (0, 2)),
+    *((2, 3, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 4, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((2, 4, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 2, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 3, 8, 4, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 3, 4, 2, 1, 8, shifts) for shifts in (0, 2)),
+)
+
+
+def spread(rows: int, kind: str) -> None:
+    shapes = {layer.name: gi.shape_of(layer, rows, kind) for layer in gi.LAYERS}
+    fitting = {
+        name: [cut for cut in (sp.Config(*cut) for cut in SPREAD) if sp.plan(shape, cut) is not None]
+        for name, shape in shapes.items()
+    }
+    for name, configs in fitting.items():
+        for cut in configs:
+            sp._kernel(shapes[name], cut)
+        sg._kernel(shapes[name], sg.default_config(shapes[name]) or sg.Config())
+    weights = {layer.name: gi.weights_of(layer, kind) for layer in gi.LAYERS}
+    best: dict[str, sp.Config] = {}
+    for layer in gi.LAYERS:
+        product = gi.Product(layer, rows, weights[layer.name])
+        expected = product.expected(product.weights[0].dequant())
+        given: Any = {"norm": product.norm, "eps": 1e-6, "epilogue": layer.epilogue}
+        told = []
+        for config in [None, *fitting[layer.name]]:
+            out = product.before.clone()
+
+            def run(weight: Any) -> None:
+                if config is None:
+                    sg.linear(product.x, weight, out=out, **given)
+                else:
+                    sp.linear(product.x, weight, out=out, config=config, **given)
+
+            def body() -> None:
+                for weight in product.weights:
+                    run(weight)
+
+            run(product.weights[0])
+            error = float((out.float() - expected).norm() / expected.norm())
+            took = round(time_us(body, len(product.weights), 9), 2)
+            told.append((took, float(f"{error:.1e}"), *(config or ("stationary",))))
+            if (
+                config
+                and error < gi.WRONG
+                and took <= min(each[0] for each in told[1:] if each[1] < gi.WRONG)
+            ):
+                best[layer.name] = config
+        told.sort(key=lambda each: each[0])
+        lines.emit({"bench": "spread", "product": layer.name, "rows": rows, "kind": kind, "us": told})
+    norm = torch.rand(4096, device="cuda") + 0.5
+
+    def us(chosen: dict[str, sp.Config]) -> float:
+        def run(name: str, x: torch.Tensor, weight: Any, out: Any) -> torch.Tensor:
+            layer = gs.LAYERS[name]
+            more: dict[str, Any] = {"norm": norm if layer.norm else None, "eps": 1e-6, "out": out}
+            if name in chosen:
+                return sp.linear(x, weight, epilogue=layer.epilogue, config=chosen[name], **more)
+            return sg.linear(x, weight, epilogue=layer.epilogue, **more)
+
+        return round(gs.chain(rows, weights, run), 2)
+
+    sets: dict[str, dict[str, sp.Config]] = {"stationary": {}, "spread": best}
+    sets |= {f"spread {name}": {name: config} for name, config in best.items()}
+    sets |= {f"spread but {name}": {k: v for k, v in best.items() if k != name} for name in best}
+    found = {name: us(cut) for name, cut in [*sets.items(), ("stationary again", {})]}
+    lines.emit({"bench": "spread", "product": "layer", "rows": rows, "kind": kind, "us": found})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,7 +290,12 @@ def main() -> None:
     parser.add_argument("--kind", default="int4g128")
     parser.add_argument("--only", default="")
     parser.add_argument("--kinds", default="")
+    parser.add_argument("--spread", action="store_true")
     args = parser.parse_args()
+    if args.spread:
+        spread(args.rows, args.kind)
+        compilers().shutdown(wait=False, cancel_futures=True)
+        return
     if args.kinds:
         for kind in args.kinds.split(","):
             for rows in (16, 8):
