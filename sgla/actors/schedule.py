@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -51,13 +52,15 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
         self._paused = False
         self._woken = 0  # number of the step that ended an idle time, whose gap is nobody's delay
         self._tick: asyncio.TimerHandle | None = None
+        self._later: asyncio.TimerHandle | None = None  # until the core's ``next_plan``
         self._fd = executor.results_fd()
         self._loop.add_reader(self._fd, self.guard, self._on_results)
 
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
-        if self._tick is not None:
-            self._tick.cancel()
+        for timer in (self._tick, self._later):
+            if timer is not None:
+                timer.cancel()
 
     def pause(self, paused: bool) -> None:
         """Plan no more steps but for copies, or go on; requests keep what they have. Steps in flight come to
@@ -116,12 +119,21 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
     def _go_on(self) -> None:
         self._advance(clock.now(), woken=True)
 
+    def _on_time(self) -> None:
+        self._later = None
+        self._advance(clock.now())
+
     def _advance(self, now: float, woken: bool = False) -> None:
         while self._may_plan() and (plan := self.core.plan(now, self._paused)) is not None:
             if woken:
                 self._woken, woken = plan.step, False
             self._executor.submit(plan)
             self._watchdog.expect()
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        if self._may_plan() and now < self.core.next_plan < math.inf:
+            self._later = self._loop.call_later(self.core.next_plan - now, self.guard, self._on_time)
         if self._tick is None and not self.core.idle:
             self._tick = self._loop.call_later(TICK, self.guard, self._on_tick)
 

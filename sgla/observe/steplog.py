@@ -194,7 +194,8 @@ class RecordedCore(Core):
         return self._do(Expire(now), super().expire, now)
 
     def plan(self, now: float, paused: bool = False) -> StepPlan | None:
-        if len(self._queues.flights) >= self.limits.depth:  # as every other time: nothing happens
+        self.next_plan = self.ahead.when(now)
+        if now < self.next_plan:  # as every other time: nothing happens
             return None
         return self._do(Plan(now, paused=paused), super().plan, now, paused)
 

@@ -188,6 +188,7 @@ class Budget:
         "_rows",
         "_tile",
         "_used",
+        "halved",
         "seconds",
         "tokens",
         "wide",
@@ -212,6 +213,7 @@ class Budget:
         self._floor = floor
         self._rows = rows
         self._kept = 0
+        self.halved = False  # a row has left half of what there was to others
         self.wide = False  # a row with many logprobs of its prompt has its part
         _, self._b, self._c = coefficients
 
@@ -253,14 +255,16 @@ class Budget:
             self.tokens = 0
 
     def keep(self, tokens: int) -> None:
-        """So many are for others than those that take theirs next."""
+        """So many are for others than those that take theirs next, and are in the step's last tile."""
         self._kept = min(tokens, self.tokens)
         self.tokens -= self._kept
+        self._used += self._kept
         self.seconds -= self._b * self._kept
 
     def give_back(self, floor: int) -> None:
         """The others may have theirs now, ``floor`` tokens of them however long that takes."""
         self.tokens += self._kept
+        self._used -= self._kept
         self.seconds += self._b * self._kept
         self._floor = max(self._floor, min(self._kept, floor))
         self._kept = 0

@@ -16,6 +16,7 @@ from sgla.cache.events import Events, KvEvent
 from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import ADAPTER, PAGES, VERIFIED, Delta, Keep, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.admission import Admission
+from sgla.sched.ahead import Ahead
 from sgla.sched.budget import CostModel
 from sgla.sched.cohorts import Cohorts
 from sgla.sched.commit import commit
@@ -57,11 +58,13 @@ class Core:
         self._pressure = Pressure(self._memory, self._queues, len(limits.groups), limits.reserve)
         shared = limits, self._memory, self._queues, self._pressure
         self._hurry = Hurry(limits, self._costs)
+        self.ahead = Ahead(limits, self._queues, self._costs, self._hurry)
         self._repeats = Repeats() if limits.searched_drafts and limits.drafts else None
         self._prefill = Prefill(*shared, self._costs, self._hurry, self._ledger)
         self._admission = Admission(*shared, self._prefill, self._hurry, self._ledger)
         self._prefetch = Prefetch(self._memory, self._queues)
         self._now = 0.0  # the latest time told
+        self.next_plan = 0.0  # when ``plan`` may have a step though nothing is told until then
         self._paged = len(limits.groups) - limits.recurrent
         self._cohorts = Cohorts(limits, self._queues, self._pressure) if limits.stages > 1 else None
         self._last = Size()
@@ -121,8 +124,7 @@ class Core:
             error = DeadlineExceeded(
                 f"The request was not done {now - request.arrival:.1f} s after its arrival."
             )
-            rejected = error.rejected(request.submit.parent)
-            deltas.append(Delta(rid=request.rid, finish="error", error=rejected))
+            deltas.append(Delta(rid=request.rid, finish="error", error=error.rejected(request.submit.parent)))
         return deltas
 
     @property
@@ -131,13 +133,11 @@ class Core:
         return self._queues.next_deadline
 
     def plan(self, now: float, paused: bool = False) -> StepPlan | None:
-        """The next step, of copies alone if ``paused``; or ``None``: nothing runs, or ``depth`` are there."""
+        """The next step, of copies alone if ``paused``; or ``None``: nothing runs, or it is too early."""
         self._now = now
         queues, memory = self._queues, self._memory
-        self._hurry.begin(queues.waiting, now)
-        if len(queues.flights) >= (1 if self._hurry.on else self.limits.depth) or not (
-            queues.running or queues.waiting or memory.copies
-        ):
+        self.next_plan = self.ahead.when(now)
+        if now < self.next_plan or not (queues.running or queues.waiting or memory.copies):
             return None
         step = Step(queues.steps + 1, self._paged, self.limits.canvas)
         self._pressure.begin()
@@ -153,6 +153,7 @@ class Core:
                 self._admission.admit(step, budget, now)
             self._hurry.reads([*prefills, *step.rows[step.decodes :]])
             self._prefetch.begin()
+        self.ahead.expect(step)
         step.copies, step.dropped = memory.begin_copies()
         if not (step.rows or step.copies or step.dropped):
             busy = queues.flights or memory.copying
@@ -287,6 +288,7 @@ class Core:
         """Commit the tokens of the oldest step in flight. Tokens of requests that have ended are dropped."""
         self._now = now
         step = self._queues.flights.popleft()
+        self.ahead.ended(now)
         assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
         self._costs.observe(step.tokens, step.work, step.told(result.seconds), step.mixed)
         self._pressure.relax()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class PartedCore:
         self._families: dict[str, Core] = {}  # of choices of one prompt, which has been read once
         self._flights: deque[list[bool]] = deque()  # which have a part of each step
         self._steps = 0
+        self.next_plan = 0.0  # as of ``Core``
 
     def offer(self, submit: Submit, now: float) -> None:
         """Raises as ``Core.offer``."""
@@ -71,6 +73,10 @@ class PartedCore:
     def plan(self, now: float, paused: bool = False) -> StepPlan | None:
         """One step of all, where some have no part; or None as ``Core.plan``."""
         if len(self._flights) >= self.limits.depth:
+            self.next_plan = math.inf
+            return None
+        self.next_plan = max(core.ahead.when(now) for core in self.cores)
+        if now < self.next_plan:
             return None
         parts = [core.plan(now, paused) for core in self.cores]
         if not any(parts):

@@ -95,22 +95,19 @@ class Prefill:
     def chunk(self, request: Request, budget: Budget, others: bool) -> int:
         """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can
         be shared. It ends before a tile of the step that neither it nor ``others`` can fill, if that leaves
-        the step a tile of prefill.
-
-        A prompt longer than a whole step leaves half of it to the ``others``:
-        behind a 100k-token prompt, short ones go on.
+        the step a tile of prefill. One that others leave room to has what it can.
         """
         need = request.known - request.planned
         if self._limits.encoder:  # all or nothing; what is longer than a step goes alone
             return need if need <= budget.tokens or budget.tokens == self._limits.step_tokens else 0
-        share = 0.5 if others and need > self._limits.step_tokens else 1.0
+        share = 0.5 if others and self._halves(request, budget) else 1.0
         wide = self._wide(request)
         if wide is not None and budget.wide:
             return 0
         count = budget.grant(request.planned, need if wide is None else min(need, wide), share)
         if wide is not None:
             return count
-        if count < need or budget.seconds < math.inf:
+        if (count < need or budget.seconds < math.inf) and not self._hurry.hurries(request):
             count = budget.whole_tiles(request.planned, count, others)
         if count < need:
             page = self._limits.page_size
@@ -118,6 +115,12 @@ class Prefill:
             if aligned > 0:
                 count = aligned
         return self.uncut(request, count, budget.tokens)
+
+    def _halves(self, request: Request, budget: Budget) -> bool:
+        """A prompt longer than a whole step leaves half of it to the others: behind a 100k-token prompt,
+        short ones go on. In a hurried step one does, or the last would have a few tokens each."""
+        long = request.known - request.planned > self._limits.step_tokens
+        return long and not (self._hurry.on and budget.halved)
 
     def seconds(self, step: Step, request: Request, budget: Budget, start: int) -> float:
         """Of the step that reads the request from ``start`` on, if it is as this one; 0: nobody knows."""
@@ -163,7 +166,8 @@ class Prefill:
     def add(self, step: Step, request: Request, count: int, budget: Budget) -> None:
         """A row of ``count`` tokens, for which there are pages."""
         complete = request.planned + count == request.known
-        long = request.known - request.planned > self._limits.step_tokens
+        halves = self._halves(request, budget)
+        budget.halved |= halves
         wide = self._wide(request) is not None
         budget.wide |= wide
         budget.spend(request.planned, count)
@@ -177,7 +181,7 @@ class Prefill:
                 recurrent.pin(request)
                 step.read_state(request)
             step.add_checkpoints(request, recurrent.checkpoint(request, start))
-        if not (complete or long or wide or self._hurry.on):
+        if not (complete or halves or wide or self._hurry.hurries(request)):
             # The rest of an aligned chunk must not go to a request that would compute the same page.
             budget.close()
 

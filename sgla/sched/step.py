@@ -38,6 +38,7 @@ class Step:
         "plan_bytes",
         "rows",
         "samples",
+        "seconds",
         "tokens",
         "work",
         "zeroed",
@@ -56,6 +57,7 @@ class Step:
         self.pending: list[int] = []  # tokens of the decode rows, where workers have to be told
         self.tokens = 0
         self.work = 0
+        self.seconds = 0.0  # it should take, where that matters
         self.pictured = False  # it reads a prompt up to its last picture
         self.plan_bytes = 0  # of the requests that take their slots in this step
         self.copies: list[Copy] = []

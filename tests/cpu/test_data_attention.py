@@ -111,6 +111,17 @@ def test_requests_go_where_least_is_to_do() -> None:
     core.ready(Ready(rid="nobody", reason="grammar"))
 
 
+def test_all_wait_for_the_end_of_a_long_step() -> None:
+    """Of one of them, or its next part would be missing in a step of the others."""
+    core = cores(itl_target=10.0)
+    core.offer(submit("long", list(range(60)), 3), 0.0)
+    core.offer(submit("a", [1, 2, 3], 3), 0.0)
+    assert all(core.plan(0.0).parts)
+    assert core.plan(0.1) is None
+    assert 0.1 < core.cores[1].ahead.when(0.1) < core.next_plan
+    assert all(core.plan(core.next_plan).parts)
+
+
 def test_a_prompt_goes_where_it_is_cached() -> None:
     core, runners = cores(), [one(tiny_source()) for _ in range(2)]
 

@@ -200,7 +200,11 @@ class Simulation:
             result.failed = [Failed(row, "broken", fault=True)]
             self.cut.add(self.core._queues.flights[0].rows[row].rid)
         self.seconds.append(result.seconds)
-        self.now += result.seconds or 1.0
+        over = self.now + (result.seconds or 1.0)
+        if self.now < self.core.next_plan < over:
+            self.now = self.core.next_plan
+            self.submit_plans()
+        self.now = over
         self.take(self.core.retire(result, self.now))
         if self.check:
             self.core.check()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from simulation import make_submit
 
+from sgla import clock
 from sgla.actors.base import Actor
 from sgla.actors.schedule import TURN, Schedule
 from sgla.errors import ContextTooLong
@@ -57,6 +58,7 @@ class RecordingCore:
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.plans = 0
+        self.next_plan = 0.0
 
     @property
     def idle(self) -> bool:
@@ -133,6 +135,23 @@ async def test_the_scheduler_takes_a_part_of_many_requests_in_a_turn(silent: int
     assert [delta.rid for delta in posted.deltas] == [
         rid.removeprefix("-") for rid in expected if not rid.startswith("a")
     ]
+    schedule.close()
+
+
+async def test_a_step_is_planned_when_its_time_has_come(silent: int) -> None:
+    """Though nothing comes and no step ends."""
+    core: Any = RecordingCore()
+    posted: Any = Posted()
+    executor: Any = NoResults(silent)
+    schedule = Schedule(core, executor, posted, NOBODY, NOBODY, crash)
+    core.next_plan = clock.now() + 0.02
+    schedule.post(make_submit("a", [1]))
+    await asyncio.sleep(0.01)
+    assert core.plans == 1
+    while core.plans < 2:
+        assert clock.now() < core.next_plan + 30
+        await asyncio.sleep(0.001)
+    assert clock.now() >= core.next_plan - 0.002, "what keeps the time counts in milliseconds"
     schedule.close()
 
 

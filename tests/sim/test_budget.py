@@ -50,6 +50,15 @@ def test_grant_is_the_largest_chunk_that_keeps_the_time() -> None:
         assert count == 8192 or b * more + c * pairs(start, more) > seconds * (1 - 1e-9)
 
 
+def test_what_is_kept_for_others_is_in_the_last_tile() -> None:
+    budget = Budget(8192, math.inf, (0.0, 0.0, 0.0), 0, tile=256)
+    budget.keep(100)
+    assert budget.whole_tiles(0, 300, others=False) == 156
+    budget.spend(0, 156)
+    budget.give_back(0)
+    assert budget.whole_tiles(0, 100, others=False) == 100
+
+
 def test_prefill_goes_on_even_when_decode_alone_misses_the_target() -> None:
     model = CostModel(0.001, 512)
     for _ in range(50):
