@@ -178,7 +178,7 @@ def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
             ids[at + 1 : at + 1 + len(guess)] = out[at : at + len(guess)] = torch.from_numpy(guess.copy())
             if right < len(guess):
                 out[at + right] += 1
-            trust = int(trusts[slot]) + 1 if right == len(guess) > 0 else max(right, 1)
+            trust = min(2 * int(trusts[slot]), MOST) if right == len(guess) > 0 else right + 2
             trust = trust if len(guess) else int(trusts[slot])
             expected.append(
                 (right + 1 if real else 0, len(guess), known + right if real else known - 1, trust)

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
 """Rows that guess: what they guess before a step, and how much of it was right after the draw.
-The rule is that of ``worker/drafts.py``. Where a model guesses, the rows of its own steps, too."""
+The rule is that of ``worker/ngrams.py``, but for how many guesses a row makes. Where a model guesses, the
+rows of its own steps, too."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from sgla.kernels.triton.tokens import TokenTable, _token
 
 HISTORY = 1024  # tokens that a program looks at together
 PARTS, WORDS = 16, 2048  # programs that copy a unit, and what one of them moves together
+MORE = 2  # guesses of a row than were right in the step before, if not all were
 PLACES = 21  # bits of a place in a history (``messages.LONGEST``)
 
 
@@ -228,8 +230,11 @@ def _look_back(
     do_not_specialize_on_alignment=["columns", "ids", "out", "ends", "counts", "sources"],
 )
 def _accept(
-    columns, rows, ids, out, ends, computed, trusts, counts, sources, STATES: tl.constexpr, MOST: tl.constexpr
-):
+    columns, rows, ids, out, ends, computed, trusts, counts, sources, STATES: tl.constexpr,
+    MOST: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """A row whose step has room for guesses pays for those that it does not make, too, but for their
+    attention: so it makes twice as many when all are right, and ``MORE`` than were right else."""
     row = tl.program_id(0)
     slot, most = tl.load(columns + row), tl.load(columns + rows + row)
     first = tl.load(columns + 2 * rows + row)
@@ -247,8 +252,8 @@ def _accept(
         wrong_one = (position > 0) & (right < guessed)
         tl.store(sources + row, tl.where(wrong_one, tl.load(columns + 4 * rows + row) + right, 0))
     trust = tl.load(trusts + slot)
-    trust = tl.where(right < guessed, tl.maximum(right, 1), trust + (guessed > 0).to(tl.int32))
-    tl.store(trusts + slot, trust)
+    longer = tl.minimum(2 * trust, MOST)
+    tl.store(trusts + slot, tl.where(right < guessed, right + MORE, tl.where(guessed > 0, longer, trust)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -331,7 +336,7 @@ def accept(
     rows, states = columns.shape[1], sources is not None
     _accept[(rows,)](
         columns, rows, ids, out, ends, computed, trusts, counts, sources if states else counts, STATES=states,
-        MOST=most, num_warps=1,
+        MOST=most, MORE=MORE, num_warps=1,
     )  # fmt: skip
 
 
