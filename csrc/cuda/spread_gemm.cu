@@ -126,7 +126,8 @@ __device__ __forceinline__ void tell(u32 addr, u32 barrier, int rank, float v) {
 __device__ __forceinline__ void tell4(u32 addr, u32 barrier, int rank, const float* v) {
   asm volatile("{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\n"
                "mapa.shared::cluster.u32 bar, %1, %2;\n"
-               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3,%4,%5,%6}, [bar];\n}"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3,%4,%5,%6}, "
+               "[bar];\n}"
                ::"r"(addr), "r"(barrier), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 
@@ -307,7 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
               half = GATED ? 0 : c / COLUMNS % 2, ui = c / (COLUMNS * HALVES), part = slice % PARTS;
     const int of_warp = PARTS > 1 ? slice / PARTS : ui / MT * SLICES + slice;
     const int row = (of_warp * MT + ui % MT) * (8 * HALVES) + half * 8 + part % BY_LANES * COLUMNS + column;
-    const int at = ((ui * (NT / BY_ROWS) + m / 8) * LANES + column * 4 + m % 8 / 2) * 16 + half * 8 + m % 2 * 4;
+    const int quad = (ui * (NT / BY_ROWS) + m / 8) * LANES + column * 4 + m % 8 / 2;
+    const int at = quad * 16 + half * 8 + m % 2 * 4;
     return {m < ROWS ? m + part / BY_LANES * 8 : p.m, row, at};
   };
   float kept[PER_THREAD];  // what ADD adds to
