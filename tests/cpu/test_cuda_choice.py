@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from sgla.kernels.cuda import batch_gemm, decode_attention, skinny_gemm
 from sgla.kernels.cuda.build import SHARED
 from sgla.kernels.cuda.decode_step import DenseShape
 from sgla.kernels.cuda.mixture_step import MixtureShape
+from sgla.kernels.gpu.tuning import Line, file_of
 
 QWEN3 = DenseShape(hidden=1024, heads=16, kv_heads=8, inner=3072, qk_norm=True, page_size=16)
 
@@ -76,6 +80,33 @@ def test_blocks_keep_to_the_rows_whose_scales_they_have(
             blocks = batch_gemm._blocks(config, tiles, row_tiles, scaled=True)
             assert blocks > 0
             assert blocks % row_tiles == 0
+
+
+def apart() -> Iterator[tuple[int, int, batch_gemm.Config]]:
+    """Rows, columns and what has blocks that wait for each other, as measured on an H200 and as estimated."""
+    lines = (msgspec.json.decode(line, type=Line) for line in file_of("H200").read_bytes().splitlines())
+    shapes = itertools.product((9, 64, 128, 192, 256), (1024, 2048, 4096, 6144), (1024, 4096, 12288))
+    found = [(line.last, line.n, line.algorithm.config) for line in lines]
+    found += [(m, n, batch_gemm._choose(132, m, n, k, False)) for m, n, k in shapes]
+    for m, n, config in found:
+        if isinstance(config, batch_gemm.Config) and config.apart:
+            yield m, n, config
+
+
+@pytest.mark.parametrize("processors", [16, 44, 66, 88, 132])
+def test_blocks_that_wait_for_each_other_have_room_at_once(
+    monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    """On a part of the GPU, too, with what is for all of it."""
+    monkeypatch.setattr(batch_gemm, "processors", lambda: processors)
+    found = list(apart())
+    assert len(found) > 9
+    for m, n, config in found:
+        held = batch_gemm.held(config, m, n)
+        blocks = batch_gemm._tiles(n, held.tile) * -(-m // batch_gemm.rows_of(held, m)) * held.split
+        assert not held.apart or blocks <= processors * held.per_sm
+        assert processors < 132 or held == config
+        assert batch_gemm.fits(held, m, batch_gemm.ADD)
 
 
 @pytest.mark.parametrize("processors", [78, 132, 144])

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Sending
-from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.decode_step import MAX_RANKS, StepInbox, told
 from sgla.kernels.cuda.mixture_step import MixtureShape
-from sgla.kernels.device import this_device
 from sgla.kernels.ops import AddedNorm
 
 KEYS = 8192  # rows that ``all_max`` takes at a time
@@ -106,7 +105,6 @@ class AllReduce:
         self._step_bytes = 0
         self._state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device="cuda")
         self._key_state = self._state.data_ptr() + STATE_BYTES // 2
-        self._processors = this_device().multiprocessors
 
     @staticmethod
     def clear(memory: Tensor) -> None:
@@ -202,7 +200,7 @@ class AllReduce:
 
     def _blocks(self, rows: int, threads: int) -> int:
         """Blocks wait for their peers' counterparts, so all of them must be on the GPU at once."""
-        return min(rows, self._processors * max(1, 1024 // threads))
+        return min(rows, processors() * max(1, 1024 // threads))
 
     def max(self, keys: Tensor) -> None:
         """The largest over the ranks of each of ``keys`` int64[S], none of which is 0; in place."""

@@ -360,6 +360,7 @@ def _launch(
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
     n = weight.shape[0]
+    config = held(config, m, n)
     gated, scaled, e4m3 = epilogue in (SILU, GELU), row_squares is not None, scales is not None
     assert not e4m3 or epilogue in (STORE, SILU, GELU, FLOAT32)
     assert x.is_contiguous(), "the tensor map knows no padding"
@@ -397,13 +398,20 @@ def _launch(
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 
 
+def held(config: Config, m: int, n: int) -> Config:
+    """Blocks that are ``apart`` wait for each other: the same tiles with one block each where these
+    multiprocessors have no room for all, as those of a part of the GPU that ``config`` was measured on."""
+    blocks = _tiles(n, config.tile) * -(-m // rows_of(config, m)) * config.split
+    there = not config.apart or blocks <= processors() * config.per_sm
+    return config if there else config._replace(split=1, apart=False)
+
+
 def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
     """Those of a launch.
     ``scaled``: a block keeps the scales of one tile's rows, so all its tiles are of these."""
     blocks, most = tiles * row_tiles * config.split, processors() * config.per_sm
     if config.split == 1:
         blocks = min(blocks, most // row_tiles * row_tiles if scaled else most)
-    assert blocks <= most or not config.apart, "blocks wait for each other"
     return blocks
 
 

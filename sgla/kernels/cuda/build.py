@@ -60,7 +60,8 @@ def check(code: int, what: str) -> None:
 
 
 def processors() -> int:
-    """Multiprocessors of the GPU."""
+    """Multiprocessors that kernels may use. Blocks that wait for each other must all have room there, so each
+    launch of such asks."""
     return this_device().multiprocessors
 
 

@@ -235,4 +235,5 @@ class DecodeStep:
         pointers = (t.data_ptr() for t in tensors)
         numbers = *self._numbers, page_table.stride(0), self._eps, self._scale
         params = _Params(*pointers, *numbers, *self._inbox)
+        assert gpu_holds_blocks(), "blocks wait for each other"
         self._kernel.launch(BLOCKS, self._threads, params)
