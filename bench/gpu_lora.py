@@ -1,12 +1,14 @@
 """Decode steps of the CUDA runner whose rows have adapters, as graphs: one JSON line a measurement.
 
     python bench/gpu_lora.py --model bench/models/qwen3-8b [--modules attention|all] [--rank 16] [--rows 64]
-        [--timeline] [--sweep SECONDS]
+        [--timeline] [--sweep SECONDS] [--layouts]
 
 ``base``: the graph of steps without adapters, as on a server without them. The others: rows of one adapter,
 and of as many as there are rows. ``above`` is their share of the base's time. ``--timeline``: the kernels of
 the adapters by name, and what a step's other kernels take. ``--sweep``: other kernels, and sizes of their
-tiles; rounding flips some of the tokens that are drawn.
+tiles; rounding flips some of the tokens that are drawn. ``--layouts``: nothing but the kernels of 36 layers
+alone, each row with an adapter of its own, whose ranks lie as far apart as a place has layers, or, with a
+memory for each layer, next to each other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from lora import ATTENTION, MLP
 from step import DRAWN, admit, plan
 
 from sgla.config import Config
-from sgla.kernels.gpu import adapters, tiles
+from sgla.kernels.lora import Rows, Stack, Tiles, tiles_of
 from sgla.kernels.triton import lora as kernels
 from sgla.loading.source import open_source
 from sgla.worker.cuda import CudaRunner
@@ -125,17 +127,73 @@ def changed(changes: dict[tuple[Any, str], Any]) -> Iterator[None]:
 
 
 def variants() -> dict[str, dict[tuple[Any, str], Any]]:
-    fewer = {(kernels, "_expand_norm"): Other(kernels._expand_norm, num_warps=8)}
+    def expand(**options: Any) -> dict[tuple[Any, str], Any]:
+        return {(kernels, "_expand"): Other(kernels._expand, **options)}
+
+    narrow = {(kernels, "EXPANDED"): 256}
     return {
         "as it is": {},
-        "before the layer": {(tiles, "BESIDE"): False},
+        "2 warps expand": expand(num_warps=2),
+        "8 warps expand": expand(num_warps=8),
+        "256 wide": narrow,
+        "256 wide, 2 warps expand": narrow | expand(num_warps=2),
+        "128 wide, 1 warp expands": {(kernels, "EXPANDED"): 128} | expand(num_warps=1),
+        "4 splits": {(kernels, "SPLITS"): 4},
         "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},
-        "1 rank early": {(kernels, "EARLY"): 1},
-        "8 ranks early": {(kernels, "EARLY"): 8},
-        "8 warps norm": fewer,
-        "8 warps norm, 8 ranks early": fewer | {(kernels, "EARLY"): 8},
-        "o and down as q, k and v": {(adapters, "_joined"): lambda *_: {}},
     }
+
+
+LAYERS = 36
+PRODUCTS = {
+    "gate and up": (4096, [12288, 12288]),
+    "q, k and v": (4096, [4096, 1024, 1024]),
+    "down": (12288, [4096]),
+}
+
+
+class Layout:
+    """The kernels of ``LAYERS`` layers of k inputs, whose parts have these sizes. ``together``: see
+    ``--layouts``."""
+
+    def __init__(self, rows: int, rank: int, k: int, sizes: list[int], together: bool) -> None:
+        self.x, self.y = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for n in (k, sum(sizes)))
+        self.stacks, end = list[Stack](), 0
+        for _ in range(LAYERS):
+            self.stacks.append(Stack(rows, k, sizes, 0 if together else end))
+            end = self.stacks[-1].last
+        shared = None if together else self._memory(rows, rank, end)
+        for stack in self.stacks:
+            stack.bounds = stack.bounds.cuda()
+            stack.lie(self._memory(rows, rank, end) if shared is None else shared)
+        places = np.arange(1, rows + 1, dtype=np.int32)
+        order, runs = (torch.from_numpy(part).cuda() for part in tiles_of(places, kernels.FEW))
+        self.rows = Rows()
+        self.rows.tiles = (Tiles(order, runs, kernels.FEW),) * 2
+        self.inner = kernels.shrink(self.x, self.stacks[0], self.rows, False)
+        self.bytes = {"shrink": 2 * rows * rank * len(sizes) * k, "expand": 2 * rows * rank * sum(sizes)}
+
+    @staticmethod
+    def _memory(rows: int, rank: int, width: int) -> torch.Tensor:
+        return torch.zeros(rows, rank, width, dtype=torch.bfloat16, device="cuda")
+
+    def shrink(self) -> None:
+        for stack in self.stacks:
+            kernels.shrink(self.x, stack, self.rows, False)
+
+    def expand(self) -> None:
+        for stack in self.stacks:
+            kernels.expand(self.y, self.inner, stack, self.rows, False)
+
+
+def layouts(args: argparse.Namespace, base: dict[str, Any]) -> None:
+    for name, (k, sizes) in PRODUCTS.items():
+        for together in (False, True):
+            layout = Layout(args.rows, args.rank, k, sizes, together)
+            for kernel, run in (("shrink", layout.shrink), ("expand", layout.expand)):
+                us = graph_ms(Capture()(run), 10) * 1e3 / LAYERS
+                told = {"w": "layout", "kernel": kernel, "layer": name, "together": together}
+                rate = layout.bytes[kernel] / us / 1e6
+                lines.emit(base | told | {"us": round(us, 2), "tb_s": round(rate, 2)})
 
 
 def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, seconds: float) -> None:
@@ -174,10 +232,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--layouts", action="store_true")
     parser.add_argument("--sweep", type=float, default=0, help="seconds, at most")
     args = parser.parse_args()
     modules = ATTENTION if args.modules == "attention" else ATTENTION + MLP
     base = {"bench": "gpu_lora", "modules": args.modules, "rank": args.rank, "rows": args.rows}
+    if args.layouts:
+        with torch.inference_mode():
+            layouts(args, base)
+        return
     runner = runner_of(args, modules)
     with torch.inference_mode():
         rows, graphs = args.rows, runner.graphs
