@@ -201,23 +201,21 @@ def layers(kind: str, rows: int) -> None:
 
 # Tiles and blocks of a warp, slices, warps beside each other, lag, stages early, shifts.
 SPREAD = (
-    *((1, 4, 8, 8, 1, early, shifts) for early in (8, 1) for shifts in (0, 1, 2, 3)),
-    *((1, 4, 8, 8, 2, 8, shifts) for shifts in (0, 2)),
+    *((1, 4, 8, 8, lag, early, shifts) for lag in (1, 2) for early in (8, 1) for shifts in (0, 2)),
+    *((1, 4, 8, 8, 2, 8, shifts) for shifts in (1, 3)),
     *((2, 4, 8, 8, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 4, 4, 4, 1, early, shifts) for early in (8, 1) for shifts in (0, 2)),
+    *((1, 4, 4, 4, 2, early, shifts) for early in (8, 1) for shifts in (0, 2)),
     *((2, 4, 4, 4, 1, 8, shifts) for shifts in (0, 2)),
     *((1, 2, 8, 8, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 2, 8, 4, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 2, 8, 4, 2, 8, shifts) for shifts in (0, 2)),
     *((1, 2, 4, 4, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 4, 2, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 4, 2, 2, 2, 8, shifts) for shifts in (0, 2)),
     *((1, 2, 2, 2, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 3, 8, 2, 1, early, shifts) for early in (8, 1) for shifts in (0, 2)),
+    *((1, 3, 8, 2, lag, early, shifts) for lag in (1, 2) for early in (8, 1) for shifts in (0, 2)),
     *((2, 3, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 4, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 4, 8, 2, 2, 8, shifts) for shifts in (0, 2)),
     *((2, 4, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 2, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 3, 8, 4, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 3, 4, 2, 1, 8, shifts) for shifts in (0, 2)),
+    *((1, 2, 8, 2, 2, 8, shifts) for shifts in (0, 2)),
 )
 
 

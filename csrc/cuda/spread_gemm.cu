@@ -89,7 +89,7 @@ constexpr int SENT = TURNS * MT * (NT / BY_ROWS) * LANES * 16;  // bytes that a 
 constexpr int SOURCES = SLICES * WK, GOT_TILE = SOURCES * SENT;
 constexpr int HALVES = GATED ? 1 : 2, SHARE = TURNS * MT * HALVES * COLUMNS;  // columns that a block finishes
 constexpr int PER_THREAD = (ROWS * SHARE + THREADS - 1) / THREADS;
-constexpr int KEPT = 2 * LAG + 3;  // tiles whose sums are on their way, at most
+constexpr int KEPT = 2 * LAG + 2;  // tiles whose sums are on their way, at most
 constexpr int STAGE = WARPS * STAGE_BYTES, X_BYTES = WK * NT * 8 * X_ROW;
 // x goes through the last stage, which is asked for behind it.
 constexpr int RING_BYTES = (STAGES - 1) * STAGE + (X_BYTES > STAGE ? X_BYTES : STAGE);
@@ -280,67 +280,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
   const u32 left_at = got + source * SENT + wn / SLICES * (SENT / TURNS) + lane % LANES * 16;
   const int rank = PARTS > 1 ? wn * PARTS + lane / LANES : wn % SLICES;  // of the first rows of x
 
-  // What becomes of a sum: of output column n of row m; ``before``: what is in ``out`` already.
-  auto finish = [&](int m, int n, float y, float up, float before) {
-    if (NORM) {
-      float s = 0.f;
+  // What a thread finishes of each tile: rows of x, columns of the tile, and where their sums lie.
+  int rows[PER_THREAD], columns[PER_THREAD], ats[PER_THREAD];
 #pragma unroll
-      for (int v = 0; v < SOURCES; ++v) s += squares_of[v][m];
-      const float f = rsqrtf(__fdividef(s, float(p.k)) + p.eps);
-      y *= f;
-      up *= f;
-    }
-    if (!GATED && p.bias) y += p.bias[n];
-    const long long o = (long long)m * p.out_stride + n;
-    if (EPILOGUE == 3) {
-      static_cast<float*>(p.out)[o] = y;
-    } else {
-      if (GATED) y = gate<EPILOGUE == 4>(y, up);
-      static_cast<bf16*>(p.out)[o] = f2bf(y + before);
-    }
-  };
-  // Which sum a thread finishes: of which row of x and column of a tile, and where it lies.
-  struct Place {
-    int m, column, at;
-  };
-  auto place_of = [&](int i) -> Place {
+  for (int i = 0; i < PER_THREAD; ++i) {
     const int e = i * THREADS + threadIdx.x, m = e / SHARE, c = e % SHARE, column = c % COLUMNS,
               half = GATED ? 0 : c / COLUMNS % 2, ui = c / (COLUMNS * HALVES), part = slice % PARTS;
     const int of_warp = PARTS > 1 ? slice / PARTS : ui / MT * SLICES + slice;
-    const int row = (of_warp * MT + ui % MT) * (8 * HALVES) + half * 8 + part % BY_LANES * COLUMNS + column;
     const int quad = (ui * (NT / BY_ROWS) + m / 8) * LANES + column * 4 + m % 8 / 2;
-    const int at = quad * 16 + half * 8 + m % 2 * 4;
-    return {m < ROWS ? m + part / BY_LANES * 8 : p.m, row, at};
-  };
-  float kept[PER_THREAD];  // what ADD adds to
-  auto keep = [&](int tile) {
+    rows[i] = m < ROWS ? m + part / BY_LANES * 8 : p.m;
+    columns[i] = (of_warp * MT + ui % MT) * (8 * HALVES) + half * 8 + part % BY_LANES * COLUMNS + column;
+    ats[i] = m < ROWS ? quad * 16 + half * 8 + m % 2 * 4 : 0;
+  }
+  float factor[PER_THREAD], kept[PER_THREAD], y[PER_THREAD], up[PER_THREAD];
+  int place = 0, ended = 0, parity = 0;  // of the tile that is multiplied, and of that which is finished
+  // Until all sums of a tile have come.
+  auto await = [&](int tile) {
+    barrier_wait(all + ended * 8, parity);
+    if (threadIdx.x == 0) barrier_expect(all + ended * 8, GOT_TILE);
+    if (NORM && tile == first) {
+      barrier_wait(smem_addr(squared), 0);
 #pragma unroll
-    for (int i = 0; i < (EPILOGUE == 1 ? PER_THREAD : 0); ++i) {
-      const Place at = place_of(i);
-      kept[i] = at.m < p.m ? bf2f(static_cast<const bf16*>(
-                                 p.out)[(long long)at.m * p.out_stride + first_column(tile) + at.column])
-                           : 0.f;
+      for (int i = 0; i < PER_THREAD; ++i) {
+        float s = 0.f;
+#pragma unroll
+        for (int v = 0; v < SOURCES; ++v) s += squares_of[v][rows[i] % (NT * 8)];
+        factor[i] = rsqrtf(__fdividef(s, float(p.k)) + p.eps);
+      }
     }
   };
-  auto add_up = [&](int tile) {
-    const int place = (tile - first) % KEPT, column = first_column(tile);
-    barrier_wait(all + place * 8, (tile - first) / KEPT % 2);
-    if (threadIdx.x == 0) barrier_expect(all + place * 8, GOT_TILE);
-    if (NORM) barrier_wait(smem_addr(squared), 0);
+  auto gather = [&](int tile) {
+    const u32 from = got + ended * GOT_TILE;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
-      const Place at = place_of(i);
-      const int n = column + at.column;
-      if (at.m >= p.m || n < tile * COLS) continue;  // n below: the tile before has it
-      const u32 from = got + place * GOT_TILE + at.at;
-      float y = 0.f, up = 0.f;
+      y[i] = up[i] = kept[i] = 0.f;
+      if (EPILOGUE == 1 && tile >= first && rows[i] < p.m)
+        kept[i] = bf2f(static_cast<const bf16*>(
+            p.out)[(long long)rows[i] * p.out_stride + first_column(tile) + columns[i]]);
 #pragma unroll
       for (int v = 0; v < SOURCES; ++v) {
-        y += lds32f(from + v * SENT);
-        if (GATED) up += lds32f(from + v * SENT + 8);
+        y[i] += lds32f(from + ats[i] + v * SENT);
+        if (GATED) up[i] += lds32f(from + ats[i] + v * SENT + 8);
       }
-      finish(at.m, n, y, up, EPILOGUE == 1 ? kept[i] : 0.f);
     }
+  };
+  auto finish = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int n = first_column(tile) + columns[i];
+      float v = NORM ? y[i] * factor[i] : y[i];
+      if (GATED) v = gate<EPILOGUE == 4>(v, NORM ? up[i] * factor[i] : up[i]);
+      if (rows[i] >= p.m || n < tile * COLS) continue;  // n below: the tile before has it
+      if (!GATED && p.bias) v += p.bias[n];
+      const long long o = (long long)rows[i] * p.out_stride + n;
+      if (EPILOGUE == 3)
+        static_cast<float*>(p.out)[o] = v;
+      else
+        static_cast<bf16*>(p.out)[o] = f2bf(v + kept[i]);
+    }
+    if (++ended == KEPT) ended = 0, parity ^= 1;
   };
 
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
@@ -348,13 +346,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
                          (mask >> 16 ^ 15u) + (1u << 20)};
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
-    if (tile - LAG >= first) keep(tile - LAG);
+    if (tile - LAG >= first) await(tile - LAG);
     cp_async_wait<STAGES - 2>();
     __syncwarp();
     load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     const u32 from = ring + stage * STAGE;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
-    const int place = (tile - first) % KEPT;
+    gather(tile - LAG);
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
       float acc[NT][4] = {};
@@ -378,12 +376,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
 #pragma unroll
           for (int s = 0; s < STEPS; ++s) {  // 16 channels
             const int step = group * STEPS + s, q = step / 2, word = BITS == 4 ? q : step,
-                      place = BITS == 4 ? step % 2 * 2 : 0;
+                      at = BITS == 4 ? step % 2 * 2 : 0;
             const u32* u = reinterpret_cast<const u32*>(w[0]);
             const u32* v = reinterpret_cast<const u32*>(w[1]);
-            const u32 a0 = two_of(u[word], place, mask, scaled), a1 = two_of(v[word], place, mask, scaled),
-                      a2 = two_of(u[word], place + 1, mask, scaled),
-                      a3 = two_of(v[word], place + 1, mask, scaled);
+            const u32 a0 = two_of(u[word], at, mask, scaled), a1 = two_of(v[word], at, mask, scaled),
+                      a2 = two_of(u[word], at + 1, mask, scaled),
+                      a3 = two_of(v[word], at + 1, mask, scaled);
 #pragma unroll
             for (int j = 0; j < NT; ++j)
               mma(sum[j][s % CHAINS], a0, a1, a2, a3, x[j][b][q][step % 2 * 2], x[j][b][q][step % 2 * 2 + 1]);
@@ -411,7 +409,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
               rank + (BY_ROWS > 1 ? j * BY_LANES : 0), acc[j]);
       }
     }
-    if (tile - LAG >= first) add_up(tile - LAG);
+    if (tile - LAG >= first) finish(tile - LAG);
+    if (++place == KEPT) place = 0;
     // A warp is at most two tiles ahead of another of its block, so no place is filled again before all have
     // read it.
     const int paces = tile - first;
@@ -420,7 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
     if (paces > 0) barrier_wait(smem_addr(paced) + (paces - 1) % 2 * 8, (paces - 1) / 2 % 2);
   }
   for (int tile = max(first, last - LAG); tile < last; ++tile) {
-    keep(tile);
-    add_up(tile);
+    await(tile);
+    gather(tile);
+    finish(tile);
   }
 }

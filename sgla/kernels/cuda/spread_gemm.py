@@ -78,7 +78,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     sums = config.weight_rows * groups * 8 * 4 * deep  # bytes that a block gets of a tile
     x = deep * groups * 8 * (config.blocks * BLOCK * 2 + 16)
     stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
-    kept = (2 * config.lag + 3) * sums + max(0, x - stage)
+    kept = (2 * config.lag + 2) * sums + max(0, x - stage)
     fixed = 2304 + deep * groups * 32 * (config.slices + config.blocks * per)
     stages = min(STAGES, (SHARED - fixed - kept) // stage)
     if stages < 2:
