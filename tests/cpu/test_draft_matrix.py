@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
 import pytest
+from adapters import invent
 from config_cases import decoder
 from test_draft_heads import DEEP, DFLASH, EAGLE, HYBRID, LATENT, SIZES, WINDOWS, source_of
 from test_draft_models import requests as texts
@@ -26,17 +29,22 @@ REGEX = grammar_source(Grammar(kind="regex", text=PATTERN), {"</s>": END})
 DRAFTERS: dict[str, dict[str, Any] | None] = {
     "ngram": None,
     "draft_model": DEEP | {"num_hidden_layers": 3},
+    "mtp": None,
+    "eagle": LLAMA | {"num_hidden_layers": 1},
     "eagle3": EAGLE,
+    "medusa": {"medusa_num_heads": 3, "medusa_num_layers": 1},
     "dflash": DFLASH | {"block_size": 6},
 }
 
 
-def runner_of(algorithm: str | None, folder: Any) -> CpuRunner:
-    settings = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 4} if algorithm else {}
-    source = source_of(DEEP, DRAFTERS[algorithm] if algorithm else None)
+def runner_of(algorithm: str, folder: Any, guesses: bool = True) -> CpuRunner:
+    settings: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+    if guesses:
+        settings |= {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 4}
+    target = LATENT if algorithm == "mtp" else DEEP
     runner = CpuRunner(
         tiny_config(native_kernels=True, speculative_adaptive=False, **settings),
-        source,
+        source_of(target, DRAFTERS[algorithm] if guesses else None),
         0,
         1,
         "",
@@ -44,6 +52,8 @@ def runner_of(algorithm: str | None, folder: Any) -> CpuRunner:
     )
     (folder / "vocabulary").write_bytes(msgspec.msgpack.encode(LETTERS))
     runner.control(Control(verb="vocabulary", args={"path": str(folder / "vocabulary")}))
+    for number in (1, 2):
+        invent(runner, number, rank=2 * number)
     return runner
 
 
@@ -62,24 +72,41 @@ def requests() -> list[Submit]:
         submit("words", stem * 3, 15, bad_words=[[9], [stem[0], stem[1]]], temperature=0.5, seed=1),
         submit("one of two", stem * 4, 12, temperature=0.9, seed=21),
         submit("two of two", stem * 4, 12, temperature=0.9, seed=22),
+        with_adapter(submit("adapted", stem * 3, 15), 1),
+        with_adapter(submit("adapted and guided", stem * 3, 20, temperature=0.7, **guided), 2),
     ]
 
 
+def with_adapter(asked: Submit, number: int) -> Submit:
+    return msgspec.structs.replace(asked, adapter=number, namespace=str(number))
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Transcript:
-    runner = runner_of(None, tmp_path_factory.mktemp("plain"))
-    check_draws(runner)
-    found = Transcript()
-    for request in requests():
-        found |= run(runner, [request], depth=1, prefix_cache=False)
-    return found
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Transcript]:
+    """What the target of a drafter answers without it."""
+
+    @cache
+    def answered(target: str) -> Transcript:
+        runner = runner_of(target, tmp_path_factory.mktemp("plain"), guesses=False)
+        check_draws(runner)
+        found = Transcript()
+        for request in requests():
+            found |= run(runner, [request], depth=1, prefix_cache=False, adapters=2)
+        assert (
+            found.tokens()["adapted"]
+            != run(runner, [submit("base", requests()[-2].tokens, 15)]).tokens()["base"]
+        )
+        return found
+
+    return lambda algorithm: answered("mtp" if algorithm == "mtp" else "ngram")
 
 
 @pytest.mark.parametrize("algorithm", DRAFTERS)
-def test_everything_is_the_same(algorithm: str, expected: Transcript, tmp_path: Any) -> None:
-    runner = runner_of(algorithm, tmp_path)
+def test_everything_is_the_same(algorithm: str, plain: Callable[[str], Transcript], tmp_path: Any) -> None:
+    runner, expected = runner_of(algorithm, tmp_path), plain(algorithm)
     for depth in (1, 3):
-        core = make_core(runner.facts, drafts=4, depth=depth, guided_drafts=runner.facts.guided_drafts)
+        guided_drafts = runner.facts.guided_drafts
+        core = make_core(runner.facts, drafts=4, depth=depth, guided_drafts=guided_drafts, adapters=2)
         got = run(runner, requests(), core)
         assert got.tokens() == expected.tokens()
         assert got.finish() == expected.finish()
