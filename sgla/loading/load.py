@@ -213,17 +213,19 @@ def has_own_head(source: ModelSource, rename: Callable[[str], str]) -> bool:
 
 
 def has_outputs_first(source: ModelSource, spec: ModelSpec) -> bool:
-    """Whether the files have gate and up of experts apart, or stacks of ``[output, input]``, as
-    transformers 5 writes those of Qwen3-VL, or of e4m3 numbers, which are taken apart. Raises WeightError."""
+    """Whether the files have the matrices of each expert, as llm-compressor writes them, or stacks of
+    ``[output, input]``, as transformers 5 writes those of Qwen3-VL, or of e4m3 numbers, which are taken
+    apart. Raises WeightError."""
     if source.kind not in ("safetensors", "pt") or spec.moe is None:
         return source.kind == "gguf"
-    shape = [spec.moe.experts, spec.hidden, spec.moe.intermediate]
-    downs = (x for name, x in stored_tensors(source) if name.endswith(".experts.down_proj"))
-    if (down := next(downs, None)) is None:
-        return False
+    tensors = dict(stored_tensors(source))
+    down = next((tensor for name, tensor in tensors.items() if name.endswith(".experts.down_proj")), None)
+    if down is None:
+        return any(".experts.0.down_proj." in name for name in tensors)
     if down.type == "F8_E4M3" and spec.moe.halves:
         return True
-    return shape[1] != shape[2] and list(down.shape) == shape
+    shape = (spec.moe.experts, spec.hidden, spec.moe.intermediate)
+    return shape[1] != shape[2] and down.shape == shape
 
 
 def load_weights(

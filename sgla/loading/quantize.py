@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from sgla.layers.build import Build
 from sgla.loading.checkpoint import FileTensor, Numbers, canonical, renamed, stored_tensors
 from sgla.loading.gguf_tensors import weights_of_file
 from sgla.loading.load import model_of
+from sgla.loading.stacks import lie_turned, matrices, of_experts
 from sgla.messages import Progress
+from sgla.model.family import Family
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.read import read_decoder
 from sgla.model.registry import family_of
@@ -91,12 +93,14 @@ def plan(source: ModelSource, format: str) -> Job:
         )
     if spec.method is not None and source.kind != "gguf":
         raise ConfigError("the checkpoint is quantized already; take the one that is not", param="model")
+    if spec.moe is not None and spec.moe.halves:  # whose experts are rounded one by one
+        spec = replace(spec, moe=replace(spec.moe, crossed=False))
     with torch.device("meta"):
         build = Linears()
         model_of(spec, build, 32)
     family, tensors = family_of(spec.architecture), dict[int, dict[str, SourceTensor]]()
-    linears = set(build.modules_of)
-    for name, tensor in weights_of_file(source) if source.kind == "gguf" else stored_tensors(source):
+    linears, gguf = set(build.modules_of), source.kind == "gguf"
+    for name, tensor in weights_of_file(source) if gguf else _unstacked(source, build, family):
         at = _LAYER.search(name)
         tensors.setdefault(int(at[1]) if at else -1, {})[name] = tensor
         ours = renamed(canonical(name), family.renamed)
@@ -106,6 +110,22 @@ def plan(source: ModelSource, format: str) -> Job:
     dtype = _DTYPES.get(spec.dtype, torch.bfloat16)
     recipe = Recipe(format, group if format == "w4a16" else 0, dtype)
     return Job(source, recipe, tensors, frozenset(linears), dtype, family.numbers)
+
+
+def _unstacked(source: ModelSource, build: Build, family: Family) -> Iterator[tuple[str, FileTensor]]:
+    """Experts one by one."""
+    stored = dict(stored_tensors(source))
+    names = {raw: renamed(canonical(raw), family.renamed) for raw in stored}
+    ours = of_experts(build)
+    stacks = {names[raw]: tensor for raw, tensor in stored.items() if names[raw] in ours}
+    turned = lie_turned(stacks, build)
+    for raw, tensor in stored.items():
+        if (name := names[raw]) not in stacks:
+            yield raw, tensor
+            continue
+        theirs, known = raw.rpartition(".")[0], name.rpartition(".")[0]
+        for part, matrix in matrices(name, tensor, build, turned):
+            yield theirs + part.name.removeprefix(known), matrix
 
 
 def nearest(job: Job, on_progress: OnProgress) -> Iterator[tuple[int, dict[str, Tensor], Rounded]]:
@@ -120,10 +140,20 @@ def nearest(job: Job, on_progress: OnProgress) -> Iterator[tuple[int, dict[str, 
 
 
 def write(job: Job, out: Path, solve: Solve, on_progress: OnProgress) -> None:
-    """The checkpoint into the folder ``out``, which must be empty. Raises ConfigError and WeightError."""
+    """The checkpoint into the folder ``out``, which must be empty, and is again if this fails. Raises
+    ConfigError and WeightError."""
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a folder that is, or none yet")
+    try:
+        _write(job, out, solve, on_progress)
+    except BaseException:
+        for path in out.iterdir():
+            path.unlink()
+        raise
+
+
+def _write(job: Job, out: Path, solve: Solve, on_progress: OnProgress) -> None:
     places: dict[str, str] = {}
     ignored, total, size = set[str](), 0, len(job.tensors)
     for done, (index, tensors, rounded) in enumerate(solve(job, on_progress)):

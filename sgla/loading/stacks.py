@@ -1,46 +1,67 @@
-"""Stacks of experts that a file has quantized, as the tensors of each expert, by which methods know them."""
+"""Stacks of experts as the tensors of each expert, by which methods know them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 from torch import Tensor
 
 from sgla.errors import WeightError
-from sgla.layers.build import Build
+from sgla.layers.build import Build, StackPart
 from sgla.loading.checkpoint import FileTensor, Slice, canonical
 from sgla.quant.method import FLOATS
 
 
 def take_apart(stored: dict[str, FileTensor], build: Build) -> None:
-    """In place. A stack is ``[experts, output, input]``, or ``[experts, input, output]``, as its shape tells.
-    Raises WeightError."""
+    """Those that the file has quantized, in place. Raises WeightError."""
     raws = {canonical(raw): raw for raw in stored}
-    shapes = {name: shape for name, (shape, _) in build.stacks.items() if len(shape) == 3 and name in raws}
-    stacks = {name: stored[raws[name]] for name in shapes}
-    stacks = {name: tensor for name, tensor in stacks.items() if tensor.type not in FLOATS}
-    turned = any(
+    stacks = {name: stored[raws[name]] for name in of_experts(build) if name in raws}
+    quantized = {name: tensor for name, tensor in stacks.items() if tensor.type not in FLOATS}
+    turned = lie_turned(quantized, build)
+    for name, numbers in quantized.items():
+        held, (experts, n, _) = build.checkpoint.stacked(name), build.stacks[name][0]
+        if not held:
+            continue
+        found = {part: stored.pop(raws[part]) for part in held if part in raws}
+        constants = {part: _matrices(part, found[part], experts, turned) for part in found if part != name}
+        for part, matrix in matrices(name, numbers, build, turned):
+            module = part.name.removesuffix("weight")
+            stored[module + held[name]] = matrix
+            for other, values in constants.items():
+                cut = _of_rows(other, values[matrix.expert], part.rows, n)
+                stored[module + held[other]] = FileTensor(cut, tuple(cut.shape), found[other].type, None)
+
+
+def of_experts(build: Build) -> set[str]:
+    """The names of stacks of experts' matrices."""
+    return {
+        name
+        for name, (shape, parts) in build.stacks.items()
+        if len(shape) == 3 and all(part.expert is not None for part in parts)
+    }
+
+
+def lie_turned(stacks: dict[str, FileTensor], build: Build) -> bool:
+    """Whether they are ``[experts, input, output]``, as their shapes tell, and not ``[experts, output,
+    input]``."""
+    shapes = {name: build.stacks[name][0] for name in stacks}
+    return any(
         tensor.shape != shapes[name] and tensor.shape == _turned(shapes[name])
         for name, tensor in stacks.items()
     )
-    for name, numbers in stacks.items():
-        held = build.checkpoint.stacked(name)
-        if not held:
-            continue
-        experts, n, k = shapes[name]
-        if numbers.shape != (_turned(shapes[name]) if turned else shapes[name]):
-            raise WeightError(f"{name} has shape {list(numbers.shape)}, expected {[experts, n, k]}")
-        found = {part: stored.pop(raws[part]) for part in held if part in raws}
-        constants = {part: _matrices(part, found[part], experts, turned) for part in found if part != name}
-        for part in build.stacks[name][1]:
-            assert part.expert is not None
-            at = numbers.place, part.expert * n + part.rows.start, numbers.device, part.expert
-            own = Slice(numbers.view, (len(part.rows), k), numbers.type, *at, part.rows.start, turned)
-            module = part.name.removesuffix("weight")
-            stored[module + held[name]] = own
-            for other, values in constants.items():
-                cut = _of_rows(other, values[part.expert], part.rows, n)
-                stored[module + held[other]] = FileTensor(cut, tuple(cut.shape), found[other].type, None)
+
+
+def matrices(name: str, stack: FileTensor, build: Build, turned: bool) -> Iterator[tuple[StackPart, Slice]]:
+    """Those of each expert. Raises WeightError for a stack of another shape."""
+    shape, parts = build.stacks[name]
+    if stack.shape != (_turned(shape) if turned else shape):
+        raise WeightError(f"{name} has shape {list(stack.shape)}, expected {list(shape)}")
+    for part in parts:
+        assert part.expert is not None
+        at = stack.place, part.expert * shape[1] + part.rows.start, stack.device, part.expert
+        size = len(part.rows), shape[2]
+        yield part, Slice(stack.view, size, stack.type, *at, part.rows.start, turned)
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

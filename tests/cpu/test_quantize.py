@@ -69,6 +69,41 @@ def test_what_is_written_is_near_what_was_read(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("model_type", ["llama4_text", "qwen3_moe"])
+def test_stacks_of_experts_are_rounded_one_by_one(model_type: str, tmp_path: Path) -> None:
+    """Of inputs first, as Llama 4's, and of outputs first, as transformers 5 has them."""
+    path = tmp_path / "model/model.safetensors"
+    if model_type == "llama4_text":
+        sizes = {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+        save_checkpoint(tmp_path / "model", model_type, **SHAPE | sizes, moe_layers=[0, 1, 2])
+    else:
+        save_checkpoint(tmp_path / "model", model_type, **SHAPE | MIXTURE)
+        tensors = load_file(path)
+        for layer in range(3):
+            experts = f"model.layers.{layer}.mlp.experts"
+            parts = [
+                [tensors.pop(f"{experts}.{e}.{part}_proj.weight") for part in ("gate", "up", "down")]
+                for e in range(3)
+            ]
+            tensors[f"{experts}.gate_up_proj"] = torch.stack([torch.cat(each[:2]) for each in parts])
+            tensors[f"{experts}.down_proj"] = torch.stack([each[2] for each in parts])
+        save_file(tensors, path, {"format": "pt"})
+    write(plan(open_source(tmp_path / "model"), "int8"), tmp_path / "out", nearest, lambda _: None)
+    model = load_model(open_source(tmp_path / "out"), quantization="checkpoint")
+    assert {block.mlp.gate_up.kind for block in model.blocks} == {"q8_0"}
+    expected = Eager(load_model(open_source(tmp_path / "model"))).prompt_logprobs(PROMPTS)
+    assert (Eager(model).prompt_logprobs(PROMPTS) - expected).abs().mean() < 0.05
+
+
+def test_what_fails_leaves_an_empty_folder(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", "qwen3_moe", **SHAPE | MIXTURE)
+    job = plan(open_source(tmp_path / "model"), "w4a16")
+    with pytest.raises(ConfigError, match="leave --calibrate out"):
+        write(job, tmp_path / "out", calibration(random_prompts([32]), "gptq"), lambda _: None)
+    write(job, tmp_path / "out", nearest, lambda _: None)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("format", ["w4a16", "int8", "fp8"])
 def test_transformers_reads_it_alike(format: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
