@@ -594,10 +594,24 @@ __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Share
   }
 }
 
-template <bool VALUE>
-struct Adds {
-  static constexpr bool value = VALUE;
-};
+// The products of a stage, which sums begin with or go on with.
+template <bool GO_ON, int SIZE>
+__device__ __forceinline__ void products(float (&acc)[SIZE], u32 w_at, u32 x_at) {
+  constexpr bool TWICE = TIGHT && SIZE > 64;
+  constexpr int FIRST = TWICE ? (SIZE + 15) & ~15 : SIZE * 2, REST = TWICE ? SIZE * 2 - FIRST : FIRST;
+  auto& first = *reinterpret_cast<float(*)[FIRST / 2]>(acc);
+  auto& rest = *reinterpret_cast<float(*)[REST / 2]>(acc + (TWICE ? FIRST / 2 : 0));
+  const u64 w = tile_at(w_at), x = tile_at(x_at), more = x + FIRST * (ROW_BYTES / 16);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < ROW_BYTES / 32 * 2; k += 2) {
+    if (GO_ON || k > 0) wgmma_e4m3(first, w + k, x + k);
+    else wgmma_e4m3_first(first, w, x);
+    if (TWICE && (GO_ON || k > 0)) wgmma_e4m3(rest, w + k, more + k);
+    else if (TWICE) wgmma_e4m3_first(rest, w, more);
+  }
+  wgmma_commit();
+}
 
 // The same in the registers of the sums, which are in units of the scales of the last group: what is there is
 // brought to the next one's before its products join it. A scale that is less than 2^-40 of a row's largest
@@ -606,10 +620,8 @@ template <int SIZE>
 __device__ __forceinline__ void multiply_in_units(float (&acc)[SIZE], const Shared& shared,
                                                   Slot<STAGES>& slot, int count, int w_at, int x_at,
                                                   const float* first, const float* second, bool lags) {
-  constexpr int PARTS = TIGHT && SIZE > 64 ? 2 : 1, PART = SIZE / PARTS;
   const int group = threadIdx.x / 128;
   float next[2] = {__ldg(first), __ldg(second)}, unit[2] = {1.f, 1.f}, most[2] = {0x1p-60f, 0x1p-60f}, by[2];
-  float sums[PARTS][PART];
   const auto begin = [&](int i) {  // a group
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -621,46 +633,27 @@ __device__ __forceinline__ void multiply_in_units(float (&acc)[SIZE], const Shar
     next[0] = __ldg(first + ahead), next[1] = __ldg(second + ahead);
     barrier_wait(shared.full + slot.stage * 8, slot.parity);
   };
-  const auto products = [&](auto adds) {
-    wgmma_fence();
-    const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
-#pragma unroll
-    for (int k = 0; k < ROW_BYTES / 32; ++k)
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        const u64 w = tile_at(stage + w_at) + k * 2,
-                  x = tile_at(stage + x_at + part * (PART * 2 * ROW_BYTES)) + k * 2;
-        if constexpr (adds.value) wgmma_e4m3(sums[part], w, x);
-        else if (k == 0) wgmma_e4m3_first(sums[part], w, x);
-        else wgmma_e4m3(sums[part], w, x);
-      }
-    wgmma_commit();
-  };
-  const auto done = [&] {
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) wgmma_wait<0>(sums[part]);
-  };
+  const auto stage = [&] { return shared.ring + slot.stage * STAGE_BYTES; };
   if (lags && group > 0) meet_at<256>(1 + group);
   begin(0);
-  products(Adds<false>{});
+  products<false>(acc, stage() + w_at, stage() + x_at);
   for (int i = 1; i < count; ++i) {
     const u32 used = shared.empty + slot.stage * 8;
     slot.next();
     begin(i);
-    done();
+    wgmma_wait<0>(acc);
     if (threadIdx.x % 128 == 0) barrier_arrive(used);
     if (lags && i == 1 && group + 1 < GROUPS) arrive_at<256>(2 + group);
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-      for (int j = 0; j < PART; ++j) sums[part][j] *= by[j / 2 % 2];
-    products(Adds<true>{});
+    for (int j = 0; j < SIZE; ++j) acc[j] *= by[j / 2 % 2];
+    wgmma_written(acc);
+    products<true>(acc, stage() + w_at, stage() + x_at);
   }
-  done();
+  wgmma_wait<0>(acc);
   if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
   slot.next();
 #pragma unroll
-  for (int j = 0; j < SIZE; ++j) acc[j] = sums[j / PART][j % PART] * unit[j / 2 % 2];
+  for (int j = 0; j < SIZE; ++j) acc[j] *= unit[j / 2 % 2];
 }
 
 // The same with sums of two groups: one meets its scales while the other is multiplied.

@@ -547,6 +547,7 @@ template <int SIZE> void of_bytes(float (&d)[SIZE], uint64_t a, uint64_t b, bool
 }
 template <int SIZE> void wgmma_e4m3(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, false); }
 template <int SIZE> void wgmma_e4m3_first(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, true); }
+template <int SIZE> void wgmma_written(float (&)[SIZE]) {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING, int SIZE> void wgmma_wait(float (&)[SIZE]) {}

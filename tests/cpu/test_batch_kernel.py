@@ -45,6 +45,7 @@ class Emulated:
         (300, 400, STORE, Config(128, 1, 1, rows=256, meeting=1)),
         (300, 400, STORE, Config(128, 1, 1, rows=256, meeting=3)),
         (300, 800, SILU, Config(192, 1, 1, rows=256, meeting=4)),
+        (200, 400, STORE, Config(192, 1, 1, rows=256, meeting=1)),
         (40, 400, STORE, Config(64, 2, 1, rows=64, meeting=2)),
     ],
 )
