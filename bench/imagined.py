@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import math
 import random
 from array import array
 from collections import deque
@@ -83,6 +84,8 @@ class World:
                 act(given)
             while (plan := self.core.plan(self.now)) is not None:
                 self._launch(plan)
+            if self.now < self.core.next_plan < math.inf:
+                self._at(self.core.next_plan, lambda _: None, None)
             self.core.drain_finished()
 
     def _at(self, when: float, act: Callable[..., None], given: Any) -> None:

@@ -69,9 +69,11 @@ def measure(rows: int, steps: int, prompt: int, window: int) -> dict[str, float]
     flights: deque[StepPlan] = deque()
     plans: list[float] = []
     retires: list[float] = []
+    now = 0.0
     while len(plans) < steps:
+        now += 1.0  # more than any step takes, so that none is too early
         begin = time.thread_time()
-        plan = core.plan(1.0)
+        plan = core.plan(now)
         planned = time.thread_time()
         if plan is not None:
             flights.append(plan)
@@ -82,7 +84,7 @@ def measure(rows: int, steps: int, prompt: int, window: int) -> dict[str, float]
             continue
         result = result_of(flights.popleft())
         begin = time.thread_time()
-        core.retire(result, 1.0)
+        core.retire(result, now)
         if steady:
             retires.append(time.thread_time() - begin)
     return {
