@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from sgla.worker.device_state import upload
 from sgla.worker.state import Int32s
 
 AHEAD = 4  # pieces that are queued
+SHARE = 0.02  # of the time of decode steps, which copies beside them may take
 TURN = 2e-4  # seconds after which no other piece is queued before the worker has looked at its steps again
 MARGIN = 1.25  # by how much longer than so far a copy may take
 
@@ -34,7 +35,7 @@ class Crossing:
     total: int = 0
     firsts: int = 0
     done: int = 0
-    begun: float = 0.0  # when the first chunk was queued
+    begun: float = 0.0  # when the first chunk was queued, without the times for which a link was kept idle
     ends: list[torch.cuda.Event] = field(default_factory=list)
     bands: int = 0
     told: bool = False
@@ -56,11 +57,12 @@ class Crossing:
 
 class Chunk(NamedTuple):
     """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
-    ``closes``: it is the last of its band."""
+    ``toll``: seconds that decode steps beside it lose; ``closes``: it is the last of its band."""
 
     section: int
     units: Int32s
     places: Int32s
+    toll: float
     closes: bool
 
 
@@ -79,17 +81,51 @@ class Route(NamedTuple):
     end: Callable[[Chunk, Tensor, Tensor], None]
 
 
+class Step(Protocol):
+    """One that has been launched."""
+
+    @property
+    def begin(self) -> torch.cuda.Event: ...
+    @property
+    def done(self) -> bool: ...
+
+
+class Toll:
+    """What copies take from decode steps beside them, which wait for the same memory: while some run, chunks
+    are queued so far apart that it is ``SHARE`` of their time at most."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque(maxlen=2)  # as many as are in flight
+        self._paid = 0.0  # until when nothing more may be queued
+
+    def beside(self, step: Step) -> None:
+        """Decode rows alone have been launched."""
+        self._steps.append(step)
+
+    def due(self, begin: torch.cuda.Event) -> bool:
+        """Nothing may be queued now that is to come behind ``begin``."""
+        steps = [step for step in self._steps if not step.done]
+        if steps and not begin.query():
+            return True  # or all that is queued meanwhile comes at once
+        return self._paid > clock.now() and any(step.begin.query() for step in steps)
+
+    def take(self, seconds: float) -> None:
+        self._paid = clock.now() + seconds / SHARE
+
+
 class Lane:
     """Copies of one direction, on streams of their own, behind the steps that had been launched when each was
-    told of: one fills what is staged, the other one empties it, so that a link is never idle. A few chunks
-    are queued at a time, so that to queue much does not hold up steps. ``staging``: uint8[HALVES, STAGED]"""
+    told of: one fills what is staged, the other one empties it, so that a link is never idle but for the
+    ``toll``. A few chunks are queued at a time, so that to queue much does not hold up steps. ``staging``:
+    uint8[HALVES, STAGED]"""
 
-    def __init__(self, staging: Tensor, route: Route) -> None:
+    def __init__(self, staging: Tensor, route: Route, toll: Toll) -> None:
         self._halves: deque[tuple[Tensor, torch.cuda.Event | None]] = deque((half, None) for half in staging)
         self._first, self._second = torch.cuda.Stream(), torch.cuda.Stream()
         self._waiting: deque[tuple[Chunk, torch.cuda.Event, Crossing]] = deque()
         self._queued: deque[Queued] = deque()
-        self._route = route
+        self._route, self._toll = route, toll
+        self._idle = 0.0  # since when a toll has kept the link so
 
     @property
     def under_way(self) -> bool:
@@ -117,6 +153,9 @@ class Lane:
         while self._waiting and len(self._queued) < AHEAD:
             if not all(crossing.over for crossing in self._waiting[0][2].behind):
                 break
+            if self._toll.due(self._waiting[0][1]):
+                self._idle = self._idle or (0.0 if self._queued else clock.now())
+                break
             self._queue()
             if clock.now() > end:
                 break
@@ -134,7 +173,10 @@ class Lane:
         assert crossing.index is not None
         index = crossing.index[crossing.queued : crossing.queued + len(chunk.units)]
         crossing.queued += len(index)
-        crossing.begun = crossing.begun or clock.now()
+        now = clock.now()
+        crossing.begun += now if not crossing.begun else now - self._idle if self._idle else 0.0
+        self._idle = 0.0
+        self._toll.take(chunk.toll)
         half, empty = self._halves.popleft()
         full, end = torch.cuda.Event(), torch.cuda.Event()
         with torch.cuda.stream(self._first):

@@ -124,6 +124,8 @@ class CudaRunner(GpuExperts):
             out, landed, pending = self.graphs.run(slots, starts, states, verify, least)
             count = rows if self.shard.samples else 0
             flight = self.flights.begin(plan, begin, out, count, landed, pending, [], verify)
+            if self.host is not None:
+                self.host.toll.beside(flight)
         else:
             launched = self._extend(plan, slots, starts, verify, counted, late, alike)
             out, count, scored, pending, extras = launched

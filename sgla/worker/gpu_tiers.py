@@ -15,7 +15,7 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.errors import OutOfMemory
 from sgla.messages import CacheGroup, Copy, Moved, StepPlan, Tier
-from sgla.worker.crossing import Chunk, Crossing, Lane, Route
+from sgla.worker.crossing import Chunk, Crossing, Lane, Route, Toll
 from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
@@ -24,9 +24,12 @@ from sgla.worker.rows import Int64s, copy_rows, in_batches
 from sgla.worker.state import Int32s, column
 from sgla.worker.tiers import Rows, runs_of
 
-STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
+STAGED = 16 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
 ROW = 1 << 40  # bytes of a unit in a layer from which on it crosses without being staged: not measured yet
+# Seconds that decode steps beside it lose for a byte that comes, and for one that leaves: it passes the GPU's
+# memory once, or with what is staged three times, and what is written costs them more than what is read.
+TOLLS, STAGED_TOLLS = (1.25e-12, 0.2e-12), (1.75e-12, 0.9e-12)
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
 BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
@@ -98,8 +101,9 @@ class HostTier:
                 sections.append(Section(group, band, _joined(_wide(own)), beside, parts, staged))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
-        self._in = Lane(staging[0], Route(self._cross_in, self._scatter))
-        self._out = Lane(staging[1], Route(self._gather, self._cross_out))
+        self.toll = Toll()
+        self._in = Lane(staging[0], Route(self._cross_in, self._scatter), self.toll)
+        self._out = Lane(staging[1], Route(self._gather, self._cross_out), self.toll)
         self._early: list[Crossing] = []  # that have been told of, and that no step has waited for
         self._unended: list[Crossing] = []  # that have been told of
 
@@ -115,22 +119,26 @@ class HostTier:
         # What leaves may be of units that are still to come, or go to places that are still read.
         behind = [] if inward else list(self._unended)
         crossing = Crossing(copy.transfer, copy.slack, here, behind)
-        chunks = list(self._parted(here, there))
+        chunks = list(self._parted(here, there, inward))
         crossing.total, crossing.bands = len(chunks), sum(chunk.closes for chunk in chunks)
         crossing.firsts = 1 + next(i for i, chunk in enumerate(chunks) if chunk.closes)
         (self._in if inward else self._out).add(crossing, chunks)
 
-    def _parted(self, units: Sequence[Int32s], places: Sequence[Int32s]) -> Iterator[Chunk]:
+    def _parted(
+        self, units: Sequence[Int32s], places: Sequence[Int32s], inward: bool = True
+    ) -> Iterator[Chunk]:
         """At least one, which may be empty. Places that follow each other cross at once."""
         orders = [np.argsort(there, kind="stable") for there in places]
         ends = [(here[order], there[order]) for here, there, order in zip(units, places, orders)]
-        parts = list[tuple[int, Int32s, Int32s]]()
+        parts = list[tuple[int, Int32s, Int32s, float]]()
         for number, section in enumerate(self._sections):
             (here, there), width = ends[section.group], section.beside.shape[1]
             most = max(1, STAGED // max(1, width))
+            toll = (STAGED_TOLLS if section.staged else TOLLS)[not inward]
             for at in range(0, len(here) if width else 0, most):
-                parts.append((number, here[at : at + most], there[at : at + most]))
-        parts = parts or [(0, units[0][:0], places[0][:0])]
+                own = here[at : at + most]
+                parts.append((number, own, there[at : at + most], toll * len(own) * width))
+        parts = parts or [(0, units[0][:0], places[0][:0], 0.0)]
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
             yield Chunk(*part, closes=band != after)

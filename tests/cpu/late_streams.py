@@ -85,7 +85,7 @@ def late() -> Iterator[Waits]:
     """Lanes that are made meanwhile copy late."""
     made, wait, waits = crossing.Lane.__init__, gpu_tiers.HostTier.wait, Waits()
 
-    def make(self: crossing.Lane, staging: torch.Tensor, route: crossing.Route) -> None:
+    def make(self: crossing.Lane, staging: torch.Tensor, route: crossing.Route, toll: crossing.Toll) -> None:
         def both(*piece: Any) -> None:
             route.begin(*piece)
             route.end(*piece)
@@ -94,6 +94,7 @@ def late() -> Iterator[Waits]:
             self,
             staging,
             crossing.Route(lambda *_: None, lambda *piece: CURRENT[-1].add(partial(both, *piece))),
+            toll,
         )
 
     def counted(self: gpu_tiers.HostTier, crossings: Any, kept: Any = ()) -> None:

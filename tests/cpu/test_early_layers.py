@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from late_streams import Waits, late
 from sgla import clock
 from sgla.messages import Copy, NewRow, RowSampling, StepPlan, int32
 from sgla.worker import crossing, gpu_tiers
-from sgla.worker.crossing import Crossing
+from sgla.worker.crossing import SHARE, Crossing, Toll
 from sgla.worker.gpu_tiers import HostTier
 
 LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
@@ -177,6 +178,37 @@ def test_when_a_copy_is_told_of(
     monkeypatch.setattr(clock, "now", lambda: 5.0 + seconds)
     one = Crossing(1, slack, total=10, firsts=2, done=done, begun=5.0, bands=6)
     assert one.may_be_told is told
+
+
+def test_decode_steps_pay_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 s, while chunks take 1 ms each and may be queued whenever somebody looks."""
+    now, toll, begun = 5.0, Toll(), SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(clock, "now", lambda: now)
+
+    def queued(seconds: float) -> int:
+        nonlocal now
+        count, end = 0, now + seconds
+        while now < end:
+            if not toll.due(begun):
+                toll.take(1e-3)
+                count += 1
+            now += 1e-3
+        return count
+
+    assert queued(1.0) == pytest.approx(1000, abs=2)  # beside nothing
+    launched, running, over = (
+        SimpleNamespace(begin=SimpleNamespace(query=lambda at=at: at > 0), done=at > 1) for at in range(3)
+    )
+    toll.beside(launched)
+    assert queued(1.0) == pytest.approx(1000, abs=2)
+    toll.beside(running)
+    assert queued(10.0) == pytest.approx(10.0 * SHARE / 1e-3, abs=10)
+    assert toll.due(SimpleNamespace(query=lambda: False)), "it would come behind what is launched"
+    toll.beside(over)
+    assert queued(10.0) == pytest.approx(10.0 * SHARE / 1e-3, abs=10)
+    toll.beside(over)
+    assert queued(1.0) == pytest.approx(1000, abs=2)
+    assert not toll.due(SimpleNamespace(query=lambda: False))
 
 
 def test_places_that_follow_each_other_cross_at_once() -> None:
