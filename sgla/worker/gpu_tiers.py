@@ -48,18 +48,25 @@ class Room(Protocol):
 
 
 class Parts(NamedTuple):
-    """Of a unit, int64 each: where those of unit 0 lie on the device, how far apart those of units are,
-    where they begin in what lies beside, and their bytes."""
+    """What a unit holds of each tensor, int64: its ``width`` in bytes, the ``address`` of that of unit 0 and
+    how far ``apart`` those of others are, on the device and of places ``beside`` it."""
 
+    width: Int64s
     address: Int64s
     apart: Int64s
-    within: Int64s
-    width: Int64s
+    beside: Int64s
+    beside_apart: Int64s
+
+    @property
+    def follow(self) -> bool:
+        """Those of units that follow each other do, too, on both sides."""
+        return bool((self.apart == self.width).all() and (self.beside_apart == self.width).all())
 
 
 class Section(NamedTuple):
     """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
-    of a unit]. ``staged``: it is gathered where there is room for it."""
+    of a unit]. ``staged``: it is gathered where there is room for it; else ``beside`` lies as ``parts``
+    says."""
 
     group: int
     band: int
@@ -72,8 +79,9 @@ class Section(NamedTuple):
 class HostTier:
     """``memory``: of each cache group, on the device (``kv.memory_of``); ``rooms``: of each, room for units
     whose numbers begin with 1, as a rule in the host's memory. What a unit holds in all layers lies together
-    there, or in those of each of ``bands``, which cross one after the other. What is loaded does not wait for
-    what is saved.
+    there; or there are ``bands`` of layers, which cross one after the other, and what it holds in those of
+    each lies together, or, where nothing is staged, what all units hold of a tensor. What is loaded does not
+    wait for what is saved.
 
     A copy to the device that has ``slack`` is told of before it ends. From then on steps may read its units:
     who launches one asks ``awaited`` whether it does, and has it wait for its layers."""
@@ -96,8 +104,9 @@ class HostTier:
                 own = tensors[len(tensors) * band // bands : len(tensors) * (band + 1) // bands]
                 self._band_of |= {tensor.data_ptr(): band for tensor in own}
                 size = places * _width(own)
-                beside, parts = flat[at : at + size].view(places, _width(own)), _parts(own)
-                staged = beside.is_cuda or not in_batches() or not (parts.width >= ROW).all()
+                beside = flat[at : at + size].view(places, _width(own))
+                staged = beside.is_cuda or not in_batches() or min((x.shape[1] for x in own), default=0) < ROW
+                parts = _parts(own, beside, by_tensor=bands > 1 and not staged)
                 sections.append(Section(group, band, _joined(_wide(own)), beside, parts, staged))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
@@ -216,15 +225,15 @@ class HostTier:
         return half[: len(chunk.units) * width].view(len(chunk.units), width)
 
     def _direct(self, chunk: Chunk, inward: bool) -> None:
-        """Each part of a unit crosses by itself."""
-        section = self._sections[chunk.section]
-        base, pitch, parts = section.beside.data_ptr(), section.beside.shape[1], section.parts
-        units, places = (column.astype(np.int64)[:, None] for column in (chunk.units, chunk.places))
-        here = (parts.address + units * parts.apart).ravel()
-        there = (base + places * pitch + parts.within).ravel()
-        if here.size:
-            targets, sources = (here, there) if inward else (there, here)
-            copy_rows(targets, sources, np.tile(parts.width, len(units)))
+        """Each part of a unit crosses by itself, or with those of units that follow it."""
+        parts, (units, places) = self._sections[chunk.section].parts, (chunk.units, chunk.places)
+        alone = (np.diff(units) != 1) | (np.diff(places) != 1) | (not parts.follow)
+        firsts = np.flatnonzero(np.concatenate([[True], alone]))[: len(units)]
+        counts = np.diff(firsts, append=len(units))[:, None]
+        here = parts.address + units[firsts, None] * parts.apart
+        there = parts.beside + places[firsts, None] * parts.beside_apart
+        targets, sources = (here, there) if inward else (there, here)
+        copy_rows(targets.ravel(), sources.ravel(), (counts * parts.width).ravel())
 
     def _pairs(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Memory on the device, and its part of ``rows``."""
@@ -312,12 +321,13 @@ def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
     return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
 
 
-def _parts(tensors: Sequence[Tensor]) -> Parts:
-    """``tensors``: uint8[units, bytes]."""
-    width = np.array([tensor.shape[1] for tensor in tensors], np.int64)
-    address = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    apart = np.array([tensor.stride(0) for tensor in tensors], np.int64)
-    return Parts(address, apart, width.cumsum() - width, width)
+def _parts(tensors: Sequence[Tensor], beside: Tensor, by_tensor: bool) -> Parts:
+    """``tensors``: uint8[units, bytes]; ``by_tensor``: what lies beside is that of one after the other."""
+    found = [(x.shape[1], x.data_ptr(), x.stride(0)) for x in tensors]
+    width, address, apart = np.array(found, np.int64).reshape(-1, 3).T
+    within, (places, whole) = width.cumsum() - width, beside.shape
+    begin = beside.data_ptr() + within * (places if by_tensor else 1)
+    return Parts(width, address, apart, begin, width if by_tensor else np.full_like(width, whole))
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -35,6 +35,8 @@ def in_batches() -> bool:
 def copy_rows(targets: Int64s, sources: Int64s, sizes: Int64s) -> None:
     """``sizes`` bytes each, from addresses to addresses, on the current stream, which is not the default
     one. Raises RuntimeError."""
+    if not len(sizes):
+        return
     stream = c_void_p(torch.cuda.current_stream().cuda_stream)
     if not in_batches():
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist()):
