@@ -91,6 +91,10 @@ class CostModel:
         target = self.target / (max(self._ratio, 1.0) * (1 + MARGIN * self._error))
         return max(target - base, DECODE_SHARE * base)
 
+    def beside(self, decodes: int, seconds: float) -> float:
+        """What to plan a step for that is to take so long: beside decode rows some take longer than that."""
+        return seconds / max(self._ratio, 1.0) if decodes else seconds
+
     def yielding_seconds(self, decodes: int, work: int, beside: bool, depth: int) -> float:
         """Time for prompts of requests that yield: ``beside`` others they make the step little longer, else
         ``depth`` steps last no longer than the target, since who comes waits for them."""

@@ -63,7 +63,7 @@ class Hurry:
         """For prompts, beside so many decode rows."""
         base = self._costs.predict(decodes, work) if decodes else self._costs.coefficients[0]
         with_one = self._costs.predict(decodes + TYPICAL, work + pairs(0, TYPICAL))
-        return LONGER * with_one - base
+        return self._costs.beside(decodes, LONGER * with_one) - base
 
     def first(self, waiting: Iterable[Request]) -> Iterable[Request]:
         """Short ones before the others, in their order."""

@@ -50,6 +50,19 @@ def test_grant_is_the_largest_chunk_that_keeps_the_time() -> None:
         assert count == 8192 or b * more + c * pairs(start, more) > seconds * (1 - 1e-9)
 
 
+def test_steps_that_are_to_last_so_long_beside_decode_rows_follow_what_such_took() -> None:
+    random, model = Random(4), CostModel(0.03, 8192)
+    for _ in range(200):
+        tokens = random.choice((100, 250, 450, 8000))
+        mixed = tokens == 450
+        model.observe(tokens, tokens * 100, truth(tokens, tokens * 100) * (1.25 if mixed else 1.0), mixed)
+    predicted = model.predict(450, 45_000)
+    took = 1.25 * truth(450, 45_000)
+    assert predicted < 0.9 * took
+    assert model.beside(0, predicted) == predicted
+    assert model.beside(4, took) == pytest.approx(predicted, rel=0.05)
+
+
 def test_what_is_kept_for_others_is_in_the_last_tile() -> None:
     budget = Budget(8192, math.inf, (0.0, 0.0, 0.0), 0, tile=256)
     budget.keep(100)
