@@ -632,14 +632,16 @@ class Doubling:
 @needs_interpreter
 @pytest.mark.parametrize("rows", [5, 20, 70, 500])
 @pytest.mark.parametrize(("norms", "sends"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("rounds", [True, False])
 def test_norms_behind_a_sum_over_ranks_are_its_own(
-    norms: bool, sends: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+    norms: bool, sends: bool, rounds: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that an add comes before, whose product may send what it makes, and one that comes before an
     add."""
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
     monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
-    monkeypatch.setattr(prompt_gemm, "processors", lambda: 8)  # which 500 rows fill
+    monkeypatch.setattr(prompt_gemm, "processors", lambda: 8)  # which 500 rows fill once
+    monkeypatch.setattr(tiles, "SENT_ROUNDS", 1 if rounds else 2)
     given: list[Any] = []
 
     def product(x: Tensor, w: Tensor, *config: Any, send: Any = None, **more: Any) -> Tensor:
@@ -672,7 +674,7 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     found = forward.hidden(batch).float()
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
-    sent = sends and (5 < rows <= tiles.SENT or rows > batch_gemm.MAX_ROWS)
+    sent = sends and (5 < rows <= tiles.SENT or (rounds and rows > batch_gemm.MAX_ROWS))
     assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sent
     assert given == [None, (rows, 512) if sent else None]
 

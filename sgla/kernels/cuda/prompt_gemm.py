@@ -71,10 +71,13 @@ def refuses(m: int, n: int, k: int, gated: bool = False) -> str | None:
 
 def fills(m: int, n: int) -> bool:
     """Whether tiles of ``m`` rows and ``n`` columns leave no more than a tenth of the GPU idle."""
-    clusters = processors() // CLUSTER
-    rows, tiles = -(-m // (TOKENS * CLUSTER)), -(-n // COLUMNS)
-    waves = -(-rows * tiles // clusters)
-    return m * n > 0.9 * waves * clusters * TOKENS * CLUSTER * COLUMNS
+    return m * n > 0.9 * rounds(m, n) * (processors() // CLUSTER) * TOKENS * CLUSTER * COLUMNS
+
+
+def rounds(m: int, n: int) -> int:
+    """Of tiles, one of which a cluster has at a time."""
+    tiles = -(-m // (TOKENS * CLUSTER)) * -(-n // COLUMNS)
+    return -(-tiles // (processors() // CLUSTER))
 
 
 def holds_heads(projection: Projection, kv: KVLayer) -> bool:

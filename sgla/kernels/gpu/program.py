@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from sgla.kernels import lora, ops
-from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture
@@ -19,7 +19,7 @@ from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
-from sgla.kernels.gpu.tiles import SENT
+from sgla.kernels.gpu.tiles import SENT, SENT_ROUNDS
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
 from sgla.kernels.ops import Layer, kept_by
 from sgla.kernels.trace import STAND_INS, NotRecorded
@@ -272,8 +272,9 @@ class RecordedForward:
         limits = *(m <= bound for bound in bounds), batch_gemm.draw_config(m) is None
         reduced: tuple[bool, ...] = ()
         if record.ranks is not None:
-            like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
-            reduced = record.ranks.norms(like), m <= SENT
+            hidden = self._model.spec.hidden
+            like = torch.empty(m, hidden, dtype=self._dtype, device="meta")
+            reduced = record.ranks.norms(like), m <= SENT, prompt_gemm.rounds(m, hidden) >= SENT_ROUNDS
         kernels = [algorithm.kernel for shape in _tiled(record) for algorithm in _algorithms(m, *shape)]
         return tuple(kernels), limits, reduced
 

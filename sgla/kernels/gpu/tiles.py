@@ -20,9 +20,9 @@ NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 SLOWER = "cuBLAS is faster for this shape"
 BESIDE = True  # what adapters do stands behind the layer (before it costs 3 to 8 % more: bench/gpu_lora.py)
-# Rows up to which tiles of batches send what they make to other ranks (bench/allreduce.py --layers). Those of
-# prompts always do: one is sent while the next is multiplied.
-SENT = 64
+# Rows up to which tiles of batches send what they make to other ranks, and rounds of tiles from which those
+# of prompts do: one is sent while the next is multiplied (bench/allreduce.py --layers).
+SENT, SENT_ROUNDS = 64, 6
 
 
 def refuses(work: Work, linear: Node) -> str | None:
@@ -189,11 +189,14 @@ def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None
     kernel = _algorithm(work, linear).kernel
     if kernel == "tiles" and work.rows(linear) > SENT:
         return f"the sum sends more than {SENT} rows of a batch as fast"
+    columns = given["weight"].shape[0]
+    if kernel == "prompt tiles" and prompt_gemm.rounds(work.rows(linear), columns) < SENT_ROUNDS:
+        return f"the sum sends less than {SENT_ROUNDS} rounds of tiles as fast"
     if given["epilogue"] != batch_gemm.STORE:
         return "something is done to what it makes"
     if kernel not in ("tiles", "prompt tiles"):
         return SLOWER
-    if ranks.sending(work.rows(linear), given["weight"].shape[0]) is None:
+    if ranks.sending(work.rows(linear), columns) is None:
         return "the ranks exchange fewer bytes at once"
     return None if work.free(add.given["residual"]) else "the residual stream is read again"
 
