@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.hub.reader import Reader
 from sgla.quant.formats import of_groups
-from sgla.quant.method import Held, Method
+from sgla.quant.method import FLOATS, Held, Method
 
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
@@ -43,7 +43,8 @@ class Bnb4(Method):
             raise Reader("bitsandbytes", config).error("bnb_4bit_quant_type", "nf4 or fp4")
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
-        parts = {f"{module}.weight.{part}": Held(optional=part[0] == "n") for part in _PARTS}
+        parts = {f"{module}.weight.{part}": Held(None, FLOATS, part[0] == "n") for part in _PARTS}
+        parts[f"{module}.weight.absmax"] = Held(None, (*FLOATS, "U8"))
         states = {f"{module}.weight.{part}": Held(types=("U8",), optional=True) for part in _STATES}
         return {f"{module}.weight": Held(types=("U8",)), **parts, **states}
 

@@ -69,13 +69,19 @@ def table_of(module: str, stored: dict[str, StoredTensor], n: int, k: int) -> Ta
             f"{module}.weight.absmax has shape {list(lengths)}, the order of a CPU's kernel: save the model "
             "before it has run"
         )
+    nested = [stored[part] for part in ("nested_absmax", "nested_quant_map") if part in stored]
+    if len(nested) != 2 * (stored["absmax"].type == "U8"):
+        raise WeightError(
+            f"{module}.weight.absmax holds {stored['absmax'].type}; it is U8 beside nested_absmax and "
+            "nested_quant_map, and alone floating point"
+        )
     largest = stored["absmax"].values().flatten()
-    if "nested_absmax" in stored:
+    if nested:
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
         if type(size) is not int or size < 1 or not isinstance(offset, int | float):
             raise WeightError(f"{module}.weight.quant_state has nested blocks of {size} behind {offset}")
-        outer = stored["nested_absmax"].values().flatten().float().repeat_interleave(size)[: len(largest)]
-        inner = stored["nested_quant_map"].values().flatten().float()
+        outer, inner = (tensor.values().flatten().float() for tensor in nested)
+        outer = outer.repeat_interleave(size)[: len(largest)]
         if len(outer) != len(largest) or len(inner) != 256:
             raise WeightError(f"{module}.weight.nested_absmax does not fit {len(largest)} blocks")
         largest = inner[largest.long()] * outer + offset

@@ -204,8 +204,16 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
             ({f"{layer}.weight.absmax": None}, f"{layer}.weight.absmax is missing"),
             ({f"{layer}.weight.absmax": torch.ones(3)}, f"{layer}.weight.absmax has 3 values, expected 384"),
             ({f"{layer}.weight.absmax": torch.ones(2, 192)}, "the order of a CPU's kernel"),
+            ({f"{layer}.weight.absmax": torch.ones(384, dtype=torch.uint8)}, "beside nested_absmax"),
+            ({f"{layer}.weight.quant_map": torch.ones(16, dtype=torch.int32)}, "holds I32, expected"),
             ({f"{layer}.weight.quant_state.bitsandbytes__nf4": None}, "quant_state is missing"),
             ({f"{layer}.weight.quant_state.bitsandbytes__nf4": state}, r"quant_state has shape \[128, 192\]"),
+        ],
+        "nf4, nested": [
+            (
+                {f"{layer}.weight.nested_quant_map": None},
+                "absmax holds U8; it is U8 beside nested_absmax",
+            ),
         ],
         "hqq": [
             ({f"{layer}.W_q": torch.zeros(2, 64, dtype=torch.uint8)}, r"W_q has shape \[2, 64\], expected"),
