@@ -213,6 +213,13 @@ class Build:
         made = self.elsewhere(modules[0], storage(kind), n, k)
         return storage(kind).empty(n, k, self.make) if made is None else made
 
+    def empty_part(self, n: int, k: int, columns: range, *modules: str, gathers: bool = False) -> Weight:
+        """One for ``columns`` of ``k`` input channels. Raises ConfigError where its storage cannot be cut so,
+        before any weights are read."""
+        if len(columns) < k:
+            storage(self.kind_of(*modules, gathers=gathers)).pack(torch.zeros(1, k)).cut(columns)
+        return self.empty(n, len(columns), *modules, gathers=gathers)
+
     def kind_of(self, *modules: str, gathers: bool = False) -> str:
         """The storage of linear layers that are multiplied as one. ``gathers``: they bring their inputs into
         the order that the file wants, without which it may be that of floating-point numbers."""

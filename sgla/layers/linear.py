@@ -126,7 +126,7 @@ class RowLinear:
     ) -> None:
         self.shard = shard or build.shard
         whole = len(columns) == k
-        self.weight = build.empty(n, len(columns), name, gathers=whole)
+        self.weight = build.empty_part(n, k, columns, name, gathers=whole)
         self.gather = gathering(build, k, name) if whole else None
 
         def take(source: Share) -> None:

@@ -87,7 +87,7 @@ class MoE:
         down = stacks[1:] or [*outputs, *[f"{common}.down_proj"] * routing.common]
         self.own = range(intermediate) if self.shard.whole_experts else build.inside(intermediate, *down)
         self.gate_up = build.empty(rows * len(self.own), hidden, *(stacks[:1] or inputs + also))
-        self.down = build.empty(count * hidden, len(self.own), *down)
+        self.down = build.empty_part(count * hidden, intermediate, self.own, *down)
         self.stacks, self.rows = self._stacks(build, f"{name}.experts", common, crossed and not halves)
         take = partial(_fill, self.router, 0, range(self.choices), None)
         build.declare(f"{name}.gate.weight", (self.choices, seen), take)

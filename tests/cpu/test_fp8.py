@@ -202,6 +202,21 @@ def test_ranks_have_whole_blocks(tmp_path: Path) -> None:
         load_model(open_source(tmp_path), quantization="fp8", shard=Shard(1, 4))
 
 
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [("checkpoint", "fp8 blocks split over ranks in groups of 128"), ("int4", "int4 weights split over")],
+)
+def test_ranks_that_would_cut_groups_are_refused_before_weights_are_read(
+    quantization: str, words: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, "qwen3", head_dim=24, num_attention_heads=6)
+    quantize_checkpoint(tmp_path, "block of 128", quant_method="fp8", weight_block_size=[128, 128])
+    made: list[Any] = []
+    with pytest.raises(ConfigError, match=words):
+        load_model(open_source(tmp_path), quantization=quantization, shard=Shard(0, 2), on_model=made.append)
+    assert not made
+
+
 def test_ranks_hold_their_part_with_the_scales_of_whole_rows(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "qwen3", head_dim=16)
     whole, half = (
