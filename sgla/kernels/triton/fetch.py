@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 """Few numbers on their way to a GPU: a kernel fetches them from the host's memory. The engine that copies may
-be busy with a prefix, and makes them wait for a piece of it; and a copy takes 11 us, a kernel 3."""
+be busy with a prefix, and would have them wait for it."""
 
 from __future__ import annotations
 
