@@ -586,10 +586,7 @@ def compiled_cuts() -> None:
 def test_batch_gemm(cut: tuple[Any, ...], n: int, k: int) -> None:
     from sgla.kernels.cuda import batch_gemm
 
-    config = batch_gemm.Config(*cut)
-    row_tiles = -(-max(CUTS[cut]) // config.rows)
-    if config.apart and batch_gemm._tiles(n, config.tile) * row_tiles * config.split > 132 * config.per_sm:
-        pytest.skip("blocks that wait for each other must fit on the GPU")
+    config = batch_gemm.Config(*cut)  # with fewer blocks, where those that are apart are too many
     w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
     bias = torch.randn(n, device="cuda")
     for m in CUTS[cut]:
