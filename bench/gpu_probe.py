@@ -27,6 +27,7 @@ from sgla.kernels.cuda import integer_gemm as ig
 from sgla.kernels.cuda import spread_gemm as sp
 from sgla.kernels.cuda import stationary_gemm as sg
 from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.integers import KINDS
 from sgla.kernels.rehearsal import compilers, rehearsing
 
 Changes = list[tuple[str, str]]
@@ -47,71 +48,51 @@ NO_X: Changes = [("if (row < p.m && k < p.k)", "if (row < p.m && k < -p.k)")]
 SCALED = "        if (NORM) {\n          const float4 lo"
 NO_NORM: Changes = [(SCALED, SCALED.replace("NORM", "NORM && p.m < 0"))]
 NO_ONES: Changes = [(ONES, "if (false) " + ONES)]
-QUICK: Changes = [("rsqrtf(s / p.k + p.eps)", "rsqrtf(__fdividef(s, float(p.k)) + p.eps)")]
-ROLLED: Changes = [
+HALF: Changes = [
     (
-        "#pragma unroll\n    for (int i = 0; i < MT; ++i) {\n      float acc",
-        "#pragma unroll 1\n    for (int i = 0; i < MT; ++i) {\n      float acc",
+        UNPACK,
+        "  if (BITS == 4) return (p < 2 ? word : word >> 8) & mask << p % 2 * 4;\n",
     )
 ]
-
-
-def by_products(*places: int) -> Changes:
-    """Shifts by the unit that multiplies."""
-    more = "".join(
-        f"  if (BITS == 4 && p == {p}) return (__umulhi(word, (mask >> 16 ^ 15u) + {1 << (32 - 4 * p)}u) &"
-        " mask) | 0x43004300u;\n"
-        for p in places
-    )
-    return [(UNPACK, more + UNPACK)]
-
-
-def half(shift: str) -> Changes:
-    """As float16, where two places need no shift."""
-    return [
-        (
-            UNPACK,
-            "  if (BITS == 4) {\n"
-            f"    const u32 v = p < 2 ? word : {shift}, m = mask << p % 2 * 4;\n"
-            "    u32 r;\n"
-            '    asm("lop3.b32 %0, %1, %2, 0x64006400, 0xea;" : "=r"(r) : "r"(v), "r"(m));\n'
-            "    return r;\n  }\n" + UNPACK,
-        )
-    ]
-
-
+NO_SUMS: Changes = [(FOLLOW, ""), ("      follow(tile);\n", "      __syncwarp();\n")]
+NO_WEIGHTS: Changes = [
+    ("    if (tile < last) {\n      const u32 to", "    if (tile < first + 2) {\n      const u32 to")
+]
+NO_SCALES: Changes = [(SCALE, "acc[j][h * 2 + e] += total;")]
+NO_PROLOGUE = NO_X + NO_NORM + NO_ONES
 VARIANTS: dict[str, Changes] = {
     "as it is": [],
     "nothing unpacked": NOTHING,
+    "half unpacked": HALF,
     "no products": NO_MMA,
     "neither": NOTHING + NO_MMA,
-    "no sums of warps": [(FOLLOW, ""), ("      follow(tile);\n", "      __syncwarp();\n")],
-    "no weights but the first": [
-        ("    if (tile < last) {\n      const u32 to", "    if (tile < first + 2) {\n      const u32 to")
-    ],
+    "neither, no scales": NOTHING + NO_MMA + NO_SCALES,
+    "neither, no scales, x, norm": NOTHING + NO_MMA + NO_SCALES + NO_X + NO_NORM,
+    "no sums of warps": NO_SUMS,
     "no x": NO_X,
     "no norm": NO_NORM,
     "no ones": NO_ONES,
-    "no x, norm, ones": NO_X + NO_NORM + NO_ONES,
-    "no scales": [(SCALE, "acc[j][h * 2 + e] += total;")],
-    "rolled": ROLLED,
-    "quick": QUICK,
-    "one shift by products": by_products(2),
-    "two shifts by products": by_products(1, 3),
-    "shifts by products": by_products(1, 2, 3),
-    "rolled, shifts by products": ROLLED + by_products(1, 2, 3),
-    "half": half("word >> 8"),
-    "half by products": half("__umulhi(word, (mask >> 16 ^ 15u) + (1u << 24))"),
+    "no x, norm, ones": NO_PROLOGUE,
+    "no scales": NO_SCALES,
+    "copies": NOTHING + NO_MMA + NO_SCALES + NO_PROLOGUE,
+    "copies, no sums of warps": NOTHING + NO_MMA + NO_SCALES + NO_PROLOGUE + NO_SUMS,
+    "no weights": NO_WEIGHTS,
+    "no weights, x, norm, ones": NO_WEIGHTS + NO_PROLOGUE,
+    "no weights, products": NO_WEIGHTS + NO_MMA,
+    "no weights, nothing unpacked": NO_WEIGHTS + NOTHING,
+    "no weights, half unpacked": NO_WEIGHTS + HALF,
+    "no weights, neither": NO_WEIGHTS + NOTHING + NO_MMA,
+    "no weights, neither, scales": NO_WEIGHTS + NOTHING + NO_MMA + NO_SCALES,
+    "no weights, neither, scales, x, norm, ones": NO_WEIGHTS + NOTHING + NO_MMA + NO_SCALES + NO_PROLOGUE,
 }
 SIXTEEN = (
     "as it is",
     "nothing unpacked",
+    "half unpacked",
     "no products",
     "neither",
-    "one shift by products",
-    "shifts by products",
-    "half",
-    "half by products",
+    "neither, no scales",
+    "neither, no scales, x, norm",
 )
 
 
@@ -121,17 +102,20 @@ def text_of(path: Path, changes: Changes) -> dict[str, str]:
     texts["stationary_gemm.cu"] = path.read_text()
     for found, put in changes:
         at = [name for name, text in texts.items() if text.count(found) == 1]
-        if len(at) != 1 and found != QUICK[0][0]:
+        if len(at) != 1:
             raise ValueError(f"{path} has no {found!r}")
-        for name in at:
-            texts[name] = texts[name].replace(found, put)
+        texts[at[0]] = texts[at[0]].replace(found, put)
     return texts
 
 
 def variant(folder: Path, path: Path, changes: Changes) -> str:
+    """One file: a compiler would take the headers from where the sources are."""
     folder.mkdir()
-    for name, text in text_of(path, changes).items():
-        (folder / name).write_text(text)
+    texts = text_of(path, changes)
+    whole = texts["stationary_gemm.cu"]
+    for name in texts:
+        whole = whole.replace(f'#include "{name}"', texts[name].replace("#pragma once", ""))
+    (folder / "stationary_gemm.cu").write_text(whole)
     return str(folder / "stationary_gemm.cu")
 
 
@@ -148,26 +132,20 @@ def sixteen(shape: sg.Shape, cut: sg.Config) -> sg.Plan:
     return made._replace(defines=defines, shared=-(-(fixed + stages * each) // 1024) * 1024)
 
 
-EVERYWHERE = "as it is", "two shifts by products", "half by products"  # tried with every cut
-
-
 def jobs_of(rows: int, kind: str, only: str) -> list[tuple[gi.Layer, sg.Config, str, str, sg.Plan]]:
     """Products, cuts, sources and variants."""
     found = []
     for layer in gi.LAYERS:
         shape = gi.shape_of(layer, rows, kind)
-        served = sg.default_config(shape)
-        assert served is not None
-        others = [cut for cut in gs.cuts(rows, layer) if gs.fits(shape, cut)]
-        for cut in gs.different(shape, [served, *others]):
-            made = sg.plan(shape, cut)
-            assert made is not None
-            names = tuple(VARIANTS) if cut == served else EVERYWHERE
-            if cut.slices > 1:  # blocks of a cluster would wait for sums
-                names = tuple(name for name in names if name != "no sums of warps")
-            found += [(layer, cut, "now", name, made) for name in names if only in name]
-            if layer.name in ("qkv", "gate+up") and cut == served:
-                found += [(layer, cut, "16", name, sixteen(shape, cut)) for name in SIXTEEN if only in name]
+        served: Any = sg.default_config(shape)
+        made = sg.plan(shape, served)
+        assert made is not None
+        names = tuple(VARIANTS)
+        if served.slices > 1:  # blocks of a cluster would wait for sums
+            names = tuple(name for name in names if "no sums" not in name)
+        found += [(layer, served, "now", name, made) for name in names if only in name]
+        if layer.name in ("qkv", "gate+up"):
+            found += [(layer, served, "16", name, sixteen(shape, served)) for name in SIXTEEN if only in name]
     return found
 
 
@@ -199,30 +177,32 @@ def layers(kind: str, rows: int) -> None:
     lines.emit(fields | {"floor": round(size / gs.RATE, 2)})
 
 
-# Tiles and blocks of a warp, slices, warps beside each other, lag, stages early, shifts.
+# Tiles and blocks of a warp, slices, warps beside each other, lag, stages early; each with either product.
 SPREAD = (
-    *((1, 4, 8, 8, lag, early, shifts) for lag in (1, 2) for early in (8, 1) for shifts in (0, 2)),
-    *((1, 4, 8, 8, 2, 8, shifts) for shifts in (1, 3)),
-    *((2, 4, 8, 8, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 4, 4, 4, 2, early, shifts) for early in (8, 1) for shifts in (0, 2)),
-    *((2, 4, 4, 4, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 2, 8, 8, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 2, 8, 4, 2, 8, shifts) for shifts in (0, 2)),
-    *((1, 2, 4, 4, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 4, 2, 2, 2, 8, shifts) for shifts in (0, 2)),
-    *((1, 2, 2, 2, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 3, 8, 2, lag, early, shifts) for lag in (1, 2) for early in (8, 1) for shifts in (0, 2)),
-    *((2, 3, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 4, 8, 2, 2, 8, shifts) for shifts in (0, 2)),
-    *((2, 4, 8, 2, 1, 8, shifts) for shifts in (0, 2)),
-    *((1, 2, 8, 2, 2, 8, shifts) for shifts in (0, 2)),
+    *((tiles, 4, 8, 8, 1, early) for tiles in (1, 2) for early in (8, 1)),
+    *((tiles, 4, 4, 4, 1, early) for tiles in (1, 2) for early in (8, 1)),
+    *((tiles, 4, 2, 2, 1, 8) for tiles in (1, 2, 4)),
+    *((tiles, 2, 8, 8, 1, 8) for tiles in (1, 2)),
+    *((tiles, 2, 8, 4, 1, 8) for tiles in (1, 2)),
+    *((tiles, 2, 4, 4, 1, 8) for tiles in (1, 2)),
+    *((tiles, 2, 4, 2, 1, 8) for tiles in (1, 2)),
+    *((tiles, 3, 8, 2, 1, early) for tiles in (1, 2, 4) for early in (8, 1)),
+    *((tiles, 4, 8, 2, 1, 8) for tiles in (2, 4)),
+    *((tiles, 2, 8, 2, 1, 8) for tiles in (1, 2)),
+    *((tiles, 3, 4, 2, 1, 8) for tiles in (1, 2)),
+    *((tiles, 2, 4, 1, 1, 8) for tiles in (1, 2)),
 )
 
 
 def spread(rows: int, kind: str) -> None:
     shapes = {layer.name: gi.shape_of(layer, rows, kind) for layer in gi.LAYERS}
     fitting = {
-        name: [cut for cut in (sp.Config(*cut) for cut in SPREAD) if sp.plan(shape, cut) is not None]
+        name: [
+            tried
+            for cut in dict.fromkeys(SPREAD)
+            for half in ((False, True) if KINDS[kind][0] == 4 else (False,))
+            if sp.plan(shape, tried := sp.Config(*cut, half)) is not None
+        ]
         for name, shape in shapes.items()
     }
     for name, configs in fitting.items():

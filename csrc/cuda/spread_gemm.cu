@@ -56,8 +56,8 @@
 #ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
 #define RESIDENT 1
 #endif
-#ifndef SHIFTS  // of a word's three shifts, how many the unit that multiplies does
-#define SHIFTS 0
+#ifndef HALF  // 1: products of float16, of 4 bits only: see below
+#define HALF 0
 #endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
@@ -74,9 +74,9 @@ constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie t
 constexpr int PIECES = BITS / 4;                     // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
 constexpr int CHAINS = NT == 1 ? 2 : 1;  // of sums
-constexpr int WORD_BYTES = OWN * KB * ROW_BYTES, OF_ROW = KB * PER * 4;
-constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
-constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
+constexpr int WORD_BYTES = 16 * KB * ROW_BYTES, OF_ROW = KB * PER * 4;
+constexpr int STAGE_BYTES = WORD_BYTES + 16 * OF_ROW;  // of 16 rows
+constexpr int BITES = OF_ROW / WIDTH, LOADS = (16 * BITES + 31) / 32;  // of the constants
 constexpr int X_ROW = KB * BLOCK * 2 + 16;  // bytes of a row of x on its way to registers
 constexpr int PAIRS = NT * 4;               // of rows, which a warp loads at a time
 constexpr int LOADED = (PAIRS + WN - 1) / WN;
@@ -110,11 +110,25 @@ struct Params {
 
 #include "integers.cuh"
 
-// As ``two``; ``scaled``: 2^32, 2^28, 2^24 and 2^20 times what a shift by as many places divides by.
-__device__ __forceinline__ u32 two_of(u32 word, int p, u32 mask, const u32 (&scaled)[4]) {
-  if (BITS == 4 && (SHIFTS == 3 ? p > 0 : SHIFTS == 2 ? p % 2 : SHIFTS == 1 ? p == 2 : false))
-    return (__umulhi(word, scaled[p]) & mask) | 0x43004300u;
-  return two(word, p, mask);
+// The larger of two of bfloat16, without signs.
+__device__ __forceinline__ u32 larger(u32 v) { return max(v & 0x7fffu, v >> 16 & 0x7fffu); }
+// Two weights of a word, those at place p, as float16 of the smallest kind: 2^-24 of those at even places,
+// 2^-20 at odd ones.
+__device__ __forceinline__ u32 small(u32 word, int p, u32 mask) {
+  return (p < 2 ? word : word >> 8) & (p % 2 ? mask << 4 : mask);
+}
+__device__ __forceinline__ u32 pack_halves(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+__device__ __forceinline__ u32 times(u32 v, float f) { return pack_halves(lo2f(v) * f, hi2f(v) * f); }
+// As ``mma``, of float16.
+__device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // Floats for a block of the cluster, whose barrier counts them.
 __device__ __forceinline__ void tell(u32 addr, u32 barrier, int rank, float v) {
@@ -135,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float squares_of[SOURCES][NT * 8];       // of the rows of x
   __shared__ __align__(16) float sums_of[WK][KB * PER][NT * 8];  // of groups of x
+  __shared__ __align__(8) float scales_of[WK][NT * 8];  // of rows of x
   __shared__ __align__(8) u64 delivered[KEPT];        // tiles' sums
   __shared__ __align__(8) u64 squared[1];
   __shared__ __align__(8) u64 paced[2];           // warps of the block
@@ -175,27 +190,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
     constants[j] = reinterpret_cast<const char*>(p.constants) +
                    u64(constants_bytes) * row_of(wn * OWN + (j * 32 + lane) / BITES) + own_block * (PER * 4) +
                    (j * 32 + lane) % BITES * WIDTH;
-  auto load = [&](int tile, int stage) {
+  // 16 rows of a tile, from row 16 i of the warp's on.
+  auto load = [&](int tile, int i, int stage) {
     if (tile < last) {
       const u32 to = ring + stage * STAGE;
-      const u32 column = first_column(tile);
-      const char* in = words + u64(row_bytes) * column;
+      const u32 row = first_column(tile) + i * (GATED ? 8 : 16);
+      const char* in = words + u64(row_bytes) * row;
 #pragma unroll
-      for (int i = 0; i < MT; ++i)
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
+        for (int b = 0; b < KB; ++b)
 #pragma unroll
-          for (int b = 0; b < KB; ++b)
-#pragma unroll
-            for (int c = 0; c < PIECES; ++c)
-              cp_async16(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16,
-                         in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64,
-                         b < left ? 16 : 0);
+          for (int c = 0; c < PIECES; ++c)
+            cp_async16(to + ((b * 2 + h) * PIECES + c) * 512 + lane * 16,
+                       in + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
-        if (e < OWN * BITES)
-          cp_async_constants(to + WORD_BYTES + e * WIDTH, constants[j] + u64(constants_bytes) * column,
+        if (e < 16 * BITES)
+          cp_async_constants(to + WORD_BYTES + e * WIDTH, constants[j] + u64(constants_bytes) * row,
                              e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
       }
     }
@@ -212,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
                        ? *reinterpret_cast<const float4*>(p.norm + channel + b * BLOCK + h * 4)
                        : float4{};
 #pragma unroll
-  for (int s = 0; s < EARLY; ++s) load(first + s, s);
+  for (int s = 0; s < EARLY; ++s) load(first + s / MT, s % MT, s);
 
   pdl_wait();
   pdl_launch();
@@ -229,26 +242,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
           in[i][b] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
       }
 #pragma unroll
-    for (int s = EARLY; s < STAGES - 1; ++s) load(first + s, s);
+    for (int s = EARLY; s < STAGES - 1; ++s) load(first + s / MT, s % MT, s);
     if (NORM) cluster_wait();  // the others' barriers are there
 #pragma unroll
     for (int i = 0; i < LOADED; ++i) {
       const int row = (i * WN + wn) * 2 + lane / 16;
       if (PAIRS % WN && i * WN + wn >= PAIRS) break;
-      float square = 0.f;
+      float square = 0.f, sum[KB];
+      u32 most = 0;
 #pragma unroll
       for (int b = 0; b < KB; ++b) {
-        uint4 v = in[i][b];
+        uint4& v = in[i][b];
         if (NORM) {
           const float4 lo = norm[b][0], hi = norm[b][1];
           square += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
           v = {mul2(v.x, lo.x, lo.y), mul2(v.y, lo.z, lo.w), mul2(v.z, hi.x, hi.y), mul2(v.w, hi.z, hi.w)};
         }
-        sts128(passing + row * X_ROW + b * (BLOCK * 2) + lane % 16 * 16, v);
-        float sum = add2(v.x) + add2(v.y) + add2(v.z) + add2(v.w);
+        sum[b] = add2(v.x) + add2(v.y) + add2(v.z) + add2(v.w);
 #pragma unroll
-        for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        if (lane % (GROUP / 8) == 0) sums_of[wk][b * PER + lane % 16 / (GROUP / 8)][row] = sum;
+        for (int d = 1; d < GROUP / 8; d *= 2) sum[b] += __shfl_xor_sync(~0u, sum[b], d);
+        most = max(most, max(max(larger(v.x), larger(v.y)), max(larger(v.z), larger(v.w))));
+      }
+      float up = 1.f;  // what a row is multiplied by
+      if (HALF) {
+#pragma unroll
+        for (int d = 1; d < 16; d *= 2) most = max(most, __shfl_xor_sync(~0u, most, d));
+        const int exponent = min(max(int(most >> 7), 15), 225);  // with 127 added: of the largest, 2^14
+        up = __uint_as_float((268 - exponent) << 23);
+        if (lane % 16 == 0) scales_of[wk][row] = __uint_as_float((exponent + 10) << 23);
+      }
+#pragma unroll
+      for (int b = 0; b < KB; ++b) {
+        uint4 v = in[i][b];
+        if (HALF) {
+          const float f = lane % 2 ? up * (1.f / 16.f) : up;
+          v = {times(v.x, f), times(v.y, f), times(v.z, f), times(v.w, f)};
+        }
+        sts128(passing + row * X_ROW + b * (BLOCK * 2) + lane % 16 * 16, v);
+        if (lane % (GROUP / 8) == 0)
+          sums_of[wk][b * PER + lane % 16 / (GROUP / 8)][row] = HALF ? sum[b] * up * 0x1p-24f : sum[b];
       }
       if (NORM) {
 #pragma unroll
@@ -276,6 +308,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
 #pragma unroll
     for (int j = 0; j < NT; ++j)
       sums[b][j] = *reinterpret_cast<const float2*>(&sums_of[wk][b][j * 8 + t * 2]);
+  float2 scales[NT];
+#pragma unroll
+  for (int j = 0; j < (HALF ? NT : 0); ++j)
+    scales[j] = *reinterpret_cast<const float2*>(&scales_of[wk][j * 8 + t * 2]);
 
   const u32 left_at = got + source * SENT + wn / SLICES * (SENT / TURNS) + lane % LANES * 16;
   const int rank = PARTS > 1 ? wn * PARTS + lane / LANES : wn % SLICES;  // of the first rows of x
@@ -342,19 +378,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
   };
 
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
-  const u32 scaled[4] = {0, (mask >> 16 ^ 15u) + (1u << 28), (mask >> 16 ^ 15u) + (1u << 24),
-                         (mask >> 16 ^ 15u) + (1u << 20)};
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
     if (tile - LAG >= first) await(tile - LAG);
-    cp_async_wait<STAGES - 2>();
-    __syncwarp();
-    load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
-    const u32 from = ring + stage * STAGE;
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
     gather(tile - LAG);
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
+      cp_async_wait<STAGES - 2>();
+      __syncwarp();
+      constexpr int NEXT = STAGES - 1;
+      load(tile + (i + NEXT) / MT, (i + NEXT) % MT, stage == 0 ? NEXT : stage - 1);
+      const u32 from = ring + stage * STAGE;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
       float acc[NT][4] = {};
 #pragma unroll
       for (int b = 0; b < KB; ++b) {
@@ -363,13 +398,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int c = 0; c < PIECES; ++c)
-            w[h][c] = lds128(from + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16);
+            w[h][c] = lds128(from + ((b * 2 + h) * PIECES + c) * 512 + lane * 16);
         u32 own[PER][2];
 #pragma unroll
         for (int group = 0; group < PER; ++group)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
-            own[group][h] = lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+            own[group][h] = lds32(from + WORD_BYTES + (h * 8 + g) * OF_ROW + (b * PER + group) * 4);
 #pragma unroll
         for (int group = 0; group < PER; ++group) {
           float sum[NT][CHAINS][4] = {};
@@ -379,16 +414,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
                       at = BITS == 4 ? step % 2 * 2 : 0;
             const u32* u = reinterpret_cast<const u32*>(w[0]);
             const u32* v = reinterpret_cast<const u32*>(w[1]);
-            const u32 a0 = two_of(u[word], at, mask, scaled), a1 = two_of(v[word], at, mask, scaled),
-                      a2 = two_of(u[word], at + 1, mask, scaled),
-                      a3 = two_of(v[word], at + 1, mask, scaled);
+            u32 a[4];
 #pragma unroll
-            for (int j = 0; j < NT; ++j)
-              mma(sum[j][s % CHAINS], a0, a1, a2, a3, x[j][b][q][step % 2 * 2], x[j][b][q][step % 2 * 2 + 1]);
+            for (int e = 0; e < 4; ++e) {
+              const u32 of = e % 2 ? v[word] : u[word];
+              a[e] = HALF ? small(of, at + e / 2, mask) : two(of, at + e / 2, mask);
+            }
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+              const u32(&of_x)[4] = x[j][b][q];
+              float(&chain)[4] = sum[j][s % CHAINS];
+              if (HALF)
+                mma_f16(chain, a[0], a[1], a[2], a[3], of_x[step % 2 * 2], of_x[step % 2 * 2 + 1]);
+              else
+                mma(chain, a[0], a[1], a[2], a[3], of_x[step % 2 * 2], of_x[step % 2 * 2 + 1]);
+            }
           }
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float scale = half2f(own[group][h]), zero = zero_of(own[group][h]);
+            const float scale = half2f(own[group][h]), zero = zero_of(own[group][h]) - (HALF ? 128.f : 0.f);
 #pragma unroll
             for (int j = 0; j < NT; ++j)
 #pragma unroll
@@ -405,6 +449,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) spread_gemm(cons
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
         const int behind = BY_ROWS > 1 ? 0 : j;
+#pragma unroll
+        for (int e = 0; e < (HALF ? 4 : 0); ++e) acc[j][e] *= e % 2 ? scales[j].y : scales[j].x;
         tell4(left_at + place * GOT_TILE + (i * (NT / BY_ROWS) + behind) * (LANES * 16), all + place * 8,
               rank + (BY_ROWS > 1 ? j * BY_LANES : 0), acc[j]);
       }

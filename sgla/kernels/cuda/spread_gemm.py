@@ -38,7 +38,7 @@ class Config(NamedTuple):
     """How the work is cut. A warp keeps ``blocks`` of 128 channels of x, and multiplies ``tiles`` of 16
     weight rows at a time; ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of
     a block the same channels. ``lag``: tiles until one is finished; ``early`` loads at most before the kernel
-    before has ended; ``shifts``: of a word's three, done by the unit that multiplies."""
+    before has ended; ``half``: products of float16."""
 
     tiles: int = 1
     blocks: int = 4
@@ -46,7 +46,7 @@ class Config(NamedTuple):
     beside: int = 8
     lag: int = 1
     early: int = STAGES
-    shifts: int = 0
+    half: bool = True
 
     @property
     def weight_rows(self) -> int:
@@ -79,9 +79,9 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         return None
     sums = config.weight_rows * groups * 8 * 4 * deep  # bytes that a block gets of a tile
     x = deep * groups * 8 * (config.blocks * BLOCK * 2 + 16)
-    stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
+    stage = warps * 16 * config.blocks * (16 * shape.bits + 4 * per)
     kept = (2 * config.lag + 2) * sums + max(0, x - stage)
-    fixed = 2304 + deep * groups * 32 * (config.slices + config.blocks * per)
+    fixed = 2304 + deep * groups * 32 * (1 + config.slices + config.blocks * per)
     stages = min(STAGES, (SHARED - fixed - kept) // stage)
     if stages < 2:
         return None
@@ -100,7 +100,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         "STAGES": stages,
         "LAG": config.lag,
         "EARLY": min(config.early, stages - 1),
-        "SHIFTS": config.shifts,
+        "HALF": int(config.half and shape.bits == 4),
         "NORM": int(shape.norm),
         "EPILOGUE": shape.epilogue,
     }
@@ -113,9 +113,9 @@ def plan(shape: Shape, config: Config) -> Plan | None:
 def default_config(shape: Shape) -> Config | None:
     """The cut that was fastest or nearly so with the layers of Qwen3-8B on an H200, or, where that does not
     fit, the first that does; None: none does."""
-    best = Config(1, 3, 8, 2, 2, shifts=2) if shape.k > WIDE else Config(lag=2, shifts=2)
+    best = Config(2, 3, 8, 2) if shape.k > WIDE else Config()
     cuts = itertools.product((1,), (4, 3, 2, 1), (8, 4, 2), (8, 4, 2), (2, 1))
-    others = (Config(*cut, shifts=2) for cut in cuts)
+    others = (Config(*cut) for cut in cuts)
     fitting = ((config, plan(shape, config)) for config in (best, *others))
     return next((config for config, made in fitting if made and made.threads >= 32 * FEWEST_WARPS), None)
 
