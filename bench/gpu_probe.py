@@ -191,6 +191,17 @@ SPREAD = (
     *((tiles, 2, 8, 2, 1, 8) for tiles in (1, 2)),
     *((tiles, 3, 4, 2, 1, 8) for tiles in (1, 2)),
     *((tiles, 2, 4, 1, 1, 8) for tiles in (1, 2)),
+    *((tiles, 3, 4, 4, 1, 8) for tiles in (1, 2)),
+    *((tiles, 3, 2, 2, 1, 8) for tiles in (1, 2)),
+)
+# Of the kernel that serves, not tried before.
+OTHERS = (
+    *((tiles, 3, 1, 1, 1, 1, False, 8, behind) for tiles in (1, 2) for behind in (False, True)),
+    (4, 3, 1, 1, 1, 1, False, 8, True),
+    (4, 2, 1, 1, 1, 1, False, 8, True),
+    (4, 4, 1, 1, 1, 1, False, 8, True),
+    (2, 3, 2, 2, 1, 1, False, 8, True),
+    (2, 3, 2, 1, 1, 1, False, 8, True),
 )
 
 
@@ -208,7 +219,9 @@ def spread(rows: int, kind: str) -> None:
     for name, configs in fitting.items():
         for cut in configs:
             sp._kernel(shapes[name], cut)
-        sg._kernel(shapes[name], sg.default_config(shapes[name]) or sg.Config())
+        for other in (sg.default_config(shapes[name]), *(sg.Config(*cut) for cut in OTHERS)):
+            if other is not None and sg.plan(shapes[name], other) is not None:
+                sg._kernel(shapes[name], other)
     weights = {layer.name: gi.weights_of(layer, kind) for layer in gi.LAYERS}
     best: dict[str, sp.Config] = {}
     for layer in gi.LAYERS:
@@ -216,12 +229,13 @@ def spread(rows: int, kind: str) -> None:
         expected = product.expected(product.weights[0].dequant())
         given: Any = {"norm": product.norm, "eps": 1e-6, "epilogue": layer.epilogue}
         told = []
-        for config in [None, *fitting[layer.name]]:
+        others = [sg.Config(*cut) for cut in OTHERS if sg.plan(shapes[layer.name], sg.Config(*cut))]
+        for config in [None, *fitting[layer.name], *others]:
             out = product.before.clone()
 
             def run(weight: Any) -> None:
-                if config is None:
-                    sg.linear(product.x, weight, out=out, **given)
+                if not isinstance(config, sp.Config):
+                    sg.linear(product.x, weight, out=out, config=config, **given)
                 else:
                     sp.linear(product.x, weight, out=out, config=config, **given)
 
