@@ -223,7 +223,7 @@ def spread(rows: int, kind: str) -> None:
             if other is not None and sg.plan(shapes[name], other) is not None:
                 sg._kernel(shapes[name], other)
     weights = {layer.name: gi.weights_of(layer, kind) for layer in gi.LAYERS}
-    best: dict[str, sp.Config] = {}
+    best: dict[str, Any] = {}
     for layer in gi.LAYERS:
         product = gi.Product(layer, rows, weights[layer.name])
         expected = product.expected(product.weights[0].dequant())
