@@ -7,8 +7,8 @@
 and of as many as there are rows. ``above`` is their share of the base's time. ``--timeline``: the kernels of
 the adapters by name, and what a step's other kernels take. ``--sweep``: other kernels, and sizes of their
 tiles; rounding flips some of the tokens that are drawn. ``--layouts``: nothing but the kernels of 36 layers
-alone, each row with an adapter of its own, whose ranks lie as far apart as a place has layers, or, with a
-memory for each layer, next to each other.
+alone, each row with an adapter of its own, whose ranks lie next to each other, or as far apart as a place has
+layers.
 """
 
 from __future__ import annotations
@@ -159,22 +159,22 @@ class Layout:
         self.x, self.y = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for n in (k, sum(sizes)))
         self.stacks, end = list[Stack](), 0
         for _ in range(LAYERS):
-            self.stacks.append(Stack(rows, k, sizes, 0 if together else end))
+            self.stacks.append(Stack(rows, k, sizes, end))
             end = self.stacks[-1].last
-        shared = None if together else self._memory(rows, rank, end)
+        memory = torch.zeros(rows, rank, end, dtype=torch.bfloat16, device="cuda")
         for stack in self.stacks:
             stack.bounds = stack.bounds.cuda()
-            stack.lie(self._memory(rows, rank, end) if shared is None else shared)
+            if together:
+                stack.lie(memory)
+                continue
+            a, b = memory[..., stack.first : stack.last].split([len(sizes) * k, stack.n], -1)
+            stack.a, stack.b = a.unflatten(-1, (len(sizes), k)).transpose(1, 2), b.transpose(1, 2)
         places = np.arange(1, rows + 1, dtype=np.int32)
         order, runs = (torch.from_numpy(part).cuda() for part in tiles_of(places, kernels.FEW))
         self.rows = Rows()
         self.rows.tiles = (Tiles(order, runs, kernels.FEW),) * 2
         self.inner = kernels.shrink(self.x, self.stacks[0], self.rows, False)
         self.bytes = {"shrink": 2 * rows * rank * len(sizes) * k, "expand": 2 * rows * rank * sum(sizes)}
-
-    @staticmethod
-    def _memory(rows: int, rank: int, width: int) -> torch.Tensor:
-        return torch.zeros(rows, rank, width, dtype=torch.bfloat16, device="cuda")
 
     def shrink(self) -> None:
         for stack in self.stacks:

@@ -34,8 +34,8 @@ def places_of(config: Config, dtype: str) -> Adapters | None:
 
 
 class Image(NamedTuple):
-    """An adapter as it lies at a place, up to its own highest rank: ``memory`` [rank, width]; ``ranks``: of
-    each stack."""
+    """An adapter as it lies at a place for its own highest rank: ``memory`` [rank, width]; ``ranks``: of each
+    stack."""
 
     memory: torch.Tensor
     ranks: list[int]
@@ -89,10 +89,16 @@ class AdapterStore:
         image, to = self._host.get(int(number)), self.adapters.memory[int(place) - 1]
         if image is None:
             return None
-        to[: len(image.memory)].copy_(image.memory, non_blocking=True)
-        to[len(image.memory) :].zero_()
-        for stack, rank in zip(self.adapters.stacks, image.ranks):
-            stack.ranks[int(place) - 1] = rank
+        rank = len(image.memory)
+        if rank == len(to):
+            to.copy_(image.memory, non_blocking=True)
+        else:
+            to.zero_()
+        for stack, own in zip(self.adapters.stacks, image.ranks):
+            stack.ranks[int(place) - 1] = own
+            if own and rank < len(to):
+                there, here = (stack.within(memory[None])[0, :rank] for memory in (to, image.memory))
+                there.copy_(here, non_blocking=True)
         return image
 
 
