@@ -123,10 +123,12 @@ def measure(
             seconds[kind].append(took)
             same &= found == next(iter(texts.values()))
     after = llms["guessing"].engine.stats()
-    verifies, verified, guessed, steps, computing, idle = (
+    verifies, drafts, verified, guessed, steps, computing, idle = (
         getattr(after, field) - getattr(before, field)
-        for field in ("verifies", "verified_tokens", "draft_tokens", "steps", "step_seconds", "gap_seconds")
-    )
+        for field in (
+            "verifies", "drafts", "verified_tokens", "draft_tokens", "steps", "step_seconds", "gap_seconds",
+        )
+    )  # fmt: skip
     speeds = {kind: round(rows * args.tokens / median(found), 1) for kind, found in seconds.items()}
     lines.emit(
         {
@@ -146,6 +148,7 @@ def measure(
             **({} if args.alone else {"ratio": round(speeds["guessing"] / speeds["none"], 2)}),
             "tokens_a_step": round(verified / max(1, verifies), 2),
             "guessed_a_step": round(guessed / max(1, verifies), 2),
+            "rows_that_guessed": round(drafts / max(1, verifies), 2),
             "steps": steps,
             "step_ms": round(1e3 * computing / max(1, steps), 3),
             "gap_ms": round(1e3 * idle / max(1, steps), 3),

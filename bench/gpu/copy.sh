@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Guesses of n-grams on one H200, and rows of which none may guess: no network, random weights but for the demo's. Run it in the
-# repository's root; results into $OUT (copy.jsonl: a JSON line each; copy.log: what was printed). At most 60 s, or LIMIT:
+# repository's root; results into $OUT (copy.jsonl: a JSON line each; copy.log: what was printed). At most 75 s, or LIMIT:
 #   OUT=... bash bench/gpu/copy.sh [small] [copy]     OUT=... LIMIT=118 bash bench/gpu/copy.sh blocks (or: crowd)
 #   small: Qwen3-0.6B, one stream, four fifths of the guesses right (goal: 0.20 ms a token with five), and none right (<= 3 %)
 #   copy: the demo model, if its file has come along in ~/.cache/sgla (goal: >= 2 times), repeats code and tells a story
 #   blocks: Qwen3-8B, one stream, a head of the shape of DFlash's published ones and one of EAGLE-3's; four fifths right, and none
 #   crowd: 64 streams of Qwen3-8B without guesses, with n-grams and with a head of EAGLE-3 (goal: not slower)
 set -uo pipefail
-LIMIT=${LIMIT:-58}
+LIMIT=${LIMIT:-75}
 . bench/gpu/parts.sh
 
 common="bench/drafts.py --device cuda --alone"
@@ -16,10 +16,9 @@ crowd="$common --dummy --model bench/models/qwen3-8b --texts free --rows 64 --to
 for each in ${*:-small copy}; do
     case $each in
     small)
-        part small 25 $small --algorithm ngram --accept 0.8,0 --always --guesses 8,5
-        part none 15 $small --algorithm off
+        part small 45 ${small/ --alone/} --algorithm ngram --accept 0.8,0 --always --guesses 15,8,5
         ;;
-    copy) part copy 25 bench/drafts.py --device cuda --tokens 400 --repeat 3 --kv 2 --algorithm ngram ;;
+    copy) part copy 30 bench/drafts.py --device cuda --tokens 400 --repeat 3 --kv 2 --algorithm ngram ;;
     blocks)
         large="$common --dummy --model bench/models/qwen3-8b --texts free --tokens 512 --repeat 3 --kv 4"
         part blocks 50 $large --algorithm dflash --draft bench/heads/qwen3-8b-dflash --accept 0.8,0 --guesses 15,8,5

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from sgla.errors import BadRequest, InvalidLogits
 from sgla.messages import Delta, StepResult
 from sgla.sched.logprobs import attach, collect_prompt
+from sgla.sched.repeats import after
 from sgla.sched.request import Request
 from sgla.sched.step import Step
 
@@ -148,7 +149,7 @@ def _commit_runs(
                 request.guesses = delta.guesses = verifies + 1, drafted + guessed[i], right
                 verified.append((guessed[i], count))
                 if drafts:
-                    request.misses = 0 if count > 1 else request.misses + 1
+                    request.credit = after(request.credit, count - 1)
         if drafts < 0:
             request.known = max(request.known, len(request.tokens))
         else:

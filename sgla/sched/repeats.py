@@ -11,8 +11,9 @@ from sgla.sched.runs import Text, number_of, numbers_of
 RUN, ANSWERED = 4, 20  # tokens that have come before in what others were answered, and bits of their numbers
 ROOM = 1 << 16  # tokens that others were answered, of which runs are known
 UNTRIED = 2  # guesses of a request of which none was right yet
-MISSES = 3  # rows without a right guess after which a request guesses one token in every fourth step, then
-RAREST = 6  # four times as rarely with each, down to one of 2 ** RAREST steps
+MOST = 6  # credit that a request may have
+RAREST = 6  # without credit it guesses one token in every fourth step, four times as rarely with each that is
+# wrong, down to one of 2 ** RAREST steps
 
 
 class Repeats:
@@ -45,12 +46,17 @@ class Repeats:
 
 def drafts_of(request: Request, most: int, step: int, repeats: Repeats | None) -> int:
     """Where drafts cost time that are not guessed, a request gets none while its text repeats nothing, as far
-    as that is looked for (``repeats``), and one whose latest were all wrong one, ever more rarely."""
-    if request.misses >= MISSES:
-        rare = step % (1 << min(2 * (request.misses - MISSES + 1), RAREST)) == 0
+    as that is looked for (``repeats``), and one without credit one, ever more rarely."""
+    if request.credit <= 0:
+        rare = step % (1 << min(2 * (1 - request.credit), RAREST)) == 0
         most = min(most, int(rare))
     elif not request.guesses[2]:
         most = min(most, UNTRIED)
     if most == 0 or repeats is None or request.submit.sampling.grammar or repeats.has(request):
         return most
     return 0
+
+
+def after(credit: int, right: int) -> int:
+    """``credit`` of a request after a row with guesses, of which so many were ``right``."""
+    return min(max(credit, 0) + right, MOST) if right else credit - 1

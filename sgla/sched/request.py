@@ -15,6 +15,8 @@ from sgla.messages import Delta, Ready, Submit, TokenLogprob, int32
 from sgla.sched.repetition import Loop
 from sgla.sched.runs import Text
 
+CREDIT = 3  # rows with guesses that may all be wrong before a request guesses rarely
+
 
 class Prompt:
     """The tokens of a prompt as int32, which a request's choices share until they run."""
@@ -96,6 +98,7 @@ class Request:
         "branch",
         "brought",
         "cached",
+        "credit",
         "data",
         "drafting",
         "elsewhere",
@@ -117,7 +120,6 @@ class Request:
         "mark",
         "marks",
         "min_tokens",
-        "misses",
         "most_cached",
         "namespace",
         "node",
@@ -210,7 +212,7 @@ class Request:
         self.ahead = 0  # tokens that its rows in flight may bring
         self.loose = 0  # its rows in flight with drafts: without one it is certain how far it has got
         self.guesses = 0, 0, 0  # see Delta
-        self.misses = 0  # its latest rows with drafts of which none was right
+        self.credit = CREDIT  # see sched/repeats.py
         self.text: Text | None = None  # what is known of its repeating itself
 
         self.cached = 0
