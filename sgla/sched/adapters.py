@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sgla.messages import ADAPTER, Copy, Moved, int32
 from sgla.sched.moving import Numbers
 from sgla.sched.request import Request
 
 PLACE = "place"  # see Adapters.awaited
+AHEAD = 4  # copies under way up to which another begins for a request whose turn has not come
 
 
 class AdapterPlace:
@@ -32,6 +33,7 @@ class Adapters:
     Where all are in use, the first request that wants one *claims* that which has had its adapter for
     longest: no further request is admitted there, so it will be free. Claims are made anew in each plan.
     Thousands may wait: what is found for one of them holds for the others until a place changes hands.
+    While others run, adapters of those that come next are brought to places that nobody uses.
     """
 
     def __init__(self, places: int, numbers: Numbers) -> None:
@@ -42,6 +44,7 @@ class Adapters:
         self._numbers = numbers
         self._places = [AdapterPlace(number + 1) for number in range(places)]
         self._of: dict[int, AdapterPlace] = {}  # by adapter
+        self._coming: dict[int, AdapterPlace] = {}  # by the transfer
         self._claims: dict[int, int] = {}  # number of a place -> the adapter that is to have it
         self._claimed: dict[int, int] = {}  # the same by the adapter
         self._full = False  # no place can be given away but to who has claimed it
@@ -51,12 +54,17 @@ class Adapters:
     @property
     def under_way(self) -> bool:
         """Some copy has begun, or begins with the next plan."""
-        return any(place.transfer for place in self._places)
+        return bool(self._coming)
 
     @property
-    def bringing(self) -> bool:
-        """Somebody is held for a copy."""
-        return any(place.transfer and place.waiters for place in self._places)
+    def held(self) -> int:
+        """Requests, for copies."""
+        return sum(len(place.waiters) for place in self._coming.values())
+
+    @property
+    def count(self) -> int:
+        """Of places."""
+        return len(self._places)
 
     @property
     def used(self) -> int:
@@ -73,13 +81,19 @@ class Adapters:
         """Places are used by others than before."""
         self._full, self._busy = False, None
 
-    def awaited(self, request: Request) -> str:
+    def has(self, adapter: int) -> bool:
+        """It has come, or 0, the base."""
+        return not adapter or (adapter in self._of and not self._of[adapter].transfer)
+
+    def awaited(self, request: Request, bring: bool = True) -> str:
         """What the request is to wait for before it can have its adapter, if it wants one: nothing, the
-        ``ADAPTER``, which a copy brings, or a ``PLACE`` that others use."""
+        ``ADAPTER``, which a copy brings, or a ``PLACE`` that others use. ``bring`` False: no copy begins."""
         if not request.adapter:
             return ""
         place = self._of.get(request.adapter)
         if place is None:
+            if not bring:
+                return PLACE
             place = self._free(request.adapter)
             if place is None:
                 self._claim(request.adapter)
@@ -89,6 +103,25 @@ class Adapters:
             place.waiters.append(request.rid)
             return ADAPTER
         return PLACE if place.number in self._claims else ""
+
+    def expect(self, adapters: Sequence[int]) -> None:
+        """Those of the requests that come next, in their order (0: the base). Beside ``AHEAD`` copies none
+        begins, so that a request whose turn comes does not wait long for its own; and no adapter that is
+        expected makes room for another."""
+        lacking = [adapter for adapter in dict.fromkeys(adapters) if adapter and adapter not in self._of]
+        room = AHEAD - len(self._coming)
+        if room <= 0 or not lacking:
+            return
+        kept = self.pinned.union(adapters)
+        free = [
+            place
+            for place in self._places
+            if not (place.users or place.transfer or place.number in self._claims)
+            and (not place.adapter or place.adapter not in kept)
+        ]
+        free.sort(key=lambda place: (place.used, place.number))
+        for adapter, place in zip(lacking[:room], free):
+            self._load(place, adapter)
 
     def take(self, request: Request) -> None:
         """The request, which gets a slot, uses the place of its adapter."""
@@ -117,14 +150,14 @@ class Adapters:
 
     def moved(self, moved: Moved) -> list[str] | None:
         """A copy has ended. Returns who was held for it; None if it is none of an adapter."""
-        for place in self._places:
-            if place.transfer == moved.transfer:
-                place.transfer, waiters, place.waiters = 0, place.waiters, []
-                self._changed()
-                if not moved.ok:
-                    self.forget(place.adapter)
-                return waiters
-        return None
+        place = self._coming.pop(moved.transfer, None)
+        if place is None:
+            return None
+        place.transfer, waiters, place.waiters = 0, place.waiters, []
+        self._changed()
+        if not moved.ok:
+            self.forget(place.adapter)
+        return waiters
 
     def _touch(self, place: AdapterPlace) -> None:
         self._clock += 1
@@ -164,7 +197,7 @@ class Adapters:
         self._of.pop(place.adapter, None)
         self._touch(place)
         place.adapter, place.transfer, place.since = adapter, transfer, self._clock
-        self._of[adapter] = place
+        self._of[adapter] = self._coming[transfer] = place
         self.loads += 1
         self.copies.append(Copy(transfer, "adapters", "places", [int32([adapter])], [int32([place.number])]))
 
@@ -182,4 +215,6 @@ class Adapters:
         there = {place.adapter: place for place in self._places if place.adapter}
         assert there == self._of, "an adapter has two places, or none"
         assert all(not place.users for place in self._places if place.transfer)
+        coming = {place.transfer: place for place in self._places if place.transfer}
+        assert coming == self._coming, "a copy is lost"
         assert all(place.transfer for place in self._places if place.waiters), "held for nothing"

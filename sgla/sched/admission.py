@@ -53,8 +53,8 @@ class Admission:
         ordered = self._hurry.first(order(policy, waiting, memory.cache, now, limits.patience))
         flying = sum(flight.plan_bytes for flight in queues.flights)
         last = len(waiting) - 1
-        # Nobody runs: those whose adapters come one after the other begin together, in one step.
-        gathers = not (queues.running or queues.flights) and memory.adapters.bringing
+        gathers = self._gathers(budget)
+        coming = memory.adapters.held
         for i, request in enumerate(ordered):
             plan_bytes = step.plan_bytes + request.plan_bytes
             if budget.tokens <= 0 or (step.plan_bytes and plan_bytes > STEP_BYTES):
@@ -63,9 +63,10 @@ class Admission:
                 return
             if gathers and request.adapter:
                 continue
-            if awaited := self._await_adapter(request):
+            if awaited := self._await_adapter(request, may_displace or coming < len(memory.slots)):
                 if awaited == ADAPTER:
                     queues.hold(request, ADAPTER)
+                    coming += 1
                 continue
             if not memory.slots:
                 if not may_displace:
@@ -80,9 +81,17 @@ class Admission:
             if not self._admit_one(step, request, budget, i < last, now):
                 return
 
-    def _await_adapter(self, request: Request) -> str:
+    def _gathers(self, budget: Budget) -> bool:
+        """Nobody runs: those whose adapters come one after the other begin together, in one step, if it has
+        room for them."""
+        adapters, queues = self._memory.adapters, self._queues
+        if not adapters.held or queues.running or any(flight.rows for flight in queues.flights):
+            return False
+        return sum(one.known for one in queues.waiting if adapters.has(one.adapter)) < budget.tokens
+
+    def _await_adapter(self, request: Request, bring: bool) -> str:
         """See ``Adapters.awaited``. Requests that yield leave the place that another one is to have."""
-        awaited = self._memory.adapters.awaited(request)
+        awaited = self._memory.adapters.awaited(request, bring)
         place = self._memory.adapters.claimed(request.adapter) if awaited == PLACE else 0
         if not place or request.yields:
             return awaited

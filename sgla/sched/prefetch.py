@@ -1,4 +1,4 @@
-"""Copies of prefixes that begin while a request waits for its turn."""
+"""Copies of prefixes and adapters that begin while a request waits for its turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ AHEAD = 4  # part of the device's pages that may be brought, unless it is for on
 
 
 class Prefetch:
-    """So that copies run beside the steps that others wait for. A request is held until what is brought has
-    come, and keeps its turn; the tree has it then, and may lose it again, since nobody holds it."""
+    """So that copies run beside the steps that others wait for. A request is held until pages that are
+    brought have come, and keeps its turn; the tree has them then, and may lose them again, since nobody holds
+    them. So it is with adapters and places, but that nobody is held."""
 
     def __init__(self, memory: Memory, queues: Queues) -> None:
         self._memory, self._queues = memory, queues
@@ -21,8 +22,11 @@ class Prefetch:
         self._brought: dict[Request, int] = {}  # pages of those whose turn has not come
 
     def begin(self) -> None:
-        """Ask for the requests that come next, once for each."""
+        """Ask for the prefixes of the requests that come next, once for each. Where others run, their
+        adapters come, too."""
         memory, queues = self._memory, self._queues
+        if (places := memory.adapters.count) and queues.running:
+            memory.adapters.expect([request.adapter for request in queues.waiting[:places]])
         if not (memory.transfers.keeps and queues.waiting):
             return
         early = (State.WAITING, State.HELD)

@@ -10,6 +10,7 @@ from examples import examples
 from simulation import Simulation, make_limits, make_submit
 
 from sgla.messages import ADAPTER, Keep, Moved, StepResult, Submit, int32
+from sgla.sched.adapters import AHEAD
 from sgla.sched.core import Core
 
 
@@ -69,6 +70,46 @@ def test_a_burst_of_adapters_begins_in_one_step() -> None:
     assert together is not None
     assert [new.place for new in together.new] == [1, 2, 3]
     core.check()
+
+
+@pytest.mark.parametrize(("tokens", "begin"), [(64, 3), (16, 2)])
+def test_a_burst_waits_for_no_more_than_a_step_has_room_for(tokens: int, begin: int) -> None:
+    """Nor does it begin because a plan of copies alone is in flight; and as many adapters come as there are
+    slots."""
+    core = Core(make_limits(adapters=8, slots=3, step_tokens=tokens))
+    for i in range(5):
+        core.offer(wanted(f"a{i}", 1 + i), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    assert len(plan.copies) == 3
+    for copy in plan.copies[: begin - 1]:
+        core.moved(Moved(copy.transfer, ok=True))
+        assert core.plan(0.0) is None
+    core.moved(Moved(plan.copies[begin - 1].transfer, ok=True))
+    together = core.plan(0.0)
+    assert together is not None
+    assert len(together.new) == begin
+
+
+def test_adapters_come_before_the_turn_of_who_wants_them() -> None:
+    """While others run, to places that nobody uses, a few at a time, and none instead of another one that is
+    expected."""
+    simulation = Simulation(make_limits(adapters=8, slots=1))
+    simulation.offer(wanted("first", 1, max_new=8))
+    for i in range(12):
+        simulation.offer(wanted(f"r{i}", 2 + i, max_new=8))
+    simulation.run()
+    begun = {new.place: at for at, plan in enumerate(simulation.plans) for new in plan.new}
+    come = {
+        int(np.frombuffer(copy.targets[0], np.int32)[0]): at
+        for at, plan in enumerate(simulation.plans)
+        for copy in plan.copies
+    }
+    assert len(copied(simulation)) == 13, "each once"
+    assert all(len(plan.copies) <= AHEAD for plan in simulation.plans)
+    assert all(begun[place] > come[place] + 1 for place in begun)
+    assert all(plan.slots for plan in simulation.plans[1:]), "nobody waits for a copy"
+    simulation.verify()
 
 
 def test_places_are_kept_and_the_one_unused_for_longest_goes() -> None:
