@@ -108,9 +108,11 @@ class Adapters:
         """Those of the requests that come next, in their order (0: the base). Beside ``AHEAD`` copies none
         begins, so that a request whose turn comes does not wait long for its own; and no adapter that is
         expected makes room for another."""
-        lacking = [adapter for adapter in dict.fromkeys(adapters) if adapter and adapter not in self._of]
         room = AHEAD - len(self._coming)
-        if room <= 0 or not lacking:
+        if room <= 0:
+            return
+        lacking = [adapter for adapter in dict.fromkeys(adapters) if adapter and adapter not in self._of]
+        if not lacking:
             return
         kept = self.pinned.union(adapters)
         free = [

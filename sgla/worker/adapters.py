@@ -89,17 +89,20 @@ class AdapterStore:
         image, to = self._host.get(int(number)), self.adapters.memory[int(place) - 1]
         if image is None:
             return None
-        rank = len(image.memory)
-        if rank == len(to):
+        if len(image.memory) == len(to):
             to.copy_(image.memory, non_blocking=True)
         else:
             to.zero_()
-        for stack, own in zip(self.adapters.stacks, image.ranks):
-            stack.ranks[int(place) - 1] = own
-            if own and rank < len(to):
-                there, here = (stack.within(memory[None])[0, :rank] for memory in (to, image.memory))
-                there.copy_(here, non_blocking=True)
+            self.put(image.memory, to)
+        for stack, rank in zip(self.adapters.stacks, image.ranks):
+            stack.ranks[int(place) - 1] = rank
         return image
+
+    def put(self, memory: torch.Tensor, to: torch.Tensor) -> None:
+        """An image of a lower rank than that of the place."""
+        for stack in self.adapters.stacks:
+            there, here = (stack.within(whole[None])[0, : len(memory)] for whole in (to, memory))
+            there.copy_(here)
 
 
 class AdaptedForward:
