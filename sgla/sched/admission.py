@@ -87,7 +87,8 @@ class Admission:
         adapters, queues = self._memory.adapters, self._queues
         if not adapters.held or queues.running or any(flight.rows for flight in queues.flights):
             return False
-        return sum(one.known for one in queues.waiting if adapters.has(one.adapter)) < budget.tokens
+        there = [request.known for request in queues.waiting if adapters.has(request.adapter)]
+        return len(there) < len(self._memory.slots) and sum(there) < budget.tokens
 
     def _await_adapter(self, request: Request, bring: bool) -> str:
         """See ``Adapters.awaited``. Requests that yield leave the place that another one is to have."""
