@@ -78,7 +78,6 @@ def main() -> None:
                 solve = nearest if method == "nearest" else calibration(pieces[half:], method)
                 write(plan(source, format), Path(folder) / "model", solve, lambda _: None)
                 given, quantization = open_source(Path(folder) / "model"), "checkpoint"
-                quantization = None if format == "fp8" else quantization
             model = Model(given, "bfloat16", quantization, args.piece, args.threads, args.kv)
             found = logprobs(model, pieces[:half])
             shown = {
