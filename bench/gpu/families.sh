@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Models that fit one H200: W1 and W2 of any folder of bench/models by its name, with -fp8 behind it in fp8; some have settings of their own:
+# Models that fit one H200: W1 and W2 of any folder of bench/models by its name, with -fp8 behind it in fp8, with -generic through
+# transformers' module; some have settings of their own:
 #   gpt2                   a step of one row and of 64 in place of both, since its context is shorter than W1 asks for
 #   qwen3.6-35b-a3b-fp8    W2, and 128 requests of 8192 in and 1024 out
 #   qwen3.6-35b-a3b-most   these requests in bfloat16
@@ -33,6 +34,7 @@ for each in "$@"; do
         part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192
         part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192 --quantization fp8 ;;
     *-fp8) family "$each" 150 "${each%-fp8}" ', "quantization": "fp8"' --tag fp8 --workloads W2,W1 --max-model-len 4096 ;;
+    *-generic) family "$each" 150 "${each%-generic}" ', "model_impl": "transformers"' --tag generic --workloads W2,W1 --max-model-len 4096 ;;
     *) family "$each" 130 "$each" "" --workloads W2,W1 --max-model-len 4096 ;;
     esac
 done
