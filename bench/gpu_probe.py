@@ -23,6 +23,7 @@ import torch
 from gpu_kernels import time_us
 
 from sgla.kernels.build import source_folder
+from sgla.kernels.cuda import byte_gemm as bg
 from sgla.kernels.cuda import integer_gemm as ig
 from sgla.kernels.cuda import spread_gemm as sp
 from sgla.kernels.cuda import stationary_gemm as sg
@@ -194,6 +195,20 @@ SPREAD = (
     *((tiles, 3, 4, 4, 1, 8) for tiles in (1, 2)),
     *((tiles, 3, 2, 2, 1, 8) for tiles in (1, 2)),
 )
+# Of products of bytes: blocks of a warp and of a stage, slices, warps beside each other, lag, stages early.
+BYTES = (
+    *((4, unit, 8, 8, lag, early) for unit in (4, 2) for lag in (1, 2) for early in (8, 1)),
+    *((4, unit, 4, 4, 1, early) for unit in (4, 2) for early in (8, 1)),
+    *((8, unit, 4, 8, 1, 8) for unit in (4, 2)),
+    *((4, unit, 2, 4, 1, 8) for unit in (4, 2)),
+    *((2, unit, 8, 8, 1, 8) for unit in (1, 2)),
+    *((2, unit, 8, 4, 1, 8) for unit in (1, 2)),
+    *((6, unit, 8, 4, lag, early) for unit in (3, 2) for lag in (1, 2) for early in (8, 1)),
+    *((4, unit, 8, 4, 1, 8) for unit in (4, 2)),
+    *((12, unit, 8, 8, 1, 8) for unit in (4, 2)),
+    *((12, unit, 8, 4, 1, 8) for unit in (4, 2)),
+    *((3, unit, 8, 4, 1, 8) for unit in (3, 1)),
+)
 # Of the kernel that serves, not tried before.
 OTHERS = (
     *((tiles, 3, 1, 1, 1, 1, False, 8, behind) for tiles in (1, 2) for behind in (False, True)),
@@ -203,6 +218,10 @@ OTHERS = (
     (2, 3, 2, 2, 1, 1, False, 8, True),
     (2, 3, 2, 1, 1, 1, False, 8, True),
 )
+
+
+def module_of(config: Any) -> Any:
+    return bg if isinstance(config, bg.Config) else sp if isinstance(config, sp.Config) else sg
 
 
 def spread(rows: int, kind: str) -> None:
@@ -216,9 +235,15 @@ def spread(rows: int, kind: str) -> None:
         ]
         for name, shape in shapes.items()
     }
+    by_bytes = {
+        name: [bg.Config(*cut) for cut in dict.fromkeys(BYTES) if bg.plan(shape, bg.Config(*cut)) is not None]
+        for name, shape in shapes.items()
+    }
     for name, configs in fitting.items():
         for cut in configs:
             sp._kernel(shapes[name], cut)
+        for each in by_bytes[name]:
+            bg._kernel(shapes[name], each)
         for other in (sg.default_config(shapes[name]), *(sg.Config(*cut) for cut in OTHERS)):
             if other is not None and sg.plan(shapes[name], other) is not None:
                 sg._kernel(shapes[name], other)
@@ -230,14 +255,11 @@ def spread(rows: int, kind: str) -> None:
         given: Any = {"norm": product.norm, "eps": 1e-6, "epilogue": layer.epilogue}
         told = []
         others = [sg.Config(*cut) for cut in OTHERS if sg.plan(shapes[layer.name], sg.Config(*cut))]
-        for config in [None, *fitting[layer.name], *others]:
+        for config in [None, *by_bytes[layer.name], *fitting[layer.name], *others]:
             out = product.before.clone()
 
             def run(weight: Any) -> None:
-                if not isinstance(config, sp.Config):
-                    sg.linear(product.x, weight, out=out, config=config, **given)
-                else:
-                    sp.linear(product.x, weight, out=out, config=config, **given)
+                module_of(config).linear(product.x, weight, out=out, config=config, **given)
 
             def body() -> None:
                 for weight in product.weights:
@@ -246,7 +268,7 @@ def spread(rows: int, kind: str) -> None:
             run(product.weights[0])
             error = float((out.float() - expected).norm() / expected.norm())
             took = round(time_us(body, len(product.weights), 9), 2)
-            told.append((took, float(f"{error:.1e}"), *(config or ("stationary",))))
+            told.append((took, float(f"{error:.1e}"), module_of(config).__name__[18:], *(config or ())))
             if (
                 config
                 and error < gi.WRONG
@@ -257,17 +279,16 @@ def spread(rows: int, kind: str) -> None:
         lines.emit({"bench": "spread", "product": layer.name, "rows": rows, "kind": kind, "us": told})
     norm = torch.rand(4096, device="cuda") + 0.5
 
-    def us(chosen: dict[str, sp.Config]) -> float:
+    def us(chosen: dict[str, Any]) -> float:
         def run(name: str, x: torch.Tensor, weight: Any, out: Any) -> torch.Tensor:
             layer = gs.LAYERS[name]
             more: dict[str, Any] = {"norm": norm if layer.norm else None, "eps": 1e-6, "out": out}
-            if name in chosen:
-                return sp.linear(x, weight, epilogue=layer.epilogue, config=chosen[name], **more)
-            return sg.linear(x, weight, epilogue=layer.epilogue, **more)
+            config = chosen.get(name)
+            return module_of(config).linear(x, weight, epilogue=layer.epilogue, config=config, **more)
 
         return round(gs.chain(rows, weights, run), 2)
 
-    sets: dict[str, dict[str, sp.Config]] = {"stationary": {}, "spread": best}
+    sets: dict[str, dict[str, Any]] = {"stationary": {}, "spread": best}
     sets |= {f"spread {name}": {name: config} for name, config in best.items()}
     sets |= {f"spread but {name}": {k: v for k, v in best.items() if k != name} for name in best}
     found = {name: us(cut) for name, cut in [*sets.items(), ("stationary again", {})]}
