@@ -195,7 +195,8 @@ SPREAD = (
     *((tiles, 3, 4, 4, 1, 8) for tiles in (1, 2)),
     *((tiles, 3, 2, 2, 1, 8) for tiles in (1, 2)),
 )
-# Of products of bytes: blocks of a warp and of a stage, slices, warps beside each other, lag, stages early.
+# Of products of bytes: blocks of a warp and of a stage, slices, warps beside each other, lag, stages early,
+# tiles.
 BYTES = (
     *((4, unit, 8, 8, lag, early) for unit in (4, 2) for lag in (1, 2) for early in (8, 1)),
     *((4, unit, 4, 4, 1, early) for unit in (4, 2) for early in (8, 1)),
@@ -208,6 +209,11 @@ BYTES = (
     *((12, unit, 8, 8, 1, 8) for unit in (4, 2)),
     *((12, unit, 8, 4, 1, 8) for unit in (4, 2)),
     *((3, unit, 8, 4, 1, 8) for unit in (3, 1)),
+    *((4, unit, 8, 8, 1, early, 2) for unit in (4, 2) for early in (8, 1)),
+    *((4, unit, 4, 4, 1, 8, 2) for unit in (4, 2)),
+    *((6, unit, 8, 4, 1, 8, 2) for unit in (3, 2)),
+    *((12, 3, 8, 4, 1, 8, tiles) for tiles in (1, 2)),
+    *((4, 4, 8, 4, 1, 8, 2), (4, 2, 8, 4, 1, 8, 2)),
 )
 # Of the kernel that serves, not tried before.
 OTHERS = (

@@ -18,6 +18,9 @@
 #ifndef NT  // groups of 8 rows of x: 1 or 2
 #define NT 2
 #endif
+#ifndef MT  // 16 weight rows of a warp in a tile
+#define MT 1
+#endif
 #ifndef KB  // blocks of channels of a warp
 #define KB 4
 #endif
@@ -55,7 +58,7 @@
 #define EPILOGUE 0
 #endif
 
-constexpr int BITS = 4, MT = 1, UNITS = KB / KU;
+constexpr int BITS = 4, UNITS = KB / KU;
 constexpr int WARPS = WK * WN, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int OWN = MT * 16, W_ROWS = WN * OWN;      // weight rows of a warp, and of a tile
@@ -187,11 +190,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) byte_gemm(const 
     constants[j] = reinterpret_cast<const char*>(p.constants) +
                    u64(constants_bytes) * row_of(wn * OWN + (j * 32 + lane) / BITES) + own_block * 4 +
                    (j * 32 + lane) % BITES * WIDTH;
-  int to_load = first, unit_to_load = 0;
+  int to_load = first, part_to_load = 0, unit_to_load = 0;  // tile, 16 rows of it, and blocks of channels
   auto load = [&](int stage) {
     if (to_load < last) {
       const u32 to = ring + stage * STAGE;
-      const u32 row = first_column(to_load);
+      const u32 row = first_column(to_load) + part_to_load * (GATED ? 8 : 16);
       const char* in = words + u64(row_bytes) * row + unit_to_load * (KU * ROW_BYTES);
       const int left_here = left - unit_to_load * KU;
 #pragma unroll
@@ -208,7 +211,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) byte_gemm(const 
                              constants[j] + u64(constants_bytes) * row + unit_to_load * (KU * 4),
                              e % BITES * (WIDTH / 4) < left_here ? WIDTH : 0);
       }
-      if (++unit_to_load == UNITS) unit_to_load = 0, ++to_load;
+      if (++unit_to_load == UNITS) {
+        unit_to_load = 0;
+        if (++part_to_load == MT) part_to_load = 0, ++to_load;
+      }
     }
     cp_async_commit();
   };
@@ -372,8 +378,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) byte_gemm(const 
   for (int tile = first; tile < last; ++tile) {
     if (tile - LAG >= first) await(tile - LAG);
     gather(tile - LAG);
-    {
-      constexpr int i = 0;
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
       float acc[NT][4] = {};
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {

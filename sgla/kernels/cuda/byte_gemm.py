@@ -34,7 +34,8 @@ class _Params(ctypes.Structure):
 
 
 class Config(NamedTuple):
-    """How the work is cut. A warp has ``blocks`` of 128 channels, of which it loads ``unit`` at a time;
+    """How the work is cut. A warp has ``blocks`` of 128 channels, of which it loads ``unit`` at a time, of
+    16 weight rows, and ``tiles`` of those in a tile;
     ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of a block the same
     channels. ``lag``: tiles until one is finished; ``early`` loads at most before the kernel before has
     ended."""
@@ -45,11 +46,12 @@ class Config(NamedTuple):
     beside: int = 8
     lag: int = 1
     early: int = STAGES
+    tiles: int = 1
 
     @property
     def weight_rows(self) -> int:
         """Of a tile."""
-        return self.beside * 16
+        return self.beside * self.tiles * 16
 
 
 class Plan(NamedTuple):
@@ -86,6 +88,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     defines = {
         "WHOLE": int(shape.whole),
         "NT": groups,
+        "MT": config.tiles,
         "KB": config.blocks,
         "KU": config.unit,
         "WK": deep,
