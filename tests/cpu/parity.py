@@ -399,8 +399,10 @@ VALUES |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
 # Through transformers' module. What some are here for stands behind them.
 GENERIC: dict[str, dict[str, Any]] = {
     "afmoe": MIXED | FEW | {"head_dim": 8},  # gated attention, no rope in some layers
+    "apertus1p5_text": {},
     "aria_text": {"moe_num_experts": 4},
     "axk1": LATENT | ROUTED | {"num_key_value_heads": 3, "n_group": 4, "topk_group": 2},
+    "beam": {},
     "bitnet": {},
     "cohere2_moe": MIXED | FEW | {"head_dim": 8, "logit_scale": 0.5},
     "cohere_compass_text": MIXED | {"rope_parameters": PARTS},
@@ -425,6 +427,19 @@ GENERIC: dict[str, dict[str, Any]] = {
     "vaultgemma": MIXED | {"head_dim": 8, "final_logit_softcapping": 5.0},
     "youtu": VALUES,  # v of another width than k
 }
+_GPT2_HEADS = {"hidden_size": 64, "num_attention_heads": 4}
+# Their other heads, and what else the third layout has, where it is not the usual.
+GENERIC_OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "axk1": (MORE_LATENT, {"rope_parameters": YARN}),
+    "beam": (HEADS, {"rope_parameters": PARTS}),
+    "cohere_compass_text": (HEADS, {"sliding_window": 21}),
+    "ctrl": (_GPT2_HEADS, {"dff": 64}),
+    "gpt_bigcode": (_GPT2_HEADS | {"multi_query": False}, {"activation_function": "gelu"}),
+    "laguna": (HEADS, {"rope_parameters": PARTS}),
+    "mellum": (HEADS, {"rope_parameters": PARTS}),
+    "modernbert-decoder": (EVERY_HEAD, {"local_attention": 8}),
+    "persimmon": (EVERY_HEAD,),
+}
 
 
 class Row(NamedTuple):
@@ -442,9 +457,13 @@ class Row(NamedTuple):
         return self.logprob <= MOST
 
 
-def layouts(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def layouts(model_type: str, generic: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and changes of ``checkpoints.SMALL``."""
-    shared, heads, other, more = LAYOUTS.get(model_type, Layouts())
+    if generic:
+        made = Layouts(GENERIC[model_type], *GENERIC_OTHERS.get(model_type, ()))
+    else:
+        made = LAYOUTS.get(model_type, Layouts())
+    shared, heads, other, more = made
     yield "6 heads", shared
     for changes in (heads, other, *more):
         yield said(changes), shared | changes
@@ -512,7 +531,8 @@ def comparisons() -> Iterator[Comparison]:
         for layout, changes in layouts(model_type):
             yield Comparison(model_type, layout, changes, False)
     for model_type in sorted(GENERIC.keys() - native().values()):
-        yield Comparison(model_type, "6 heads", GENERIC[model_type], True)
+        for layout, changes in layouts(model_type, True):
+            yield Comparison(model_type, layout, changes, True)
 
 
 def main() -> int:
