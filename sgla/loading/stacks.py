@@ -30,7 +30,8 @@ def take_apart(stored: dict[str, FileTensor], build: Build) -> None:
             stored[module + held[name]] = matrix
             for other, values in constants.items():
                 cut = _of_rows(other, values[matrix.expert], part.rows, n)
-                stored[module + held[other]] = FileTensor(cut, tuple(cut.shape), found[other].type, None)
+                made = FileTensor(cut, tuple(cut.shape), found[other].type, None, device=cut.device)
+                stored[module + held[other]] = made
 
 
 def of_experts(build: Build) -> set[str]:

@@ -14,6 +14,7 @@ from sgla.dist import Shard
 from sgla.hub.source import open_source
 from sgla.layers.build import Build
 from sgla.loading.load import load_model, model_of
+from sgla.loading.stacks import of_experts
 from sgla.model.read import read_decoder
 from sgla.quant.weight import Weight
 
@@ -120,3 +121,28 @@ def test_packed_checkpoints_are_the_same_numbers(tmp_path: Path, method: str) ->
         assert tensor.is_cuda, name
         numbers, held = tensor.cpu().float(), on_cpu[name].float()
         assert name.endswith("cos_sin") or torch.allclose(numbers, held, rtol=1 / 128, atol=1e-3), name
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_stacks_of_experts_in_e4m3_are_the_same_numbers(turned: bool, tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = json.loads((MODELS / "qwen3-30b-a3b/config.json").read_text()) | SMALL | experts | said
+    build = Build(kind="bf16", vocab_kind="bf16", plain="bf16")
+    model_of(read_decoder(config), build, 64)
+    tensors = {name: torch.randn(slot.shape) for name, slot in build.table.items() if ".experts." not in name}
+    for name in of_experts(build):
+        count, n, k = build.stacks[name][0]
+        shape, blocks = ((k, n), (k // 128, n // 128)) if turned else ((n, k), (n // 128, k // 128))
+        tensors[name] = torch.randn(count, *shape).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.rand(count, *blocks) + 0.1
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = open_source(tmp_path)
+    on_cpu = tensors_of(load_model(source, "bfloat16", "checkpoint", context_len=64))
+    with torch.device("cuda"):
+        on_gpu = tensors_of(load_model(source, "bfloat16", "checkpoint", context_len=64))
+    assert on_cpu.keys() == on_gpu.keys()
+    for name, tensor in on_gpu.items():
+        assert tensor.is_cuda, name
+        assert name.endswith("cos_sin") or torch.equal(tensor.cpu().float(), on_cpu[name].float()), name
