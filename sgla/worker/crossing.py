@@ -16,7 +16,7 @@ from sgla.worker.device_state import upload
 from sgla.worker.state import Int32s
 
 AHEAD = 4  # pieces that are queued
-SHARE = 0.02  # of the time of decode steps, which copies beside them may take
+SHARE = 0.018  # of the time of decode steps, which copies beside them may take
 TURN = 2e-4  # seconds after which no other piece is queued before the worker has looked at its steps again
 MARGIN = 1.25  # by how much longer than so far a copy may take
 
@@ -67,10 +67,11 @@ class Chunk(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A chunk that has crossed once ``end`` has passed."""
+    """A chunk that has crossed once ``end`` has passed; ``toll``: its own."""
 
     crossing: Crossing
     end: torch.cuda.Event
+    toll: float
 
 
 class Route(NamedTuple):
@@ -110,7 +111,8 @@ class Toll:
         return self._paid > clock.now() and any(step.begin.query() for step in steps)
 
     def take(self, seconds: float) -> None:
-        self._paid = clock.now() + seconds / SHARE
+        """For all that is queued."""
+        self._paid = max(self._paid, clock.now() + seconds / SHARE)
 
 
 class Lane:
@@ -176,7 +178,6 @@ class Lane:
         now = clock.now()
         crossing.begun += now if not crossing.begun else now - self._idle if self._idle else 0.0
         self._idle = 0.0
-        self._toll.take(chunk.toll)
         half, empty = self._halves.popleft()
         full, end = torch.cuda.Event(), torch.cuda.Event()
         with torch.cuda.stream(self._first):
@@ -192,4 +193,5 @@ class Lane:
         self._halves.append((half, end))
         if chunk.closes:
             crossing.ends.append(end)
-        self._queued.append(Queued(crossing, end))
+        self._queued.append(Queued(crossing, end, chunk.toll))
+        self._toll.take(sum(queued.toll for queued in self._queued))

@@ -20,16 +20,14 @@ from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
 from sgla.worker.pinned import Pinned
-from sgla.worker.rows import Int64s, copy_rows, in_batches
 from sgla.worker.state import Int32s, column
 from sgla.worker.tiers import Rows, runs_of
 
 STAGED = 16 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
-ROW = 1 << 40  # bytes of a unit in a layer from which on it crosses without being staged: not measured yet
-# Seconds that decode steps beside it lose for a byte that comes, and for one that leaves: it passes the GPU's
-# memory once, or with what is staged three times, and what is written costs them more than what is read.
-TOLLS, STAGED_TOLLS = (1.25e-12, 0.2e-12), (1.75e-12, 0.9e-12)
+# Seconds that decode steps lose for a byte that comes beside them, and for one that leaves. It passes the
+# GPU's memory three times, and what is written costs them more than what is read.
+TOLL_IN, TOLL_OUT = 2.1e-12, 1.0e-12
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
 BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
@@ -47,41 +45,21 @@ class Room(Protocol):
     def bytes(self) -> Tensor: ...
 
 
-class Parts(NamedTuple):
-    """What a unit holds of each tensor, int64: its ``width`` in bytes, the ``address`` of that of unit 0 and
-    how far ``apart`` those of others are, on the device and of places ``beside`` it."""
-
-    width: Int64s
-    address: Int64s
-    apart: Int64s
-    beside: Int64s
-    beside_apart: Int64s
-
-    @property
-    def follow(self) -> bool:
-        """Those of units that follow each other do, too, on both sides."""
-        return bool((self.apart == self.width).all() and (self.beside_apart == self.width).all())
-
-
 class Section(NamedTuple):
     """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
-    of a unit]. ``staged``: it is gathered where there is room for it; else ``beside`` lies as ``parts``
-    says."""
+    of a unit]."""
 
     group: int
     band: int
     memory: list[Tensor]
     beside: Tensor
-    parts: Parts
-    staged: bool
 
 
 class HostTier:
     """``memory``: of each cache group, on the device (``kv.memory_of``); ``rooms``: of each, room for units
     whose numbers begin with 1, as a rule in the host's memory. What a unit holds in all layers lies together
-    there; or there are ``bands`` of layers, which cross one after the other, and what it holds in those of
-    each lies together, or, where nothing is staged, what all units hold of a tensor. What is loaded does not
-    wait for what is saved.
+    there, or in those of each of ``bands``, which cross one after the other. What is loaded does not wait for
+    what is saved.
 
     A copy to the device that has ``slack`` is told of before it ends. From then on steps may read its units:
     who launches one asks ``awaited`` whether it does, and has it wait for its layers."""
@@ -105,9 +83,7 @@ class HostTier:
                 self._band_of |= {tensor.data_ptr(): band for tensor in own}
                 size = places * _width(own)
                 beside = flat[at : at + size].view(places, _width(own))
-                staged = beside.is_cuda or not in_batches() or min((x.shape[1] for x in own), default=0) < ROW
-                parts = _parts(own, beside, by_tensor=bands > 1 and not staged)
-                sections.append(Section(group, band, _joined(_wide(own)), beside, parts, staged))
+                sections.append(Section(group, band, _joined(_wide(own)), beside))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self.toll = Toll()
@@ -128,29 +104,29 @@ class HostTier:
         # What leaves may be of units that are still to come, or go to places that are still read.
         behind = [] if inward else list(self._unended)
         crossing = Crossing(copy.transfer, copy.slack, here, behind)
-        chunks = list(self._parted(here, there, inward))
+        chunks = list(self._parted(here, there, TOLL_IN if inward else TOLL_OUT))
         crossing.total, crossing.bands = len(chunks), sum(chunk.closes for chunk in chunks)
         crossing.firsts = 1 + next(i for i, chunk in enumerate(chunks) if chunk.closes)
         (self._in if inward else self._out).add(crossing, chunks)
 
     def _parted(
-        self, units: Sequence[Int32s], places: Sequence[Int32s], inward: bool = True
+        self, units: Sequence[Int32s], places: Sequence[Int32s], toll: float = 0.0
     ) -> Iterator[Chunk]:
-        """At least one, which may be empty. Places that follow each other cross at once."""
+        """At least one, which may be empty. Places that follow each other cross at once. ``toll``: of a
+        byte."""
         orders = [np.argsort(there, kind="stable") for there in places]
         ends = [(here[order], there[order]) for here, there, order in zip(units, places, orders)]
-        parts = list[tuple[int, Int32s, Int32s, float]]()
+        parts = list[tuple[int, Int32s, Int32s]]()
         for number, section in enumerate(self._sections):
             (here, there), width = ends[section.group], section.beside.shape[1]
             most = max(1, STAGED // max(1, width))
-            toll = (STAGED_TOLLS if section.staged else TOLLS)[not inward]
             for at in range(0, len(here) if width else 0, most):
-                own = here[at : at + most]
-                parts.append((number, own, there[at : at + most], toll * len(own) * width))
-        parts = parts or [(0, units[0][:0], places[0][:0], 0.0)]
+                parts.append((number, here[at : at + most], there[at : at + most]))
+        parts = parts or [(0, units[0][:0], places[0][:0])]
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
-            yield Chunk(*part, closes=band != after)
+            nbytes = len(part[1]) * self._sections[part[0]].beside.shape[1]
+            yield Chunk(*part, toll=toll * nbytes, closes=band != after)
 
     def awaited(self, plan: StepPlan) -> list[Crossing]:
         """Those told of that have units which the step reads or writes: what its new rows have, or others
@@ -217,23 +193,20 @@ class HostTier:
             beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
-        """Room for the chunk's units, uint8[n, bytes of a unit]; None: they cross without it, or are none."""
-        section = self._sections[chunk.section]
-        width = section.beside.shape[1]
-        if not section.staged or width > len(half) or not len(chunk.units):
+        """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
+        width = self._sections[chunk.section].beside.shape[1]
+        if width > len(half) or not len(chunk.units):
             return None
         return half[: len(chunk.units) * width].view(len(chunk.units), width)
 
     def _direct(self, chunk: Chunk, inward: bool) -> None:
-        """Each part of a unit crosses by itself, or with those of units that follow it."""
-        parts, (units, places) = self._sections[chunk.section].parts, (chunk.units, chunk.places)
-        alone = (np.diff(units) != 1) | (np.diff(places) != 1) | (not parts.follow)
-        firsts = np.flatnonzero(np.concatenate([[True], alone]))[: len(units)]
-        counts = np.diff(firsts, append=len(units))[:, None]
-        here = parts.address + units[firsts, None] * parts.apart
-        there = parts.beside + places[firsts, None] * parts.beside_apart
-        targets, sources = (here, there) if inward else (there, here)
-        copy_rows(targets.ravel(), sources.ravel(), (counts * parts.width).ravel())
+        """Units that are large: each part crosses by itself."""
+        beside = self._sections[chunk.section].beside
+        for unit, place in zip(chunk.units.tolist(), chunk.places.tolist()):
+            for tensor, part in self._pairs(chunk, beside[place : place + 1]):
+                for here, there in zip(tensor[unit], part[0]):
+                    ends = (here, there) if inward else (there, here)
+                    ends[0].copy_(ends[1], non_blocking=True)
 
     def _pairs(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Memory on the device, and its part of ``rows``."""
@@ -319,15 +292,6 @@ def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
     """Whether some of ``units`` of each cache group are to come."""
     return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
-
-
-def _parts(tensors: Sequence[Tensor], beside: Tensor, by_tensor: bool) -> Parts:
-    """``tensors``: uint8[units, bytes]; ``by_tensor``: what lies beside is that of one after the other."""
-    found = [(x.shape[1], x.data_ptr(), x.stride(0)) for x in tensors]
-    width, address, apart = np.array(found, np.int64).reshape(-1, 3).T
-    within, (places, whole) = width.cumsum() - width, beside.shape
-    begin = beside.data_ptr() + within * (places if by_tensor else 1)
-    return Parts(width, address, apart, begin, width if by_tensor else np.full_like(width, whole))
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,7 +3,6 @@ writes to where they read."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -25,17 +24,10 @@ from sgla.worker.gpu_tiers import HostTier
 LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
 
 
-def move_rows(targets: Any, sources: Any, sizes: Any) -> None:
-    for ends in zip(targets.tolist(), sources.tolist(), sizes.tolist()):
-        ctypes.memmove(*ends)
-
-
 @contextmanager
-def late_copies(row: int = 0) -> Iterator[Waits]:
-    """``row``: bytes from which on they are not staged; 0: all are."""
-    direct = {"ROW": row, "in_batches": lambda: row > 0, "copy_rows": move_rows}
+def late_copies() -> Iterator[Waits]:
     on_host = patch.object(crossing, "upload", torch.from_numpy)
-    with late() as waits, patch.multiple(gpu_tiers, STAGED=STAGED, **direct), on_host:
+    with late() as waits, patch.object(gpu_tiers, "STAGED", STAGED), on_host:
         yield waits
 
 
@@ -48,13 +40,13 @@ class World:
     """A device with two cache groups, a tier beside it, and what a scheduler believes of both: of each group
     the text of each unit, and of each place. Who is under way is not touched."""
 
-    def __init__(self, seed: int, bands: int = 3) -> None:
+    def __init__(self, seed: int) -> None:
         self.draw = Random(seed)
         widths = (3, 8)  # bytes of a unit in a layer
         self.memory = [[torch.zeros(UNITS, w, dtype=torch.uint8) for _ in range(LAYERS)] for w in widths]
         rooms = [Room(w * LAYERS * (PLACES + 1)) for w in widths]
         staging = torch.zeros(2, 2, STAGED, dtype=torch.uint8)
-        self.tier = HostTier(self.memory, rooms, staging, bands)
+        self.tier = HostTier(self.memory, rooms, staging, bands=3)
         self.tier._in._second.speed = self.draw.choice([0.05, 0.2, 1.0])
         self.device = [[0] * UNITS for _ in widths]
         self.beside = [[0] * (PLACES + 1) for _ in widths]
@@ -129,8 +121,8 @@ class World:
 
 def played(seed: int) -> int:
     """How often a step found a layer not to be there."""
-    with late_copies(row=(0, 1, 8)[seed % 3]) as waits:
-        world = World(seed, bands=3 if seed % 5 else 1)
+    with late_copies() as waits:
+        world = World(seed)
         for _ in range(150):
             world.draw.choice([world.copy, world.hear, world.hear, world.step, world.step])()
         world.verify()
