@@ -75,8 +75,8 @@ def _targets(group: Reader) -> list[str]:
 
 
 class Mixed(Method):
-    """Layers of several kinds, each as the first of ``parts`` has it that names it: by its name, by an
-    expression (``re:``), or as one of all (``Linear``)."""
+    """Layers of several kinds, each as the first of ``parts`` has it that names it: by its name or that of
+    what it is a part of, by an expression (``re:``), or as one of all (``Linear``)."""
 
     name = "compressed-tensors"
 
@@ -96,8 +96,11 @@ class Mixed(Method):
         self.storage = self.stored()
 
     def _part(self, module: str) -> Method | None:
-        if module in self._names:
-            return self._names[module]
+        name = module
+        while name:
+            if name in self._names:
+                return self._names[name]
+            name = name.rpartition(".")[0]
         first = self._expressions.first(module)
         return self._names.get(LINEAR) if first is None else self._expressed[first]
 

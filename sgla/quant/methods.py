@@ -45,6 +45,9 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     kind = c.get("quant_method")
     if kind is None and (c.get("load_in_8bit") or c.get("load_in_4bit")):
         kind = "bitsandbytes"  # as old files say it
+    producer = c.get("producer")
+    if kind is None and isinstance(producer, Mapping) and producer.get("name") == "modelopt":
+        kind = "modelopt"
     if not isinstance(kind, str) or kind not in _METHODS:
         raise unsupported(kind or "unnamed", c)
     made: Method = resolve_name(_METHODS[kind])(c)

@@ -36,12 +36,13 @@ def modelopt(config: Mapping[str, Any]) -> Method:
 
 
 def _mixed(config: Mapping[str, Any]) -> Method:
-    """``quantized_layers`` says of each layer how it is quantized."""
+    """``quantized_layers`` says of each layer how it is quantized, as ``config_groups`` beside it do."""
     c = Reader("modelopt", config)
+    alone = {key: value for key, value in config.items() if key != "config_groups"}
     layers, names = c.table("quantized_layers"), dict[str, list[str]]()
     for name in layers:
         said = Reader("modelopt: quantized_layers", layers).table(name)
-        names.setdefault(str(said.get("quant_algo")), []).append(name)
+        names.setdefault(str(said.get("quant_algo")), []).append(name.replace("language_model.", "", 1))
     if not layers:
         raise c.error("quantized_layers", "an object that has each layer's quant_algo")
-    return Mixed(config, [(found, modelopt({**config, "quant_algo": kind})) for kind, found in names.items()])
+    return Mixed(alone, [(found, modelopt({**alone, "quant_algo": kind})) for kind, found in names.items()])

@@ -146,6 +146,33 @@ def test_modelopt_has_e4m3_in_every_size_of_block(algorithm: str, kind: str, sha
     check(method, parts, numbers.float() * wide)
 
 
+def test_modelopt_says_of_each_layer_what_it_is() -> None:
+    """By its name or that of its experts, with towers or without; groups beside that say the same, and a file
+    that names the tool alone."""
+    layers = {
+        "model.language_model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    }
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    method = method_of(
+        {
+            "quantization_config": {
+                "config_groups": {"group_0": {"weights": numbers, "targets": [*layers][1:]}},
+                "producer": {"name": "modelopt", "version": "0.37.0"},
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": layers,
+            }
+        }
+    )
+    assert method is not None
+    kept = {
+        "model.layers.0.self_attn.o_proj": "fp8",
+        "model.layers.0.mlp.experts.3.up_proj": "nvfp4",
+    }
+    assert {module: method.kept(module) for module in kept} == kept
+    assert not method.covers("model.layers.0.mlp.gate") and not method.covers("lm_head")
+
+
 MIXED = said(
     a=GROUPS["int8 channels"][0] | {"targets": ["re:.*layers\\.[01]\\.mlp\\.down_proj"]},
     b=GROUPS["mxfp4"][0] | {"targets": ["model.layers.0.mlp.gate_proj", "re:.*layers\\.0\\.mlp\\.up_proj"]},

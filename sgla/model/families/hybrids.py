@@ -35,6 +35,7 @@ _CAUSAL = {key: value for key, value in CAUSAL.items() if key != "partial_rotary
     **_SILU,
     "attention_bias": False,
     "attn_output_gate": True,
+    "output_gate_type": "swish",  # of what the states give
     "mamba_ssm_dtype": "float32",
 }
 _CONV = {
