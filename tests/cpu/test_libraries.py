@@ -1,5 +1,5 @@
-"""Checkpoints of bitsandbytes, HQQ, torchao and ModelOpt, written here number by number, against the matrices
-that they mean; and by the libraries where these are installed."""
+"""Checkpoints of bitsandbytes, HQQ and torchao, written here number by number, against the matrices that they
+mean; and by these and other libraries where they are installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Eager, random_prompts, save_checkpoint
-from quantized import check, pair
+from quantized import Stored, check, pair
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -355,3 +355,116 @@ def test_modelopt_writes_what_is_read(config: str, kind: str, tmp_path: Path) ->
             expected = wanted.mlp.down.weight.dequant()
             error = (block.mlp.down.weight.dequant() - expected).norm() / expected.norm()
             assert error < 0.04
+
+
+def rounded(w: Tensor, group: int, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales and zeros ``[n, groups]`` of a matrix, and what it is then."""
+    tiles, most = w.view(len(w), -1, group), (1 << bits) - 1
+    low, high = tiles.amin(-1), tiles.amax(-1)
+    reach = torch.maximum(high, -low)
+    scale = (2 * reach if symmetric else high - low).div(most).half().float()
+    zero = torch.full_like(scale, 1 << bits - 1) if symmetric else (-low / scale).round().clamp(0, most)
+    q = (tiles / scale[..., None] + zero[..., None]).round().clamp(0, most)
+    return scale, zero, ((q - zero[..., None]) * scale[..., None]).view(w.shape)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(2, 32), (3, 64), (4, 128), (4, 32), (8, 256)])
+def test_gptqmodel_writes_what_is_read(bits: int, group: int, act_order: bool, symmetric: bool) -> None:
+    library = pytest.importorskip("gptqmodel.nn_modules.qlinear.torch")
+    said = {"bits": bits, "group_size": -1 if group == 256 else group, "sym": symmetric}
+    torch.manual_seed(0)
+    n, k = 96, 256
+    w, order = torch.randn(n, k), torch.randperm(k) if act_order else torch.arange(k)
+    places = torch.empty(k, dtype=torch.int32)
+    places[order] = torch.arange(k, dtype=torch.int32) // group
+    scale, zero, dense = rounded(w[:, order], group, bits, symmetric)
+    layer = torch.nn.Linear(k, n, bias=False)
+    layer.weight.data = torch.empty(n, k)
+    layer.weight.data[:, order] = dense
+    made = library.TorchLinear(
+        **said, desc_act=act_order, in_features=k, out_features=n, bias=False, register_buffers=True
+    )
+    made.pack(layer, scale, zero, places)
+    found = method_of(
+        {
+            "quantization_config": {
+                "quant_method": "gptq",
+                "checkpoint_format": "gptq_v2",
+                "desc_act": act_order,
+                **said,
+            }
+        }
+    )
+    assert found is not None
+    stored: dict[str, Any] = {f"x.{name}": Stored(tensor) for name, tensor in made.state_dict().items()}
+    torch.testing.assert_close(found.take("x", stored, n, k).dense(), layer.weight.data, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kind", ["gemm", "gemv", "gemv_fast"])
+def test_autoawq_writes_what_is_read(kind: str, group: int) -> None:
+    pytest.importorskip("awq")
+    from importlib import import_module
+
+    module = import_module(f"awq.modules.linear.{kind}")
+    torch.manual_seed(0)
+    scale, zero, dense = rounded(torch.randn(128, 256), group, 4, False)
+    layer = torch.nn.Linear(256, 128, bias=False)
+    layer.weight.data = dense.half()
+    turned = [t.t().contiguous() if kind == "gemm" else t for t in (scale.half(), zero)]
+    name = {"gemm": "GEMM", "gemv": "GEMV", "gemv_fast": "GEMVFast"}[kind]
+    made = getattr(module, f"WQLinear_{name}").from_linear(layer, 4, group, False, *turned)
+    said = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": kind}
+    found = method_of({"quantization_config": said})
+    assert found is not None
+    stored: dict[str, Any] = {f"x.{name}": Stored(tensor) for name, tensor in made.state_dict().items()}
+    torch.testing.assert_close(found.take("x", stored, 128, 256).dense(), dense, rtol=0, atol=2e-3)
+
+
+SCHEMES = {
+    "W4A16": "q4_0",
+    "W4A16_ASYM": "int4",
+    "W8A16": "q8_0",
+    "W8A8": "q8_0",
+    "FP8": "fp8",
+    "FP8_DYNAMIC": "fp8",
+    "FP8_BLOCK": "fp8g128",
+    "NVFP4A16": "nvfp4",
+    "MXFP4A16": "e2m1",
+    "MXFP8A16": "mxfp8",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_llm_compressor_writes_what_is_read(scheme: str, tmp_path: Path) -> None:
+    library = pytest.importorskip("llmcompressor")
+    from datasets import Dataset
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    save_checkpoint(tmp_path / "plain", "qwen3_moe", **SHAPE | sizes, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+    library.oneshot(
+        model=model,
+        processor=words,
+        recipe=[QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])],
+        dataset=Dataset.from_dict({"input_ids": PROMPTS, "attention_mask": [[1] * len(p) for p in PROMPTS]}),
+        num_calibration_samples=3,
+        pipeline="basic",
+    )
+    model.save_pretrained(tmp_path / "written", save_compressed=True)
+    plain = load_model(open_source(tmp_path / "plain"))
+    found = load_model(open_source(tmp_path / "written"), quantization="checkpoint")
+    most = 0.13 if "4" in scheme.partition("A")[0] else 0.04
+    for block, wanted in zip(found.blocks, plain.blocks):
+        pairs = [(b.attention.qkv.weight, b.mlp.gate_up, b.mlp.down) for b in (block, wanted)]
+        for weight, expected in zip(*pairs):
+            assert weight.kind == SCHEMES[scheme]
+            error = (weight.dequant() - expected.dequant()).norm() / expected.dequant().norm()
+            assert error < most
