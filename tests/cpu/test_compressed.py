@@ -170,7 +170,8 @@ def test_modelopt_says_of_each_layer_what_it_is() -> None:
         "model.layers.0.mlp.experts.3.up_proj": "nvfp4",
     }
     assert {module: method.kept(module) for module in kept} == kept
-    assert not method.covers("model.layers.0.mlp.gate") and not method.covers("lm_head")
+    assert not method.covers("model.layers.0.mlp.gate")
+    assert not method.covers("lm_head")
 
 
 MIXED = said(
