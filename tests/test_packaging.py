@@ -317,11 +317,13 @@ DISTRIBUTIONS = {
     "grpc_reflection": "grpcio_reflection",
     "google": "protobuf",
     "mooncake": "mooncake_transfer_engine_non_cuda",
+    "modelopt": "nvidia_modelopt",
 }
 # huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp
-# multidict and yarl, ray[serve] starlette, mcp the others
+# multidict and yarl, ray[serve] starlette, llmcompressor datasets, mcp the others
 THROUGH_OTHERS = {
     "tqdm",
+    "datasets",
     "triton",
     "packaging",
     "pydantic",
