@@ -1,14 +1,13 @@
 """Decode steps of the CUDA runner whose rows have adapters, as graphs: one JSON line a measurement.
 
     python bench/gpu_lora.py --model bench/models/qwen3-8b [--modules attention|all] [--rank 16] [--rows 64]
-        [--timeline] [--sweep SECONDS] [--layouts]
+        [--timeline] [--sweep SECONDS] [--alone]
 
 ``base``: the graph of steps without adapters, as on a server without them. The others: rows of one adapter,
 and of as many as there are rows. ``above`` is their share of the base's time. ``--timeline``: the kernels of
 the adapters by name, and what a step's other kernels take. ``--sweep``: other kernels, and sizes of their
-tiles; rounding flips some of the tokens that are drawn. ``--layouts``: nothing but the kernels of 36 layers
-alone, each row with an adapter of its own, whose ranks lie next to each other, or as far apart as a place has
-layers.
+tiles; rounding flips some of the tokens that are drawn. ``--alone``: nothing but these
+kernels of 36 layers, each row with an adapter of its own.
 """
 
 from __future__ import annotations
@@ -151,11 +150,10 @@ PRODUCTS = {
 }
 
 
-class Layout:
-    """The kernels of ``LAYERS`` layers of k inputs, whose parts have these sizes. ``together``: see
-    ``--layouts``."""
+class Layers:
+    """The kernels of ``LAYERS`` layers of k inputs, whose parts have these sizes."""
 
-    def __init__(self, rows: int, rank: int, k: int, sizes: list[int], together: bool) -> None:
+    def __init__(self, rows: int, rank: int, k: int, sizes: list[int]) -> None:
         self.x, self.y = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for n in (k, sum(sizes)))
         self.stacks, end = list[Stack](), 0
         for _ in range(LAYERS):
@@ -164,16 +162,11 @@ class Layout:
         memory = torch.zeros(rows, rank, end, dtype=torch.bfloat16, device="cuda")
         for stack in self.stacks:
             stack.bounds = stack.bounds.cuda()
-            if together:
-                stack.lie(memory)
-                continue
-            a, b = memory[..., stack.first : stack.last].split([len(sizes) * k, stack.n], -1)
-            stack.a, stack.b = a.unflatten(-1, (len(sizes), k)).transpose(1, 2), b.transpose(1, 2)
+            stack.lie(memory)
         places = np.arange(1, rows + 1, dtype=np.int32)
         order, runs = (torch.from_numpy(part).cuda() for part in tiles_of(places, kernels.FEW))
         self.rows = Rows()
         self.rows.tiles = (Tiles(order, runs, kernels.FEW),) * 2
-        self.inner = kernels.shrink(self.x, self.stacks[0], self.rows, False)
         self.bytes = {"shrink": 2 * rows * rank * len(sizes) * k, "expand": 2 * rows * rank * sum(sizes)}
 
     def shrink(self) -> None:
@@ -181,19 +174,21 @@ class Layout:
             kernels.shrink(self.x, stack, self.rows, False)
 
     def expand(self) -> None:
+        inner = kernels.shrink(self.x, self.stacks[0], self.rows, False)
         for stack in self.stacks:
-            kernels.expand(self.y, self.inner, stack, self.rows, False)
+            kernels.expand(self.y, inner, stack, self.rows, False)
 
 
-def layouts(args: argparse.Namespace, base: dict[str, Any]) -> None:
-    for name, (k, sizes) in PRODUCTS.items():
-        for together in (False, True):
-            layout = Layout(args.rows, args.rank, k, sizes, together)
-            for kernel, run in (("shrink", layout.shrink), ("expand", layout.expand)):
-                us = graph_ms(Capture()(run), 10) * 1e3 / LAYERS
-                told = {"w": "layout", "kernel": kernel, "layer": name, "together": together}
-                rate = layout.bytes[kernel] / us / 1e6
-                lines.emit(base | told | {"us": round(us, 2), "tb_s": round(rate, 2)})
+def alone(args: argparse.Namespace, base: dict[str, Any]) -> None:
+    for layer, (k, sizes) in PRODUCTS.items():
+        layers = Layers(args.rows, args.rank, k, sizes)
+        for name, changes in variants().items():
+            with changed(changes):
+                for kernel, run in (("shrink", layers.shrink), ("expand", layers.expand)):
+                    us = graph_ms(Capture()(run), 10) * 1e3 / LAYERS
+                    told = {"w": "alone", "kernel": kernel, "layer": layer, "variant": name}
+                    rate = layers.bytes[kernel] / us / 1e6
+                    lines.emit(base | told | {"us": round(us, 2), "tb_s": round(rate, 2)})
 
 
 def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, seconds: float) -> None:
@@ -232,14 +227,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--timeline", action="store_true")
-    parser.add_argument("--layouts", action="store_true")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--sweep", type=float, default=0, help="seconds, at most")
     args = parser.parse_args()
     modules = ATTENTION if args.modules == "attention" else ATTENTION + MLP
     base = {"bench": "gpu_lora", "modules": args.modules, "rank": args.rank, "rows": args.rows}
-    if args.layouts:
+    if args.alone:
         with torch.inference_mode():
-            layouts(args, base)
+            alone(args, base)
         return
     runner = runner_of(args, modules)
     with torch.inference_mode():

@@ -84,9 +84,8 @@ class Stack:
 
     ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``sizes``
     of the parts, ``ends`` and, on the device, ``bounds``: where the rows of each end. ``ranks``: of the
-    adapter at each place; 0: it leaves the layer as it is. They are views of memory [places, rank, *], in
-    which a place has all ranks of one stack behind all those of another: of each a row of ``a`` and a column
-    of ``b``, ``width`` values behind the ``first`` ones of the stacks before.
+    adapter at each place; 0: it leaves the layer as it is. They are views of memory [places, rank, *], from
+    ``first`` to ``last`` of the last dimension: one row of ``a``, and one column of ``b``, for each rank.
     """
 
     a: Tensor
@@ -96,35 +95,26 @@ class Stack:
     def __init__(self, places: int, k: int, sizes: list[int], first: int = 0) -> None:
         self.k, self.sizes, self.ends = k, sizes, np.cumsum(sizes).tolist()
         self.bounds = torch.tensor(self.ends, dtype=torch.int32)
-        self.first, self._middle = first, _aligned(len(sizes) * k)
-        self.width = _aligned(self._middle + self.n)
+        self.first, self._middle = first, _aligned(first + len(sizes) * k)
+        self.last = _aligned(self._middle + self.n)
         self.ranks = [0] * places
 
     @property
     def n(self) -> int:
         return self.ends[-1]
 
-    @property
-    def last(self) -> int:
-        return self.first + self.width
-
-    def within(self, memory: Tensor) -> Tensor:
-        """[places, rank, width] of memory [places, rank, *]."""
-        rank = memory.shape[1]
-        return memory.flatten(1)[:, rank * self.first : rank * self.last].unflatten(1, (rank, self.width))
-
     def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """a and b in memory [places, rank, *]."""
-        parts, own = len(self.sizes), self.within(memory)
-        a = own[..., : parts * self.k].unflatten(-1, (parts, self.k))
-        return a.transpose(1, 2), own[..., self._middle : self._middle + self.n].transpose(1, 2)
+        parts = len(self.sizes)
+        a = memory[..., self.first : self.first + parts * self.k].unflatten(-1, (parts, self.k))
+        return a.transpose(1, 2), memory[..., self._middle : self._middle + self.n].transpose(1, 2)
 
     def lie(self, memory: Tensor) -> None:
         """In this memory."""
         self.a, self.b = self.views(memory)
 
     def put(self, memory: Tensor, part: int, a: Tensor, b: Tensor) -> None:
-        """An adapter's a [r, k] and b [n of the part, r] into memory [rank, *]."""
+        """An adapter's a [r, k] and b [n of the part, r] into the memory [rank, *] of a place."""
         to_a, to_b = self.views(memory[None])
         rows = slice(self.ends[part - 1] if part else 0, self.ends[part])
         to_a[0, part, : len(a)], to_b[0, rows, : len(a)] = a, b

@@ -56,10 +56,10 @@ class Adapters:
     """For ``places`` adapters of at most ``rank``, in ``dtype``. ``modules``: last names of the layers that
     they may change; empty: all linear layers of the blocks. ``table``: these layers by full name. ``beyond``:
     beginnings of the names of those that other stages have; ``sets``: how often there are as many layers as
-    this stage has. ``memory`` [places, rank, width]: a place is one piece of it, so that one copy brings an
-    adapter of the highest rank; of another each layer's part is the beginning of one there. ``mixtures``: by
-    the full names of their experts; ``absent``: names of experts' layers that other ranks have, with the
-    number of their inputs and outputs together.
+    this stage has. ``memory`` [places, rank, width]: a place is one piece of it, and an adapter of less than
+    the highest rank the beginning of one, so that one copy brings it. ``mixtures``: by the full names of
+    their experts; ``absent``: names of experts' layers that other ranks have, with the number of their inputs
+    and outputs together.
 
     Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
     the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows

@@ -34,8 +34,8 @@ def places_of(config: Config, dtype: str) -> Adapters | None:
 
 
 class Image(NamedTuple):
-    """An adapter as it lies at a place for its own highest rank: ``memory`` [rank, width]; ``ranks``: of each
-    stack."""
+    """An adapter as it lies at a place, up to its own highest rank: ``memory`` [rank, width]; ``ranks``: of
+    each stack."""
 
     memory: torch.Tensor
     ranks: list[int]
@@ -89,20 +89,11 @@ class AdapterStore:
         image, to = self._host.get(int(number)), self.adapters.memory[int(place) - 1]
         if image is None:
             return None
-        if len(image.memory) == len(to):
-            to.copy_(image.memory, non_blocking=True)
-        else:
-            to.zero_()
-            self.put(image.memory, to)
+        to[: len(image.memory)].copy_(image.memory, non_blocking=True)
+        to[len(image.memory) :].zero_()
         for stack, rank in zip(self.adapters.stacks, image.ranks):
             stack.ranks[int(place) - 1] = rank
         return image
-
-    def put(self, memory: torch.Tensor, to: torch.Tensor) -> None:
-        """An image of a lower rank than that of the place."""
-        for stack in self.adapters.stacks:
-            there, here = (stack.within(whole[None])[0, : len(memory)] for whole in (to, memory))
-            there.copy_(here)
 
 
 class AdaptedForward:

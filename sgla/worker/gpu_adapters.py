@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.kernels.lora import Rows, Stack, Tiles, tiles_of
+from sgla.kernels.lora import Rows, Tiles, tiles_of
 from sgla.kernels.triton.fetch import fetch
 from sgla.kernels.triton.lora import FEW, MANY, sort
 from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
 from sgla.worker.device_state import STAGES, DeviceTables, upload
-from sgla.worker.rows import Int64s, copy_rows
 
 
 class AdaptedRows:
@@ -115,22 +114,6 @@ def _read(rows: Rows, columns: Sequence[Tensor], size: int) -> None:
     tokens, sampled, order, runs, last, ends = columns
     rows.places = tokens, sampled
     rows.tiles = Tiles(order, runs.view(-1, 3), size), Tiles(last, ends.view(-1, 3), FEW)
-
-
-class GpuAdapterStore(AdapterStore):
-    def put(self, memory: Tensor, to: Tensor) -> None:
-        if to.is_cuda:
-            copy_rows(*pieces_of(self.adapters.stacks, memory, to))
-        else:
-            super().put(memory, to)
-
-
-def pieces_of(stacks: Sequence[Stack], memory: Tensor, to: Tensor) -> tuple[Int64s, Int64s, Int64s]:
-    """What ``put`` copies: addresses at the place and in the image, and bytes."""
-    first, width = np.array([(stack.first, stack.width) for stack in stacks], np.int64).T
-    each, rank = memory.element_size(), len(memory)
-    targets, sources = to.data_ptr() + each * len(to) * first, memory.data_ptr() + each * rank * first
-    return targets, sources, each * rank * width
 
 
 class AdapterCopies:

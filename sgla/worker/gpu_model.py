@@ -21,12 +21,12 @@ from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import vision_of
 from sgla.quant.weight import Make, anywhere
 from sgla.sampling.warp import WIDTH
-from sgla.worker.adapters import places_of
+from sgla.worker.adapters import AdapterStore, places_of
 from sgla.worker.aligning import Aligner
 from sgla.worker.chain_setup import load_chains, target_hidden
 from sgla.worker.chains import Chains
 from sgla.worker.facts import drafts_of
-from sgla.worker.gpu_adapters import AdapterCopies, GpuAdapterStore
+from sgla.worker.gpu_adapters import AdapterCopies
 from sgla.worker.gpu_canvases import gpu_canvas_bytes
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, OTHER_MODEL, Budget, within_memory
@@ -123,7 +123,7 @@ class GpuModel(Runner):
         """Take the memory of the GPU that copies need beside steps."""
         places = places_of(self.config, dtype_of(self.config))
         if places is not None:
-            self.adapters = GpuAdapterStore(places, self._pin)
+            self.adapters = AdapterStore(places, self._pin)
             self.copies.add("adapters", AdapterCopies(self.adapters))
         self._staging = staging() if self.config.kv_host_bytes or self.config.kv_host_ratio else None
         self._handing = staging() if self.config.role != "both" else None  # of units for another server

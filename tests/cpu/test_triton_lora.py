@@ -4,7 +4,6 @@ float32."""
 from __future__ import annotations
 
 import os
-from ctypes import memmove
 
 import numpy as np
 import pytest
@@ -23,10 +22,7 @@ from sgla.kernels.gpu.record import Recorder, Ref
 from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
 from sgla.kernels.trace import STAND_INS
 from sgla.kernels.triton.lora import FEW, MANY, add, add_experts, expand_norm, grouped, pairs, shrink, sort
-from sgla.layers.adapters import Adapters
 from sgla.quant.weight import storage
-from sgla.worker.adapters import AdapterStore
-from sgla.worker.gpu_adapters import pieces_of
 
 
 @pytest.mark.parametrize(
@@ -169,20 +165,3 @@ def test_what_joins_the_residual_stream_is_added_there() -> None:
     assert adds[1].given["residual"] == Ref(joining.results[0])
     assert last.results == record.outputs
     assert not any(node.given.get("addend") for node in record.nodes)
-
-
-def test_an_adapter_of_a_lower_rank_comes_in_pieces() -> None:
-    """As on a CPU, by addresses."""
-    adapters = Adapters(2, 6, torch.bfloat16)
-    for k, size in ((40, 24), (16, 33), (64, 8)):
-        adapters.stack(k, [("a.layer", size, range(size), None)])
-    adapters.allocate()
-    image, (expected, found) = torch.randn(4, adapters.width).bfloat16(), adapters.memory
-    AdapterStore(adapters).put(image, expected)
-    for target, source, size in zip(*pieces_of(adapters.stacks, image, found)):
-        memmove(int(target), int(source), int(size))
-    assert found.equal(expected)
-    for stack in adapters.stacks:
-        assert stack.a[0, 0, :4].equal(stack.a[1, 0, :4])
-        assert stack.a[0, 0, :4].all()
-        assert not stack.b[0, :, 4:].any()
