@@ -45,6 +45,7 @@ class Adapters:
         self._places = [AdapterPlace(number + 1) for number in range(places)]
         self._of: dict[int, AdapterPlace] = {}  # by adapter
         self._coming: dict[int, AdapterPlace] = {}  # by the transfer
+        self._expected: set[int] = set()  # adapters of those that come next
         self._claims: dict[int, int] = {}  # number of a place -> the adapter that is to have it
         self._claimed: dict[int, int] = {}  # the same by the adapter
         self._full = False  # no place can be given away but to who has claimed it
@@ -108,20 +109,20 @@ class Adapters:
         """Those of the requests that come next, in their order (0: the base). Beside ``AHEAD`` copies none
         begins, so that a request whose turn comes does not wait long for its own; and no adapter that is
         expected makes room for another."""
+        self._expected = set(adapters) - {0}
         room = AHEAD - len(self._coming)
         if room <= 0:
             return
         lacking = [adapter for adapter in dict.fromkeys(adapters) if adapter and adapter not in self._of]
         if not lacking:
             return
-        kept = self.pinned.union(adapters)
+        kept = self.pinned | self._expected
         free = [
             place
             for place in self._places
-            if not (place.users or place.transfer or place.number in self._claims)
-            and (not place.adapter or place.adapter not in kept)
+            if not (place.users or place.transfer or place.adapter in kept or place.number in self._claims)
         ]
-        free.sort(key=lambda place: (place.used, place.number))
+        free.sort(key=self._worth)
         for adapter, place in zip(lacking[:room], free):
             self._load(place, adapter)
 
@@ -181,7 +182,11 @@ class Adapters:
             and self._claims.get(place.number, adapter) == adapter
         ]
         self._full |= not free and not claimed
-        return min(free, key=lambda place: (place.used, place.number), default=None)
+        return min(free, key=self._worth, default=None)
+
+    def _worth(self, place: AdapterPlace) -> tuple[bool, int, int]:
+        """The first to be given away are those that nobody expects, and has used for longest."""
+        return place.adapter in self._expected, place.used, place.number
 
     def _claim(self, adapter: int) -> None:
         if adapter in self._claimed:

@@ -62,7 +62,7 @@ class Core:
         self._repeats = Repeats() if limits.searched_drafts and limits.drafts else None
         self._prefill = Prefill(*shared, self._costs, self._hurry, self._ledger)
         self._admission = Admission(*shared, self._prefill, self._hurry, self._ledger)
-        self._prefetch = Prefetch(self._memory, self._queues)
+        self._prefetch = Prefetch(self._memory, self._queues, limits.rows)
         self._now = 0.0  # the latest time told
         self.next_plan = 0.0  # when ``plan`` may have a step though nothing is told until then
         self._paged = len(limits.groups) - limits.recurrent

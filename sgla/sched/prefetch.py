@@ -16,8 +16,9 @@ class Prefetch:
     brought have come, and keeps its turn; the tree has them then, and may lose them again, since nobody holds
     them. So it is with adapters and places, but that nobody is held."""
 
-    def __init__(self, memory: Memory, queues: Queues) -> None:
-        self._memory, self._queues = memory, queues
+    def __init__(self, memory: Memory, queues: Queues, rows: int) -> None:
+        """``rows``: requests that may run."""
+        self._memory, self._queues, self._rows = memory, queues, rows
         self._most = memory.pool.total // AHEAD
         self._brought: dict[Request, int] = {}  # pages of those whose turn has not come
 
@@ -25,8 +26,8 @@ class Prefetch:
         """Ask for the prefixes of the requests that come next, once for each. Where others run, their
         adapters come, too."""
         memory, queues = self._memory, self._queues
-        if (places := memory.adapters.count) and queues.running:
-            memory.adapters.expect([request.adapter for request in queues.waiting[:places]])
+        if memory.adapters.count and queues.running:
+            memory.adapters.expect([request.adapter for request in queues.waiting[: self._rows]])
         if not (memory.transfers.keeps and queues.waiting):
             return
         early = (State.WAITING, State.HELD)

@@ -10,8 +10,9 @@ from examples import examples
 from simulation import Simulation, make_limits, make_submit
 
 from sgla.messages import ADAPTER, Keep, Moved, StepResult, Submit, int32
-from sgla.sched.adapters import AHEAD
+from sgla.sched.adapters import AHEAD, Adapters
 from sgla.sched.core import Core
+from sgla.sched.moving import Numbers
 
 
 def wanted(rid: str, adapter: int, max_new: int = 4, **changes: object) -> Submit:
@@ -214,3 +215,17 @@ def test_random_adapters() -> None:
             simulation.core.keep(Keep(number, pinned=False))
         assert simulation.core._memory.adapters.used == 0
         simulation.verify()
+
+
+def test_an_adapter_that_is_expected_goes_last() -> None:
+    """Though another one was used later."""
+    adapters = Adapters(3, Numbers())
+    adapters.expect([1, 0, 2, 3])
+    for number, copy in enumerate(adapters.copies, 1):
+        assert not adapters.has(number)
+        adapters.moved(Moved(copy.transfer, ok=True))
+        assert adapters.has(number)
+    adapters.expect([1, 3, 0, 4])
+    places = {int(np.frombuffer(copy.sources[0], np.int32)[0]): copy.targets[0] for copy in adapters.copies}
+    assert places[4] == places[2]
+    adapters.check([])
