@@ -104,16 +104,12 @@ def tiles(m: int, role: str, most: int) -> dict[Any, Body]:
 
 
 def block_cuts(m: int, n: int, k: int, gated: bool) -> list[batch_gemm.Config]:
-    """What serves first; then by how sums meet scales."""
-    cut, first = batch_gemm.Config, batch_gemm.grouped_config(m, n, k, gated)
-    found = [first] + [first._replace(meeting=meeting) for meeting in (1, 2) if first.rows <= 128 or m <= 128]
-    if 64 < m <= 256:
-        wide, splits = [64] * (n <= 8192) + [128, 192], (1, 2, 4) if n <= 8192 else (1,)
-        found += [cut(t, split, 1, rows=256, meeting=1) for t in wide for split in splits[:2] if m > 128]
-        found += [cut(128, split, 1, rows=128, meeting=meeting) for split in splits for meeting in (0, 1, 2)]
-    if m > 256:
-        found += [cut(128, 1, 1, rows=256, meeting=meeting) for meeting in (0, 1, 3, 4)]
-        found += [cut(192, 1, 1, rows=256, meeting=meeting) for meeting in (1, 4)]
+    """What serves first."""
+    cut, found = batch_gemm.Config, [batch_gemm.grouped_config(m, n, k, gated)]
+    if 64 < m <= batch_gemm.MAX_ROWS:
+        found += [cut(128, split, 1, rows=128) for split in ((1, 2, 4) if n <= 8192 else (1,))]
+    if m > batch_gemm.MAX_ROWS:
+        found += [cut(128, 1, 1, rows=rows) for rows in (128, 256)]
     return list(dict.fromkeys(found))
 
 

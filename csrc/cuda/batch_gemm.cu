@@ -68,12 +68,6 @@
 #ifndef GROUPED
 #define GROUPED 0
 #endif
-// GROUPED: how sums meet scales. 0: sums of a group have registers of their own; 1: what is there is divided
-// by the next group's scales before its products join; 2: as 0, with two sets of such registers in turn.
-// 3 and more: as 0 and more, but that each group of warps begins a stage behind the one before.
-#ifndef MEETING
-#define MEETING 0
-#endif
 // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate)
 // * up; 6: float32, or tokens drawn from it.
 #ifndef EPILOGUE
@@ -95,8 +89,9 @@ constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * 
 // 160 registers a consumer, for which the loading group gives up its own.
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
 // Those that load give registers to those that multiply.
-constexpr bool LENDS =
-    TIGHT || (GROUPED && ((MEETING % 3 == 2 && BN > 96) || (MEETING % 3 == 0 && BN > 128)));
+// GROUPED: a thread has registers for sums of two groups besides those of all.
+constexpr bool IN_TURN = GROUPED && BN <= 128 && (GROUPS < 3 || (GROUPS == 3 && BN <= 64));
+constexpr bool LENDS = TIGHT || (GROUPED && (IN_TURN ? BN > 64 : BN > 128));
 constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
@@ -105,7 +100,7 @@ constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
 static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
-static_assert(!(GROUPED && (!E4M3 || (MEETING % 3 == 0 && (TIGHT || (LENDS && GROUPS > 2))))));
+static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > 2))));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
 // Sums that a block gets from its cluster.
@@ -565,10 +560,8 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
 template <int SIZE>
 __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Shared& shared,
                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,
-                                                 const float* first, const float* second, bool lags) {
+                                                 const float* first, const float* second) {
   constexpr int HALVES = SIZE > 64 ? 2 : 1, PART = SIZE / HALVES;
-  const int group = threadIdx.x / 128;
-  if (lags && group > 0) meet_at<256>(1 + group);
   float next[2] = {__ldg(first), __ldg(second)};
   for (int i = 0; i < count; ++i, slot.next()) {
     const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
@@ -585,75 +578,12 @@ __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Share
       for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(part, w + k * 2, x + k * 2);
       wgmma_commit();
       wgmma_wait<0>(part);
-      if (lags && i == 0 && half == 0 && group + 1 < GROUPS) arrive_at<256>(2 + group);
       if (half == HALVES - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
 #pragma unroll
       for (int j = 0; j < PART; ++j)
         acc[half * PART + j] = fmaf(part[j], scale[j / 2 % 2], acc[half * PART + j]);
     }
   }
-}
-
-// The products of a stage, which sums begin with or go on with.
-template <bool GO_ON, int SIZE>
-__device__ __forceinline__ void products(float (&acc)[SIZE], u32 w_at, u32 x_at) {
-  constexpr bool TWICE = TIGHT && SIZE > 64;
-  constexpr int FIRST = TWICE ? (SIZE + 15) & ~15 : SIZE * 2, REST = TWICE ? SIZE * 2 - FIRST : FIRST;
-  auto& first = *reinterpret_cast<float(*)[FIRST / 2]>(acc);
-  auto& rest = *reinterpret_cast<float(*)[REST / 2]>(acc + (TWICE ? FIRST / 2 : 0));
-  const u64 w = tile_at(w_at), x = tile_at(x_at), more = x + FIRST * (ROW_BYTES / 16);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < ROW_BYTES / 32 * 2; k += 2) {
-    if (GO_ON || k > 0) wgmma_e4m3(first, w + k, x + k);
-    else wgmma_e4m3_first(first, w, x);
-    if (TWICE && (GO_ON || k > 0)) wgmma_e4m3(rest, w + k, more + k);
-    else if (TWICE) wgmma_e4m3_first(rest, w, more);
-  }
-  wgmma_commit();
-}
-
-// The same in the registers of the sums, which are in units of the scales of the last group: what is there is
-// brought to the next one's before its products join it. A scale that is less than 2^-40 of a row's largest
-// so far is taken for that.
-template <int SIZE>
-__device__ __forceinline__ void multiply_in_units(float (&acc)[SIZE], const Shared& shared,
-                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,
-                                                  const float* first, const float* second, bool lags) {
-  const int group = threadIdx.x / 128;
-  float next[2] = {__ldg(first), __ldg(second)}, unit[2] = {1.f, 1.f}, most[2] = {0x1p-60f, 0x1p-60f}, by[2];
-  const auto begin = [&](int i) {  // a group
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      most[r] = fmaxf(most[r], next[r]);
-      const float now = fmaxf(next[r], most[r] * 0x1p-40f);
-      by[r] = __fdividef(unit[r], now), unit[r] = now;
-    }
-    const int ahead = min(i + 1, count - 1);
-    next[0] = __ldg(first + ahead), next[1] = __ldg(second + ahead);
-    barrier_wait(shared.full + slot.stage * 8, slot.parity);
-  };
-  const auto stage = [&] { return shared.ring + slot.stage * STAGE_BYTES; };
-  if (lags && group > 0) meet_at<256>(1 + group);
-  begin(0);
-  products<false>(acc, stage() + w_at, stage() + x_at);
-  for (int i = 1; i < count; ++i) {
-    const u32 used = shared.empty + slot.stage * 8;
-    slot.next();
-    begin(i);
-    wgmma_wait<0>(acc);
-    if (threadIdx.x % 128 == 0) barrier_arrive(used);
-    if (lags && i == 1 && group + 1 < GROUPS) arrive_at<256>(2 + group);
-#pragma unroll
-    for (int j = 0; j < SIZE; ++j) acc[j] *= by[j / 2 % 2];
-    wgmma_written(acc);
-    products<true>(acc, stage() + w_at, stage() + x_at);
-  }
-  wgmma_wait<0>(acc);
-  if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
-  slot.next();
-#pragma unroll
-  for (int j = 0; j < SIZE; ++j) acc[j] *= unit[j / 2 % 2];
 }
 
 // The same with sums of two groups: one meets its scales while the other is multiplied.
@@ -715,7 +645,7 @@ struct Known {
 // A group of warps multiplies 64 weight rows of a tile by N rows of x.
 template <int N>
 __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const Work& work,
-                                        const Shared& shared, Slot<STAGES>& slot, Known& told, bool lags) {
+                                        const Shared& shared, Slot<STAGES>& slot, Known& told) {
   const int group = threadIdx.x / 128;
   // 64 weight rows, rows of x.
   const int unit = tile.odd() ? (group + 1) % GROUPS : group, begin = tile.odd() ? BN - N : 0;
@@ -733,12 +663,10 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   float acc[N / 2] = {};
   const int w_at = unit * (64 * ROW_BYTES), x_at = W_BYTES + begin * ROW_BYTES;
   const float *one = columns.groups[0] + work.first, *two = columns.groups[1] + work.first;
-  if constexpr (GROUPED && MEETING % 3 == 0)
-    multiply_grouped(acc, shared, slot, work.count, w_at, x_at, one, two, lags);
-  else if constexpr (GROUPED && MEETING % 3 == 1)
-    multiply_in_units(acc, shared, slot, work.count, w_at, x_at, one, two, lags);
-  else if constexpr (GROUPED)
+  if constexpr (IN_TURN)
     multiply_in_turn(acc, shared, slot, work.count, w_at, x_at, one, two);
+  else if constexpr (GROUPED)
+    multiply_grouped(acc, shared, slot, work.count, w_at, x_at, one, two);
   else
     multiply(acc, shared, slot, work.count, w_at, x_at);
   float sum[N / 2 / SPLIT];
@@ -786,9 +714,9 @@ __device__ __forceinline__ void consume(const Params& p, const Work& work, const
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
     if (LAST && tile.halved())
-      work_on<HALF>(p, tile, work, shared, slot, told, MEETING > 2 && at == work.begin);
+      work_on<HALF>(p, tile, work, shared, slot, told);
     else
-      work_on<BN>(p, tile, work, shared, slot, told, MEETING > 2 && at == work.begin);
+      work_on<BN>(p, tile, work, shared, slot, told);
   }
 }
 

@@ -96,12 +96,6 @@ WGMMA(208, 13, "%104", "%105", "%106", "%107", "%108")
 WGMMA(224, 14, "%112", "%113", "%114", "%115", "%116")
 WGMMA(240, 15, "%120", "%121", "%122", "%123", "%124")
 WGMMA(256, 16, "%128", "%129", "%130", "%131", "%132")
-// What was written to `d` is there for products behind the fence.
-template <int SIZE>
-__device__ __forceinline__ void wgmma_written(float (&d)[SIZE]) {
-#pragma unroll
-  for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

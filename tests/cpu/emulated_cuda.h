@@ -568,7 +568,6 @@ template <int SIZE> void wgmma_bytes_first(int (&d)[SIZE], const unsigned (&a)[4
   wgmma_bytes(d, a, b);
 }
 template <int PENDING, int SIZE> void wgmma_wait_bytes(int (&)[SIZE]) {}
-template <int SIZE> void wgmma_written(float (&)[SIZE]) {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING, int SIZE> void wgmma_wait(float (&)[SIZE]) {}

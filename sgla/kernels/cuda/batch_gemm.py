@@ -81,7 +81,6 @@ class Config(NamedTuple):
     rows: int = MAX_ROWS
     passes: int = 1
     panels: int = 1
-    meeting: int = 0  # how sums meet scales of groups, numbered as in the kernel
 
     @property
     def groups(self) -> int:
@@ -152,7 +151,7 @@ def default_config(m: int, n: int, k: int, gated: bool = False, e4m3: bool = Fal
     return _choose(processors(), m, n, k // 2, gated) or Config(64, split, 1)
 
 
-GROUPED_ROWS = 128  # of x in a tile, where rows are not many: sums of a group stand beside those of all
+GROUPED_ROWS = 128  # of x in a tile, where rows are not many: sums of two groups stand beside those of all
 
 
 def grouped_config(m: int, n: int, k: int, gated: bool = False) -> Config:
@@ -168,8 +167,7 @@ def grouped_config(m: int, n: int, k: int, gated: bool = False) -> Config:
 
     rows = GROUPED_ROWS if m <= MAX_ROWS else min((GROUPED_ROWS, MAX_ROWS), key=time)
     blocks = tiles * -(-m // rows)
-    split = next(split for split in (4, 2, 1) if split == 1 or (split * blocks <= most and k >= 1024 * split))
-    return Config(128, split, 1, rows=rows)
+    return Config(128, 2 if 2 * blocks <= most and k >= 2048 else 1, 1, rows=rows)
 
 
 @lru_cache(1 << 14)
@@ -255,7 +253,6 @@ def _kernel(
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
     defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
-    defines |= {"MEETING": config.meeting} if config.meeting else {}
     defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
     shared, cluster = stages * (room.stage + 16) + room.inbox + 1032, 1 if config.apart else config.split
     return Kernel("batch_gemm.cu", "batch_gemm", defines, shared, cluster)
@@ -391,9 +388,9 @@ def _launch(
         params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
     ranks = send.ranks if send is not None else 0
     kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)
-    most = 192 if config.groups == 3 else MAX_ROWS
-    lends = rows > (GROUPED_ROWS if grouped and config.meeting % 3 == 0 else most)
-    lends = lends or (config.meeting % 3 == 2 and rows > 96)
+    lends = rows > (192 if config.groups == 3 else MAX_ROWS)
+    if grouped:
+        lends = rows > (64 if rows <= GROUPED_ROWS and config.groups < 3 else GROUPED_ROWS)
     helpers = 128 if lends else 32 + 32 * kept
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 
