@@ -28,7 +28,6 @@ from sgla.kernels.cuda import integer_gemm as ig
 from sgla.kernels.cuda import spread_gemm as sp
 from sgla.kernels.cuda import stationary_gemm as sg
 from sgla.kernels.cuda.build import Kernel
-from sgla.kernels.integers import KINDS
 from sgla.kernels.rehearsal import compilers, rehearsing
 
 Changes = list[tuple[str, str]]
@@ -180,49 +179,32 @@ def layers(kind: str, rows: int) -> None:
 
 # Tiles and blocks of a warp, slices, warps beside each other, lag, stages early; each with either product.
 SPREAD = (
-    *((tiles, 4, 8, 8, 1, early) for tiles in (1, 2) for early in (8, 1)),
-    *((tiles, 4, 4, 4, 1, early) for tiles in (1, 2) for early in (8, 1)),
-    *((tiles, 4, 2, 2, 1, 8) for tiles in (1, 2, 4)),
-    *((tiles, 2, 8, 8, 1, 8) for tiles in (1, 2)),
-    *((tiles, 2, 8, 4, 1, 8) for tiles in (1, 2)),
-    *((tiles, 2, 4, 4, 1, 8) for tiles in (1, 2)),
-    *((tiles, 2, 4, 2, 1, 8) for tiles in (1, 2)),
-    *((tiles, 3, 8, 2, 1, early) for tiles in (1, 2, 4) for early in (8, 1)),
-    *((tiles, 4, 8, 2, 1, 8) for tiles in (2, 4)),
-    *((tiles, 2, 8, 2, 1, 8) for tiles in (1, 2)),
-    *((tiles, 3, 4, 2, 1, 8) for tiles in (1, 2)),
-    *((tiles, 2, 4, 1, 1, 8) for tiles in (1, 2)),
-    *((tiles, 3, 4, 4, 1, 8) for tiles in (1, 2)),
-    *((tiles, 3, 2, 2, 1, 8) for tiles in (1, 2)),
+    *((tiles, 4, 8, 8, 1, 8) for tiles in (1, 2)),
+    (2, 4, 4, 4, 1, 8),
+    *((tiles, 4, 2, 2, 1, 8) for tiles in (1, 2)),
+    *((tiles, 3, 8, 2, 1, 8) for tiles in (2, 4)),
 )
 # Of products of bytes: blocks of a warp and of a stage, slices, warps beside each other, lag, stages early,
 # tiles.
 BYTES = (
-    *((4, unit, 8, 8, lag, early) for unit in (4, 2) for lag in (1, 2) for early in (8, 1)),
-    *((4, unit, 4, 4, 1, early) for unit in (4, 2) for early in (8, 1)),
+    *((4, unit, 8, 8, 1, 8, tiles) for unit in (4, 2) for tiles in (1, 2)),
+    (4, 4, 8, 8, 1, 1),
+    (4, 4, 8, 8, 2, 8),
     *((8, unit, 4, 8, 1, 8) for unit in (4, 2)),
-    *((4, unit, 2, 4, 1, 8) for unit in (4, 2)),
-    *((2, unit, 8, 8, 1, 8) for unit in (1, 2)),
-    *((2, unit, 8, 4, 1, 8) for unit in (1, 2)),
-    *((6, unit, 8, 4, lag, early) for unit in (3, 2) for lag in (1, 2) for early in (8, 1)),
-    *((4, unit, 8, 4, 1, 8) for unit in (4, 2)),
-    *((12, unit, 8, 8, 1, 8) for unit in (4, 2)),
-    *((12, unit, 8, 4, 1, 8) for unit in (4, 2)),
-    *((3, unit, 8, 4, 1, 8) for unit in (3, 1)),
-    *((4, unit, 8, 8, 1, early, 2) for unit in (4, 2) for early in (8, 1)),
-    *((4, unit, 4, 4, 1, 8, 2) for unit in (4, 2)),
-    *((6, unit, 8, 4, 1, 8, 2) for unit in (3, 2)),
-    *((12, 3, 8, 4, 1, 8, tiles) for tiles in (1, 2)),
-    *((4, 4, 8, 4, 1, 8, 2), (4, 2, 8, 4, 1, 8, 2)),
+    (8, 4, 4, 8, 1, 1),
+    (4, 4, 4, 4, 1, 8),
+    (4, 4, 2, 4, 1, 8),
+    (8, 4, 2, 4, 1, 8),
+    *((12, unit, 8, 8, 1, 8) for unit in (4, 3, 2)),
+    (12, 4, 8, 8, 1, 1),
+    *((6, unit, 8, 4, 1, 8) for unit in (3, 2)),
+    (6, 3, 8, 4, 1, 8, 2),
+    (4, 4, 8, 4, 1, 8),
 )
 # Of the kernel that serves, not tried before.
 OTHERS = (
-    *((tiles, 3, 1, 1, 1, 1, False, 8, behind) for tiles in (1, 2) for behind in (False, True)),
-    (4, 3, 1, 1, 1, 1, False, 8, True),
-    (4, 2, 1, 1, 1, 1, False, 8, True),
-    (4, 4, 1, 1, 1, 1, False, 8, True),
+    *((tiles, 3, 1, 1, 1, 1, False, 8, True) for tiles in (1, 2)),
     (2, 3, 2, 2, 1, 1, False, 8, True),
-    (2, 3, 2, 1, 1, 1, False, 8, True),
 )
 
 
@@ -233,12 +215,7 @@ def module_of(config: Any) -> Any:
 def spread(rows: int, kind: str) -> None:
     shapes = {layer.name: gi.shape_of(layer, rows, kind) for layer in gi.LAYERS}
     fitting = {
-        name: [
-            tried
-            for cut in dict.fromkeys(SPREAD)
-            for half in ((False, True) if KINDS[kind][0] == 4 else (False,))
-            if sp.plan(shape, tried := sp.Config(*cut, half)) is not None
-        ]
+        name: [tried for cut in dict.fromkeys(SPREAD) if sp.plan(shape, tried := sp.Config(*cut)) is not None]
         for name, shape in shapes.items()
     }
     by_bytes = {
@@ -316,7 +293,8 @@ def main() -> None:
     parser.add_argument("--spread", action="store_true")
     args = parser.parse_args()
     if args.spread:
-        spread(args.rows, args.kind)
+        for rows in (16, 8):
+            spread(rows, args.kind)
         compilers().shutdown(wait=False, cancel_futures=True)
         return
     if args.kinds:

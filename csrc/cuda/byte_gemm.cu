@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) byte_gemm(const 
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
       float acc[NT][4] = {};
-#pragma unroll
+#pragma unroll 1
       for (int unit = 0; unit < UNITS; ++unit) {
         cp_async_wait<STAGES - 2>();
         __syncwarp();

@@ -1,5 +1,5 @@
-"""Launcher of ``byte_gemm.cu``: linear layers for some rows with weights of 4 or 8 bits, fused with what
-stands before and after them, whose k the blocks of a cluster share and keep in registers."""
+"""Launcher of ``byte_gemm.cu``: linear layers for some rows with weights of 4 bits in groups of 128, fused
+with what stands before and after them, by products of bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.integer_gemm import Shape, padded
-from sgla.kernels.cuda.skinny_gemm import FLOAT32, GELU, SILU, STORE
+from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
 from sgla.kernels.integers import BLOCK, Integers
 from sgla.kernels.rehearsal import under_way
 
-MAX_ROWS = 16  # of x
+FEWEST, MAX_ROWS = 9, 16  # of x
 FEWEST_WARPS, MOST_WARPS = 6, 16  # of a block
 WIDE = 1 << 13  # channels of a wide x
 STAGES = 8  # at most
@@ -35,10 +35,9 @@ class _Params(ctypes.Structure):
 
 class Config(NamedTuple):
     """How the work is cut. A warp has ``blocks`` of 128 channels, of which it loads ``unit`` at a time, of
-    16 weight rows, and ``tiles`` of those in a tile;
-    ``slices`` blocks of a cluster have all of k between them, and ``beside`` warps of a block the same
-    channels. ``lag``: tiles until one is finished; ``early`` loads at most before the kernel before has
-    ended."""
+    16 weight rows, and ``tiles`` of those in a tile; ``slices`` blocks of a cluster have all of k between
+    them, and ``beside`` warps of a block the same channels. ``lag``: tiles until one is finished; ``early``
+    loads at most before the kernel before has ended."""
 
     blocks: int = 4
     unit: int = 4
@@ -110,11 +109,23 @@ def plan(shape: Shape, config: Config) -> Plan | None:
 def default_config(shape: Shape) -> Config | None:
     """The cut that was fastest or nearly so with the layers of Qwen3-8B on an H200, or, where that does not
     fit, the first that does; None: none does."""
-    best = Config(6, 2, 8, 4) if shape.k > WIDE else Config()
-    cuts = itertools.product((4, 6, 3, 2, 1), (2, 1), (8, 4, 2), (8, 4))
+    best = Config(12) if shape.k > WIDE else Config()
+    cuts = itertools.product((4, 8, 6, 12, 3, 2, 1), (4, 3, 2, 1), (8, 4, 2), (8, 4))
     others = (Config(*cut) for cut in cuts)
     fitting = ((config, plan(shape, config)) for config in (best, *others))
     return next((config for config, made in fitting if made and made.threads >= 32 * FEWEST_WARPS), None)
+
+
+@lru_cache(1 << 14)
+def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
+    """Why it cannot or should not multiply ``rows`` by a weight ``[n, k]``, or None."""
+    if not FEWEST <= rows <= MAX_ROWS:
+        return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
+    if (bits, group) != (4, BLOCK):
+        return f"it multiplies 4 bits in groups of {BLOCK}"
+    many = padded(rows)
+    shapes = Shape(many, n // 2, k, bits, group, True, SILU), Shape(many, n, k, bits, group, True, ADD)
+    return "no cut fits" if None in map(default_config, shapes) else None
 
 
 def linear(
