@@ -182,13 +182,10 @@ class Layers:
 def alone(args: argparse.Namespace, base: dict[str, Any]) -> None:
     for layer, (k, sizes) in PRODUCTS.items():
         layers = Layers(args.rows, args.rank, k, sizes)
-        for name, changes in variants().items():
-            with changed(changes):
-                for kernel, run in (("shrink", layers.shrink), ("expand", layers.expand)):
-                    us = graph_ms(Capture()(run), 10) * 1e3 / LAYERS
-                    told = {"w": "alone", "kernel": kernel, "layer": layer, "variant": name}
-                    rate = layers.bytes[kernel] / us / 1e6
-                    lines.emit(base | told | {"us": round(us, 2), "tb_s": round(rate, 2)})
+        for kernel, run in (("shrink", layers.shrink), ("expand", layers.expand)):
+            us = graph_ms(Capture()(run), 10) * 1e3 / LAYERS
+            told = {"w": "alone", "kernel": kernel, "layer": layer, "us": round(us, 2)}
+            lines.emit(base | told | {"tb_s": round(layers.bytes[kernel] / us / 1e6, 2)})
 
 
 def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, seconds: float) -> None:
