@@ -189,6 +189,7 @@ FAMILIES = {
         },
         CAUSAL,
         model="sgla.model.llama:Llama",
+        also=("Ernie4_5_ForCausalLM",),  # as older files call it
         nulls=(*HEAD_DIM, *KV_HEADS, "use_bias"),
         interleaved=True,
         gguf=(Gguf("ernie4_5"),),
