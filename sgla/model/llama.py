@@ -68,7 +68,7 @@ class Opt(Llama):
 
 
 class Predicting(Llama):
-    """ERNIE 4.5's mixtures, K-EXAONE and MiMo-V2, whose layers for guessing further tokens stand apart and
-    are left out."""
+    """ERNIE 4.5's mixtures, K-EXAONE and MiMo, whose layers for guessing further tokens stand apart and are
+    left out."""
 
     ignored = ("model.mtp_", "model.mtp.", "mtp.")

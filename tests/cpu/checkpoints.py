@@ -63,6 +63,10 @@ def save_checkpoint(
         import exaone
 
         exaone.register()
+    if model_type == "mimo":
+        import mimo
+
+        mimo.register()
     torch.manual_seed(seed)
     sizes = {key: value for key, value in (SMALL | changes).items() if value is not ...}
     config = AutoConfig.for_model(model_type, **sizes)

@@ -101,6 +101,7 @@ LAYOUTS: dict[str, Layouts] = {
         {"num_local_experts": 5, "head_dim": 8, "attention_chunk_size": 16, "num_hidden_layers": 4},
         other={"interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 1, 1], "floor_scale": 12},
     ),
+    "mimo": Layouts(other=WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
     "exaone": Layouts(heads=HEADS | {"head_dim": 24}),
     "exaone4": Layouts(WINDOW, other=SLIDES),
     "olmo3": Layouts(WINDOW, other=SLIDES | {"rope_parameters": PARTS}),
@@ -570,9 +571,9 @@ nats; at most {most:g} is allowed. `tests/cpu/test_parity.py` compares some of t
 
 {first}
 
-Transformers has no `DeepseekForCausalLM` (DeepSeek-MoE), `BailingMoeV2ForCausalLM` or `ExaoneForCausalLM`;
-their references are `tests/cpu/deepseek.py`, and its classes for GLM-4.5 (`tests/cpu/bailing.py`) and Llama
-(`tests/cpu/exaone.py`).
+Transformers has no `DeepseekForCausalLM` (DeepSeek-MoE), `BailingMoeV2ForCausalLM`, `ExaoneForCausalLM` or
+`MiMoForCausalLM`; their references are `tests/cpu/deepseek.py`, and its classes for GLM-4.5
+(`tests/cpu/bailing.py`), Llama (`tests/cpu/exaone.py`) and Qwen2 (`tests/cpu/mimo.py`).
 Encoders, and decoders that answer with vectors, are compared in `tests/cpu/test_pooling.py`.
 
 ## Through transformers' module: {generic}

@@ -573,6 +573,17 @@ PUBLISHED: dict[str, Config] = {
         rope_theta=...,
         torch_dtype=...,
     ),
+    "MiMo-7B": published(
+        "MiMoForCausalLM",
+        "mimo",
+        attention_bias=True,
+        head_dim=8,
+        max_window_layers=4,
+        num_nextn_predict_layers=1,
+        sliding_window=128,
+        use_mrope=False,
+        use_sliding_window=False,
+    ),
     "dots.llm1": published(
         "Dots1ForCausalLM",
         "dots1",

@@ -16,6 +16,7 @@ from typing import Any
 import bailing
 import deepseek
 import exaone
+import mimo
 import numpy as np
 import pytest
 import torch
@@ -56,6 +57,7 @@ EQUAL = RUN | HONOURED
 deepseek.register()
 bailing.register()
 exaone.register()
+mimo.register()
 PROMPT = [3 + 7 * i % 83 for i in range(40)]
 
 

@@ -191,6 +191,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "vaultgemma": ("vaultgemma", WINDOWED | {"head_dim": 8, "query_pre_attn_scalar": 24}),
     "jais2": ("jais2", {}),
+    "mimo": ("mimo", {}),
     "exaone": ("exaone", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0}}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
     "hunyuan stretched": (

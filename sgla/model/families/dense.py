@@ -29,6 +29,7 @@ _GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
+_QWEN2 = DECODER | WINDOWS | sizes(151936, 4096, 22016, 32, 32, 32768, 32)
 _EXAONE = {
     "num_layers": "num_hidden_layers",
     "layer_norm_epsilon": "rms_norm_eps",
@@ -56,17 +57,7 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": Family(
         ("qwen2",),
-        DECODER
-        | WINDOWS
-        | {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-        },
+        _QWEN2,
         CAUSAL | {"qkv_bias": True},
         model="sgla.model.llama:Llama",
         nulls=KV_HEADS,
@@ -74,6 +65,16 @@ FAMILIES = {
         windows=QWEN,
         qkv_bias=True,
         gguf=(Gguf("qwen2"), Gguf("qwen2vl", sees=True)),
+    ),
+    "MiMoForCausalLM": Family(  # MiMo-7B
+        ("mimo",),
+        _QWEN2,
+        CAUSAL | {"attention_bias": True, "use_mrope": False},
+        model="sgla.model.llama:Predicting",
+        nulls=(*KV_HEADS, "attention_bias"),
+        of_checkpoints=True,
+        windows=QWEN,
+        qkv_bias=True,
     ),
     "Qwen3ForCausalLM": Family(
         ("qwen3",),
@@ -122,7 +123,7 @@ FAMILIES = {
         },
         CAUSAL | BIASES | {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
         model="sgla.model.llama:Llama",
-        nulls=(*KV_HEADS, "attention_bias"),
+        nulls=(*KV_HEADS, "attention_bias", "mlp_bias"),
         longrope=True,
         gguf=(Gguf("phi3", joined=True),),
     ),

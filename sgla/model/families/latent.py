@@ -190,7 +190,7 @@ FAMILIES = {
         | {"rope_interleave": True, "indexer_rope_interleave": True, "moe_router_dtype": "float32"},
         dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts"),
         model="sgla.model.indexed:Indexed",
-        nulls=("indexer_types", "index_topk_pattern"),
+        nulls=("indexer_types", "index_topk_pattern", "num_experts"),
         attention="sgla.model.indexed_spec:glm",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,

@@ -100,7 +100,7 @@ FAMILIES = {
         | {"scale_attn_weights": True},
         dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), "norm_epsilon"),
         model="sgla.model.llama:Starcoder2",
-        nulls=HEAD_DIM,
+        nulls=(*HEAD_DIM, "norm_type"),
         norm="layer",
         gated=False,
         gguf=(Gguf("starcoder2", mlp=("c_fc", "c_proj")),),
