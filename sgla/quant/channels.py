@@ -52,13 +52,48 @@ class E4M3Groups(Weight):
 
     kind, native = "fp8g128", True
 
+    def __init__(self, n: int, k: int, *tensors: Tensor) -> None:
+        super().__init__(n, k, *tensors)
+        self._blocks: Tensor | None = None
+        self._looked = False
+
     @classmethod
     def pack(cls, dense: Tensor) -> Self:
+        """In blocks, counted from the first row."""
         n, k = dense.shape
         groups = F.pad(dense.float(), (0, -k % GROUP)).view(n, -1, GROUP)
-        scale = groups.abs().amax(-1).clamp_min(1e-30) / MAX
+        scale = _shared(groups.abs().amax(-1).clamp_min(1e-30) / MAX)
         numbers = (groups / scale[..., None]).clamp_(-MAX, MAX).to(torch.float8_e4m3fn)
         return cls(n, k, numbers.view(n, -1)[:, :k].contiguous(), scale)
+
+    def blocks(self) -> Tensor | None:
+        """The scales of whole blocks ``[n / GROUP, k / GROUP]``, if every GROUP rows from the first one on
+        share theirs. From then on they do, whatever is written: numbers are rounded once more for that."""
+        scale = self.tensors[1]
+        if not self._looked and not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._looked = True
+            if len(scale) == self.n and self.home is None and self.n % GROUP == 0:
+                self._blocks = scale[::GROUP].clone() if torch.equal(scale, _shared(scale)) else None
+        return self._blocks
+
+    def _write(self, at: int, part: Weight) -> None:
+        super()._write(at, part)
+        owners: list[tuple[int, E4M3Groups]] = [(0, self), *self._views]
+        for first, own in owners:
+            own._share(at - first, at - first + part.n)
+
+    def _share(self, start: int, stop: int) -> None:
+        """Have the rows ``start:stop`` share scales with those of their blocks, if all others do."""
+        start, stop = max(start // GROUP * GROUP, 0), min(-(-stop // GROUP) * GROUP, self.n)
+        if self._blocks is None or start >= stop:
+            return
+        numbers, scale = (t[start:stop] for t in self.tensors)
+        common = _shared(scale)
+        if not torch.equal(scale, common):
+            by = (scale / common).repeat_interleave(GROUP, 1)[:, : self.k]
+            numbers.copy_((numbers.float() * by).to(numbers.dtype))
+            scale.copy_(common)
+        self._blocks[start // GROUP : stop // GROUP] = common[::GROUP]
 
     @classmethod
     def decode(cls, k: int, *tensors: Tensor) -> Tensor:
@@ -118,6 +153,12 @@ class MXFP8(Weight):
     def to_native(self) -> tuple[Kind, tuple[Tensor, ...]]:
         numbers, exponents = self.tensors
         return "e4m3", _grouped(numbers, None, exponents.int() - 127)
+
+
+def _shared(scale: Tensor) -> Tensor:
+    """The largest of every GROUP rows, for each of them."""
+    largest = [part.amax(0).expand(len(part), -1) for part in scale.split(GROUP)]
+    return torch.cat(largest)
 
 
 def _grouped(numbers: Tensor, scale: Tensor | None, exponents: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,8 @@ class OnCpu(TorchFunctionMode):
         args = [_cpu(arg) for arg in args]
         if f is torch.nn.functional.linear:
             return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        if f is torch._scaled_mm_v2:
+            return torch.zeros(len(args[0]), args[1].shape[1], dtype=torch.bfloat16)
         if f in (torch.mm, torch._scaled_mm):
             dtype, out = kwargs.get("out_dtype", args[0].dtype), kwargs.get("out")
             return torch.zeros(len(args[0]), args[1].shape[1], dtype=dtype) if out is None else out

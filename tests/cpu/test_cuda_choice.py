@@ -16,6 +16,7 @@ from sgla.kernels.cuda import batch_gemm, decode_attention, skinny_gemm
 from sgla.kernels.cuda.build import SHARED
 from sgla.kernels.cuda.decode_step import DenseShape
 from sgla.kernels.cuda.mixture_step import MixtureShape
+from sgla.kernels.gpu import e4m3
 from sgla.kernels.gpu.tuning import Line, file_of
 
 QWEN3 = DenseShape(hidden=1024, heads=16, kv_heads=8, inner=3072, qk_norm=True, page_size=16)
@@ -156,3 +157,24 @@ def test_few_rows_beside_e4m3_weights_are_kept_where_they_are_few_enough(
         staged = skinny_gemm._staged(m, k, config, True, True)
         assert (staged.rows >= m) is (m <= 4 and m * k <= 16384)
         assert config.ring() + staged.bytes < SHARED[config.per_sm - 1]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "gated", "faster"),
+    [
+        (64, 24576, 4096, True, False),
+        (128, 24576, 4096, True, True),
+        (128, 6144, 4096, False, False),  # all tiles run at once, with k in two
+        (256, 6144, 4096, False, True),
+        (256, 4096, 12288, False, False),
+        (257, 4096, 12288, False, True),
+        (2048, 4000, 4096, False, False),  # no whole blocks
+    ],
+)
+def test_the_library_multiplies_by_blocks_where_it_is_faster(
+    m: int, n: int, k: int, gated: bool, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
+    for arch, expected in (((9, 0), faster), ((8, 9), False)):
+        monkeypatch.setattr(e4m3, "this_device", lambda arch=arch: nvidia("", arch, 132))
+        assert e4m3.blocks_faster(m, n, k, gated) == expected

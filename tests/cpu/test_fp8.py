@@ -12,6 +12,7 @@ import torch
 from checkpoints import BLOCK, E4M3, Eager, random_prompts, save_checkpoint, store_as_fp8
 from safetensors.torch import load_file, save_file
 from tiny import tiny_source
+from torch import Tensor
 
 from sgla.config import Config
 from sgla.dist import Shard
@@ -21,6 +22,7 @@ from sgla.kernels import ops
 from sgla.kernels.ops import Activation
 from sgla.loading.load import load_model
 from sgla.observe.machine import detect
+from sgla.quant.channels import E4M3Groups
 from sgla.quant.weight import pack
 from sgla.resolve import resolve
 
@@ -304,6 +306,53 @@ def test_fused_rounding_equals_rounding() -> None:
         torch.testing.assert_close(scale, plain.abs().amax(1) / 448)
         assert (numbers.float() * scale[:, None] - plain).norm() < 0.1 * plain.norm()
     assert torch.equal(small.numbers.float(), fp8.quantize(norm).numbers.float())
+
+
+def test_products_by_blocks_know_rows_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is given what it asks for: rows in fours, and scales of the first numbers outermost."""
+    pytest.importorskip("triton")
+    from sgla.kernels.triton import fp8
+
+    def scaled_mm(
+        a: Tensor, b: Tensor, of_a: Tensor, each: Any, of_b: Tensor, block: Any, bias: Tensor
+    ) -> Tensor:
+        rows, k = a.shape
+        assert rows % 4 == 0
+        assert (of_a.shape, of_a.stride()) == ((rows, k // 128), (1, rows))
+        assert (of_b.shape, of_b.stride()) == ((k // 128, b.shape[1] // 128), (1, k // 128))
+        of_b = of_b.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (a.float() * of_a.repeat_interleave(128, 1)) @ (b.float() * of_b) + bias
+
+    monkeypatch.setattr(fp8, "scaled_mm", scaled_mm)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, gate = torch.randn(5, 512, device=device), torch.randn(6, 1024, device=device)
+    w, norm = E4M3Groups.pack(torch.randn(256, 512, device=device)), torch.rand(512, device=device)
+    blocks = w.blocks()
+    assert blocks is not None
+    bias = torch.randn(256, device=device)
+    found = [fp8.quantize(x), fp8.norm_quantize(x, norm, 1e-6), fp8.act_mul_quantize(gate, "silu")]
+    found.append(fp8.add_norm_quantize(x, x, norm, 1e-6)[2])
+    for rounded in found:
+        y = (rounded.numbers.float() * rounded.scale[:, None]) @ w.dequant().T + bias.bfloat16()
+        torch.testing.assert_close(fp8.blocks(rounded, w.data, blocks, bias), y)
+
+
+def test_rows_that_share_scales_go_on_to() -> None:
+    """A part with scales for each row is rounded once more, in tensors that kernels know."""
+    w, at = E4M3Groups.pack(torch.randn(256, 512)), 64
+    blocks, dense = w.blocks(), torch.randn(128, 512) * torch.logspace(-1, 1, 128)[:, None]
+    assert blocks is not None
+    assert torch.equal(blocks.repeat_interleave(128, 0), w.tensors[1])
+    scale = dense.view(128, 4, 128).abs().amax(-1) / 448
+    numbers = (dense / scale.repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
+    part = E4M3Groups(128, 512, numbers, scale)
+    assert part.blocks() is None
+    w._write(at, part)
+    assert w.blocks() is blocks
+    assert torch.equal(blocks.repeat_interleave(128, 0), w.tensors[1])
+    error = (w.dequant()[at : at + 128] - dense).abs()
+    assert (error <= 33 * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[at : at + 128]).all()
+    assert E4M3Groups.pack(torch.randn(100, 512)).blocks() is None  # no whole block
 
 
 def test_activations_keep_three_bits_of_mantissa() -> None:

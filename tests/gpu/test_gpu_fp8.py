@@ -13,6 +13,7 @@ from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import e2m1, elementwise, fp8
+from sgla.quant.channels import E4M3Groups
 from sgla.quant.weight import pack
 from sgla.worker.region import GROWN
 
@@ -278,6 +279,8 @@ def products_in_groups(kind: str, m: int, n: int, k: int) -> list[float]:
         found.append(relative(tiled, y + bias))
         gated = batch_gemm.linear(rounded.numbers, w.data, gated_cut, epilogue=batch_gemm.SILU, **given)
         found.append(relative(gated, ops.act_mul(y, "silu")) / 2)
+        if isinstance(w, E4M3Groups) and (blocks := w.blocks()) is not None:
+            found.append(relative(fp8.blocks(rounded, w.data, blocks, bias), y + bias))
     return found
 
 

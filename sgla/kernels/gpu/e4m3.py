@@ -14,12 +14,14 @@ from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.gpu.tiles import GATES, SLOWER
 from sgla.kernels.gpu.tuning import LIBRARY, Algorithm, Product, algorithm_for
+from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import e2m1, fp8
 
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
 MOST = 1024  # rows from which on cuts change with every tile of rows at most
+FEW = 64  # rows up to which a tile has room for them and for many weight rows
 NAME, PRODUCT = "rounded norm", "e4m3"  # of nodes that other rules look for
 
 
@@ -88,16 +90,39 @@ def gated(work: Work, product: Node, act: Node) -> list[Node]:
 def _algorithm(m: int, w: Weight, gated: bool = False) -> Algorithm:
     """For ``m`` rows, or what the rules of few rows leave over."""
     m = max(m, skinny_gemm.MAX_ROWS + 1)
-    return algorithm_for(m, Product(w.n, w.k, gated, w.kind)) if this_device().wgmma else LIBRARY
+    if not this_device().wgmma or by_blocks(m, w, gated) is not None:
+        return LIBRARY
+    return algorithm_for(m, Product(w.n, w.k, gated, w.kind))
+
+
+def by_blocks(m: int, w: Any, gated: bool = False) -> Tensor | None:
+    """The scales of a weight's blocks, if the library multiplies ``m`` rows by these. A rehearsal, which has
+    no weights, takes all to be in blocks."""
+    if w.kind != "fp8g128" or not blocks_faster(m, w.n, w.k, gated):
+        return None
+    found: Tensor | None = w.scale[:: fp8.GROUP].contiguous() if under_way() else w.blocks()
+    return found
+
+
+def blocks_faster(m: int, n: int, k: int, gated: bool = False) -> bool:
+    """Whether the library takes blocks of these sides, and is faster than our tiles: where these are neither
+    of few rows nor run all at once with k in two parts."""
+    if this_device().arch[0] != 9 or n % fp8.GROUP or k % (4 * fp8.GROUP) or m <= FEW:
+        return False
+    return m > batch_gemm.MAX_ROWS or batch_gemm.grouped_config(m, n, k, gated).split == 1
 
 
 def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
     """By the tiles, or by others, which have no epilogue but STORE."""
     assert w.scale is not None
-    config = _algorithm(len(rounded.scale), w, epilogue in GATES.values()).config
+    m, gated = len(rounded.scale), epilogue in GATES.values()
+    if not gated and (blocks := by_blocks(m, w)) is not None:
+        return fp8.blocks(rounded, w.data, blocks, bias)
+    product = Product(w.n, w.k, gated, w.kind)
+    config = algorithm_for(max(m, skinny_gemm.MAX_ROWS + 1), product).config if this_device().wgmma else None
     if not isinstance(config, batch_gemm.Config):
-        product = fp8.linear if w.kind == "fp8" else fp8.grouped
-        return product(rounded, w.data, w.scale, bias)
+        other = fp8.linear if w.kind == "fp8" else fp8.grouped
+        return other(rounded, w.data, w.scale, bias)
     scales = batch_gemm.Scales(rounded.scale, w.scale)
     return batch_gemm.linear(rounded.numbers, w.data, config, bias=bias, epilogue=epilogue, scales=scales)
 
@@ -136,7 +161,7 @@ def sizes(weights: list[Any], most: int) -> list[int]:
         for n, k, kind in shapes:
             tile: Any = e2m1.cut(m, n, -(-k // 128))
             if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:
-                tile = _cut_of(m, n, k)
+                tile = blocks_faster(m, n, k), _cut_of(m, n, k)
             first.setdefault((n, k, kind, tile), m)
     return sorted(set(first.values()))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgla.kernels import compressed, crossing, hyper, ops, picking
 from sgla.kernels.batch import out_loc_of
-from sgla.kernels.cuda import act_mul, prompt_gemm
+from sgla.kernels.cuda import act_mul, batch_gemm, prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.expert_counts import ExpertCounts
@@ -128,7 +128,7 @@ class GpuOps:
         if are_integers(w):
             return integers.product(x, w, bias, deterministic=self.deterministic)
         if e4m3.in_groups(len(x), w) and w.scale is not None and not self.deterministic:
-            return fp8.grouped(fp8.quantize(x), w.data, w.scale, bias)
+            return e4m3.multiply(fp8.quantize(x), w, bias, batch_gemm.STORE)
         if w.kind in e2m1.OTHERS and w.k % 16 == 0:
             return e2m1.linear(x.contiguous(), w, bias, self.deterministic)
         weight = self._plain(x, w)

@@ -22,6 +22,7 @@ from sgla.kernels.gpu.rules import apply
 from sgla.kernels.gpu.tiles import SENT, SENT_ROUNDS
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
 from sgla.kernels.ops import Layer, kept_by
+from sgla.kernels.rehearsal import under_way
 from sgla.kernels.trace import STAND_INS, NotRecorded
 
 if TYPE_CHECKING:
@@ -250,7 +251,8 @@ class RecordedForward:
     def _program(self, record: Record, asked: Asked) -> Program:
         alike = tuple(self._kind(record, m) for m in map(asked.sizes.__getitem__, self._counted))
         exact = tuple(asked.sizes.values()) if record.sized else ()
-        key = id(record), alike, exact, id(asked.decode), asked.draws
+        guessed = under_way() and bool(record.grouped)  # see ``e4m3.by_blocks``
+        key = id(record), alike, exact, id(asked.decode), asked.draws, guessed
         program = self._programs.get(key)
         if program is None:
             if len(self._programs) == KEPT:
@@ -276,7 +278,8 @@ class RecordedForward:
             like = torch.empty(m, hidden, dtype=self._dtype, device="meta")
             reduced = record.ranks.norms(like), m <= SENT, prompt_gemm.rounds(m, hidden) >= SENT_ROUNDS
         kernels = [algorithm.kernel for shape in _tiled(record) for algorithm in _algorithms(m, *shape)]
-        return tuple(kernels), limits, reduced
+        blocks = [e4m3.blocks_faster(m, *shape, gated) for shape in record.grouped for gated in (False, True)]
+        return tuple(kernels), tuple(blocks), limits, reduced
 
     def _record(self, what: Computes, rows: bool) -> Record | None:
         key = what, rows, self._adapters is not None and self._adapters.active

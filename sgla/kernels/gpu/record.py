@@ -115,6 +115,11 @@ class Record:
         return list(dict.fromkeys((w.n, w.k, w.kind) for w in weights if w.kind in ("bf16", "fp8")))
 
     @cached_property
+    def grouped(self) -> list[tuple[int, int]]:
+        """Sides of the e4m3 weights with scales of groups, each once."""
+        return list(dict.fromkeys((w.n, w.k) for w in self.weights if w.kind == "fp8g128"))
+
+    @cached_property
     def ranks(self) -> Ranks | None:
         """Over which layers add up, if they do."""
         return next((n.given["ranks"] for n in self.nodes if n.op is ops.all_reduce), None)

@@ -10,49 +10,67 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from sgla.kernels.device import this_device
 from sgla.kernels.triton.common import _activate, _begin, _pdl, _warps, cdiv, next_power_of_2
 
+GROUP = 128  # channels
+UNIT = 4  # of whose multiple the library takes rows with scales of blocks
+
 
 class Rounded(NamedTuple):
-    """e4m3 ``[T, d]`` and float32 ``[T]``, whose product is a tensor up to rounding."""
+    """e4m3 ``[T, d]`` and float32 ``[T]``, whose product is a tensor up to rounding. Both begin what
+    ``for_blocks`` has."""
 
     numbers: Tensor
     scale: Tensor
 
+    def for_blocks(self) -> tuple[Tensor, Tensor]:
+        """With any rows behind the last, up to a multiple of ``UNIT``: the numbers, and scales ``[rows, d /
+        GROUP]``, the first of which is outermost."""
+        tokens, d = self.numbers.shape
+        rows = cdiv(tokens, UNIT) * UNIT
+        scales = self.scale.as_strided((rows, d // GROUP), (1, rows))
+        return self.numbers.as_strided((rows, d), (d, 1)), scales
+
 
 @triton.jit
-def _store(v, numbers, scale, row, i, d):
+def _store(v, numbers, scale, row, i, d, rows, GROUPS: tl.constexpr):
     s = tl.maximum(tl.max(tl.abs(v), 0) / 448.0, 1e-30)
-    tl.store(scale + row, s)
+    group = tl.arange(0, GROUPS)
+    tl.store(scale + group * rows + row, tl.zeros([GROUPS], tl.float32) + s, mask=group * 128 < d)
     v = tl.minimum(tl.maximum(v / s, -448.0), 448.0)
     tl.store(numbers + row * d + i, v.to(numbers.dtype.element_ty), mask=i < d)
 
 
-@triton.jit
-def _quantize(x, numbers, scale, d, PDL: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _quantize(x, numbers, scale, d, rows, PDL: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
-    _store(v, numbers, scale, row, i, d)
+    _store(v, numbers, scale, row, i, d, rows, GROUPS)
 
 
-@triton.jit
-def _norm_quantize(x, weight, numbers, scale, d, eps, s_x, PDL: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _norm_quantize(
+    x, weight, numbers, scale, d, eps, s_x, rows, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     v = tl.load(x + row * s_x + i, mask=i < d, other=0.0).to(tl.float32)
     w = tl.load(weight + i, mask=i < d, other=0.0).to(tl.float32)
     y = (v * tl.rsqrt(tl.sum(v * v) / d + eps) * w).to(x.dtype.element_ty)
-    _store(y.to(tl.float32), numbers, scale, row, i, d)
+    _store(y.to(tl.float32), numbers, scale, row, i, d, rows, GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm_quantize(
-    x, residual, weight, out, total, numbers, scale, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr
+    x, residual, weight, out, total, numbers, scale, d, eps, rows, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -65,12 +83,13 @@ def _add_norm_quantize(
     v = h.to(tl.float32)
     y = (v * tl.rsqrt(tl.sum(v * v) / d + eps) * w).to(out.dtype.element_ty)
     tl.store(out + row * d + i, y, mask=i < d)
-    _store(y.to(tl.float32), numbers, scale, row, i, d)
+    _store(y.to(tl.float32), numbers, scale, row, i, d, rows, GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _act_mul_quantize(
-    x, numbers, scale, f, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+    x, numbers, scale, f, rows, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -78,12 +97,19 @@ def _act_mul_quantize(
     gate = tl.load(x + row * 2 * f + i, mask=i < f, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * f + f + i, mask=i < f, other=0.0).to(tl.float32)
     y = (_activate(gate, GELU) * up).to(x.dtype.element_ty)
-    _store(y.to(tl.float32), numbers, scale, row, i, f)
+    _store(y.to(tl.float32), numbers, scale, row, i, f, rows, GROUPS)
 
 
 def _empty(tokens: int, d: int, device: torch.device) -> Rounded:
-    numbers = torch.empty(tokens, d, dtype=torch.float8_e4m3fn, device=device)
-    return Rounded(numbers, torch.empty(tokens, dtype=torch.float32, device=device))
+    rows = cdiv(tokens, UNIT) * UNIT
+    numbers = torch.empty(rows, d, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(cdiv(d, GROUP), rows, dtype=torch.float32, device=device)
+    return Rounded(numbers[:tokens], scales[0, :tokens])
+
+
+def _cut(tokens: int, d: int) -> dict[str, int]:
+    """What the kernels know of the room for what they round."""
+    return {"rows": cdiv(tokens, UNIT) * UNIT, "GROUPS": next_power_of_2(cdiv(d, GROUP))}
 
 
 def quantize(x: Tensor) -> Rounded:
@@ -91,7 +117,7 @@ def quantize(x: Tensor) -> Rounded:
     tokens, d = x.shape
     out = _empty(tokens, d, x.device)
     block = next_power_of_2(d)
-    _quantize[(tokens,)](x, *out, d, BLOCK=block, num_warps=_warps(block), **_pdl())
+    _quantize[(tokens,)](x, *out, d, BLOCK=block, num_warps=_warps(block), **_cut(tokens, d), **_pdl())
     return out
 
 
@@ -101,8 +127,9 @@ def norm_quantize(x: Tensor, weight: Tensor, eps: float) -> Rounded:
     out = _empty(tokens, d, x.device)
     block = next_power_of_2(d)
     _norm_quantize[(tokens,)](
-        x, weight, *out, d, eps, x.stride(0), BLOCK=block, num_warps=_warps(block), **_pdl()
-    )
+        x, weight, *out, d, eps, x.stride(0), BLOCK=block, num_warps=_warps(block), **_cut(tokens, d),
+        **_pdl(),
+    )  # fmt: skip
     return out
 
 
@@ -114,8 +141,9 @@ def add_norm_quantize(
     out, total, rounded = torch.empty_like(x), torch.empty_like(x), _empty(tokens, d, x.device)
     block = next_power_of_2(d)
     _add_norm_quantize[(tokens,)](
-        x, residual, weight, out, total, *rounded, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl()
-    )
+        x, residual, weight, out, total, *rounded, d, eps, BLOCK=block, num_warps=_warps(block),
+        **_cut(tokens, d), **_pdl(),
+    )  # fmt: skip
     return out, total, rounded
 
 
@@ -125,7 +153,9 @@ def act_mul_quantize(x: Tensor, kind: str) -> Rounded:
     out = _empty(tokens, f, x.device)
     block = next_power_of_2(f)
     warps = 16 if block > 8192 else _warps(block)
-    _act_mul_quantize[(tokens,)](x, *out, f, GELU=kind == "gelu_tanh", BLOCK=block, num_warps=warps, **_pdl())
+    _act_mul_quantize[(tokens,)](
+        x, *out, f, GELU=kind == "gelu_tanh", BLOCK=block, num_warps=warps, **_cut(tokens, f), **_pdl()
+    )
     return out
 
 
@@ -140,6 +170,15 @@ def linear(x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None
     return torch._scaled_mm(
         q, weight.t(), by_row[:, None], scale[None, :], bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
+
+
+def blocks(x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``linear`` with scales float32 ``[n / GROUP, k / GROUP]``, of blocks; n and k must be multiples of
+    GROUP, k of four times that. By the library, which wants Hopper."""
+    numbers, of_x = x.for_blocks()
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    each, block = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return scaled_mm(numbers, weight.t(), of_x, each, scale.t(), block, bias=bias)[: len(x.numbers)]
 
 
 class Tile(NamedTuple):
