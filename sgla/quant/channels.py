@@ -72,8 +72,9 @@ class E4M3Groups(Weight):
         scale = self.tensors[1]
         if not self._looked and not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._looked = True
-            if len(scale) == self.n and self.home is None and self.n % GROUP == 0:
-                self._blocks = scale[::GROUP].clone() if torch.equal(scale, _shared(scale)) else None
+            whole = len(scale) == self.n and self.home is None and self.n % GROUP == 0
+            if whole and torch.equal(scale, _shared(scale)):
+                self._blocks = scale[::GROUP].clone(memory_format=torch.contiguous_format)
         return self._blocks
 
     def _write(self, at: int, part: Weight) -> None:

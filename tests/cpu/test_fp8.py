@@ -352,6 +352,9 @@ def test_rows_that_share_scales_go_on_to() -> None:
     assert torch.equal(blocks.repeat_interleave(128, 0), w.tensors[1])
     error = (w.dequant()[at : at + 128] - dense).abs()
     assert (error <= 33 * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[at : at + 128]).all()
+    one = E4M3Groups.pack(torch.randn(128, 1024)).columns(512, 1024).blocks()
+    assert one is not None
+    assert one.stride() == (4, 1)
     assert E4M3Groups.pack(torch.randn(100, 512)).blocks() is None  # no whole block
 
 
