@@ -125,10 +125,15 @@ def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | 
     return ModelSource(kind, path, files, config, generation_config)
 
 
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration says so."""
+    tables = config, config.get("text_config")
+    return any(table.get(key) for table in tables if isinstance(table, Mapping) for key in SAID)
+
+
 def told(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """With what a file beside it says of quantization, if it says nothing of that itself."""
-    text = config.get("text_config")
-    if any(table.get(key) for table in (config, text) if isinstance(table, dict) for key in SAID):
+    if is_quantized(config):
         return config
     for name, (method, key) in SAID_BESIDE.items():
         if (folder / name).is_file():

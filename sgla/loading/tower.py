@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from sgla.errors import ConfigError, WeightError
-from sgla.hub.source import ModelSource
+from sgla.hub.source import SAID, ModelSource
 from sgla.loading.hearing import features_of, heard
 from sgla.loading.patches import patches_of
 from sgla.loading.tower_grid import Grids
@@ -180,14 +180,18 @@ def joined(found: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def small_config(config: dict[str, Any]) -> Any:
-    """transformers' configuration of the model, with a language model of no layers. Raises ConfigError."""
+    """transformers' configuration of the model, with a language model of no layers, whose quantization is not
+    its affair. Raises ConfigError."""
     from transformers import CONFIG_MAPPING
 
+    config = {key: value for key, value in deepcopy(config).items() if key not in SAID}
+    if isinstance(inner := config.get("text_config"), dict):
+        config["text_config"] = {key: value for key, value in inner.items() if key not in SAID}
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"transformers knows no model_type {str(kind)[:60]!r}", param="model")
     try:
-        found = CONFIG_MAPPING[kind].from_dict(deepcopy(config))
+        found = CONFIG_MAPPING[kind].from_dict(config)
     except Exception as error:
         raise ConfigError(
             f"config.json cannot be read by transformers: {error}"[:500], param="model"

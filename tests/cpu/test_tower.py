@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from test_vision import MAKERS, SHOWN
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -18,12 +20,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+from sgla.config import Config
+from sgla.hub.source import open_source
 from sgla.kernels.batch import Media
 from sgla.kernels.cuda import prompt_attention
 from sgla.loading import tower_attention
 from sgla.loading.tower import load_tower
 from sgla.loading.tower_grid import Grids
 from sgla.messages import NewRow, Placed, RowSampling
+from sgla.model.vision.served import vision_of
 from sgla.worker import seeing, tower_kernels
 from sgla.worker.features import arrays_of
 from sgla.worker.pictures import Pictures
@@ -151,3 +156,28 @@ def test_several_pictures_at_a_time(name: str, tmp_path: Path) -> None:
     assert media.values[ends[0] : ends[1]].isnan().all()
     assert torch.equal(media.values[: ends[0]], alone[0].values)
     assert torch.equal(media.values[ends[1] :], alone[2].values)
+
+
+def test_towers_stand_beside_quantized_layers(tmp_path: Path) -> None:
+    """Whatever the layers' format, without its library; where the tower is quantized texts are served."""
+    model = MAKERS["qwen2.5-vl"](tmp_path)
+    vision = model.speller.vision
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    plain = load_tower(model.source, vision, torch.float32, torch.device("cpu")).module.visual.state_dict()
+    config = json.loads(path.read_text())
+    for said in (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["visual"]},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    ):
+        path.write_text(json.dumps(config | {"quantization_config": said}))
+        source = open_source(tmp_path)
+        found = load_tower(source, vision, torch.float32, torch.device("cpu")).module.visual.state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
+        assert vision_of(Config(device="cpu"), source) == (vision, "")
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("blocks.0.attn.proj.weight"))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, weights, {"format": "pt"})
+    taken, why = vision_of(Config(device="cpu"), open_source(tmp_path))
+    assert taken is None
+    assert "no pictures are taken: the weights of their towers are quantized" in why

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sgla.config import Config
 from sgla.errors import BadRequest, ConfigError
-from sgla.hub.source import ModelSource, read_object
+from sgla.hub.source import ModelSource, is_quantized, read_object
 from sgla.media.sound import RATE
 from sgla.model.hearing import HEARINGS
 from sgla.model.registry import architecture_of
@@ -18,6 +18,7 @@ from sgla.model.vision.sizes import PARAM, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 from sgla.model.vision.table import vision_for
 
+QUANTIZED = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")  # types of safetensors
 NEEDED = {"image": "PIL", "audio": "av"}  # packages
 IMAGES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 VIDEOS = "video_preprocessor_config.json"
@@ -36,17 +37,28 @@ def settings_of(folder: Path) -> Settings:
 
 def tower_bytes(source: ModelSource, vision: Vision) -> int:
     """Of the weights in safetensors files that are not of the language model. Raises ConfigError."""
+    return sum(size for _, size in _tensors(source, vision))
+
+
+def tower_is_quantized(source: ModelSource, vision: Vision) -> bool:
+    """Raises ConfigError."""
+    return is_quantized(source.config) and any(kind in QUANTIZED for kind, _ in _tensors(source, vision))
+
+
+def _tensors(source: ModelSource, vision: Vision) -> list[tuple[str, int]]:
+    """Types and bytes of those that are not of the language model. Raises ConfigError."""
     names = vision.names_of_parts
-    total = 0
+    found = []
     for path in source.files:
         try:
             with path.open("rb") as file:
                 tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            ends = [entry["data_offsets"] for name, entry in tensors.items() if name.startswith(names)]
-            total += sum(end - begin for begin, end in ends)
+            entries = [entry for name, entry in tensors.items() if name.startswith(names)]
+            sizes = [end - begin for begin, end in (entry["data_offsets"] for entry in entries)]
+            found += [(str(entry["dtype"]), size) for entry, size in zip(entries, sizes)]
         except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
             raise ConfigError(f"{path} is not a safetensors file: {error}"[:300], param="model") from error
-    return total
+    return found
 
 
 def told(config: Config, source: ModelSource) -> list[str]:
@@ -115,6 +127,9 @@ def vision_of(config: Config, source: ModelSource) -> tuple[Vision | None, str]:
         not in ("safetensors", "dummy"),
         f"{'they' if vision.kind == 'audio' else 'sounds'} are sampled at {rate} Hz": (
             vision.hearing is not None and rate != RATE
+        ),
+        "the weights of their towers are quantized; take a checkpoint whose towers are not": (
+            source.kind == "safetensors" and tower_is_quantized(source, vision)
         ),
         "--enable-lora": config.enable_lora,
         f"--speculative-algorithm {config.speculative_algorithm}": bool(config.speculative_algorithm),
