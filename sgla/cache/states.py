@@ -12,7 +12,7 @@ class StatePool(LoosePool):
     """Each unit holds one state. A running request owns the one that its rows go on with. The tree has
     *checkpoints*: a state behind the last token of a node, which is of no use at any other place.
 
-    ``every``: a text leaves a checkpoint every so many tokens. All rows of a step run at the same time. So
+    ``every``: a prompt leaves a checkpoint every so many tokens. All rows of a step run at the same time. So
     what one of them reads or writes is *pinned* until the plan is made, and a checkpoint that one of them
     writes is *fresh*: no other row of the step can begin with it.
     """

@@ -96,7 +96,7 @@ class Memory:
         for pages, behind in zip(request.windows, request.behind):
             own.append(len(pages) - max(behind, request.borrowed))
         if self.recurrent is not None:
-            own.append(bool(request.unit) + (request.mark is not None))
+            own.append(bool(request.unit) + (request.mark is not None) + len(request.tails))
         return own
 
     def attach(self, request: Request) -> str:
@@ -347,7 +347,7 @@ class Memory:
         request.node, request.pages, request.slot = None, [], -1
         request.windows, request.behind = [], []
         request.unit = request.read = request.branch = 0
-        request.mark, request.given = None, []
+        request.mark, request.tails, request.given = None, [], []
         request.shared = request.borrowed = request.told = request.allocated = request.planned = (
             request.ahead
         ) = 0

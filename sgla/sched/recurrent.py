@@ -1,8 +1,8 @@
 """Units of the group of states: every function here that moves ownership says so.
 
 A running request owns ``unit``, the state that its rows go on with. Until its next row it holds ``read``,
-the checkpoint of the tree which that row begins with, and it owns ``mark``, a checkpoint for the tree to take
-over at the end.
+the checkpoint of the tree which that row begins with, and it owns ``mark`` and ``tails``, checkpoints of its
+prompt and of its output for the tree to take over at the end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from sgla.cache.radix import NullCache, RadixCache
 from sgla.cache.states import StatePool
 from sgla.cache.tree import TOKEN_BYTES
 from sgla.sched.request import Request
+
+TAILS = 2  # of an output: steps are planned before it is known to have ended, so the last may lie behind its end
 
 
 class Recurrent:
@@ -68,24 +70,26 @@ class Recurrent:
                 node.state = self.pool.write(unit)
                 request.given.append(node.state)
                 told += (length, unit)
-        return told + self._mark(request, private) if private else told
+        if private and self._spare():
+            if request.mark is not None:
+                self.pool.free(request.mark[1:])
+            request.mark = (private, self.pool.take())
+            told += request.mark
+        return told
 
     def checkpoint_output(self, request: Request) -> list[int]:
-        """``checkpoint`` for a row of one token that the host does not know yet."""
-        if not self._keeps or request.planned % self.pool.every:
+        """``checkpoint`` for a row of one token that the host does not know yet: at the end of each page, in
+        place of those before, so that the next turn begins there."""
+        if not self._keeps or request.planned % self._page_size or not self._spare():
             return []
-        return self._mark(request, request.planned)
+        if len(request.tails) == TAILS:
+            self.pool.free(request.tails.pop(0)[1:])
+        request.tails.append((request.planned, self.pool.take()))
+        return [*request.tails[-1]]
 
-    def _mark(self, request: Request, length: int) -> list[int]:
-        """A checkpoint that the request owns until it ends, instead of the one before;
-        if there are states enough for all free slots."""
-        if self.pool.available <= len(self._slots):
-            return []
-        if request.mark is not None:
-            self.pool.free(request.mark[1:])
-        unit = self.pool.take()
-        request.mark = (length, unit)
-        return [length, unit]
+    def _spare(self) -> bool:
+        """Whether there are states enough for all free slots."""
+        return self.pool.available > len(self._slots)
 
     def _places(self, request: Request, start: int) -> list[int]:
         """Where a prompt leaves checkpoints:
@@ -97,30 +101,34 @@ class Recurrent:
         return sorted(length for length in places if start < length <= end)
 
     def release(self, request: Request, length: int) -> None:
-        """Give the request's states back, and its checkpoint to the tree, which has ``length`` of its tokens.
-        No checkpoint is left of a ``spoiled`` one."""
+        """Give the request's states back, and its checkpoints to the tree, which has ``length`` of its
+        tokens: those of its prompt and of the last of its output. None is left of a ``spoiled`` one."""
         pool = self.pool
         if request.read:
             pool.unhold((request.read,))
         if request.unit:
             pool.free((request.unit,))
-        if request.mark is not None:
-            at, unit = request.mark
+        last = max((end for end in request.tails if end[0] <= length), default=None)
+        for mark in self._own(request):
             node = None
-            if at <= length:
+            if mark[0] <= length and mark in (request.mark, last):
                 tokens = request.tokens.tobytes()
-                node = self._cache.find(request.namespace, tokens, at, request.marks)
+                node = self._cache.find(request.namespace, tokens, mark[0], request.marks)
             if node is not None and not pool.has(node.state):
-                [node.state] = pool.give((unit,), held=False)
+                [node.state] = pool.give(mark[1:], held=False)
             else:
-                pool.free((unit,))
+                pool.free(mark[1:])
         if request.spoiled:
             for ticket in request.given:
                 pool.void(ticket)
+
+    @staticmethod
+    def _own(request: Request) -> list[tuple[int, int]]:
+        return [*request.tails] if request.mark is None else [request.mark, *request.tails]
 
     def check(self, holders: list[Request], owned: list[int], held: list[int]) -> None:
         """``owned`` and ``held``: those of transfers. Raises AssertionError if a state is lost, doubled or
         held for nobody."""
         owned = owned + [request.unit for request in holders]
-        owned += [request.mark[1] for request in holders if request.mark is not None]
+        owned += [unit for request in holders for _, unit in self._own(request)]
         self.pool.check_owners(owned, held + [request.read for request in holders if request.read])

@@ -83,7 +83,8 @@ class Request:
     Its pages are ``pages[:shared]``, owned by the tree and locked through ``node``, then private ones. Of
     each group with a window it has as many in ``windows``, but holds only those from the index ``behind`` on;
     the others are 0. Of a group of states it owns ``unit``, and until its next row holds ``read``, the
-    checkpoint which that begins with; ``mark`` is the length of a checkpoint of its own, and its unit.
+    checkpoint which that begins with; ``mark`` is the length of a checkpoint of its own, and its unit, and
+    ``tails`` has the same of its output.
     ``goal`` is the number of tokens whose KV is ever needed: the last output's is not.
     """
 
@@ -102,6 +103,7 @@ class Request:
         "data",
         "drafting",
         "elsewhere",
+        "tails",
         "fetched",
         "finish",
         "first_token",
@@ -197,6 +199,7 @@ class Request:
         self.unit = 0
         self.read = 0
         self.mark: tuple[int, int] | None = None
+        self.tails: list[tuple[int, int]] = []
         self.given: list[int] = []  # tickets of the checkpoints that it has brought to the tree
         self.branch = 0  # where the text that the tree knew of it ended, in tokens
         self.node: Node | None = None

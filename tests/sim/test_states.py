@@ -38,7 +38,7 @@ def lengths(plans: list[StepPlan]) -> list[int]:
 
 def test_a_prompt_leaves_checkpoints_at_intervals_and_at_its_last_page() -> None:
     simulation = simulate()
-    run(simulation, "r", LONG[:42])
+    run(simulation, "r", LONG[:42], 1)
     assert lengths(simulation.plans) == [16, 32, 40]
 
 
@@ -47,7 +47,7 @@ def test_a_match_ends_at_a_checkpoint_and_leaves_one_where_texts_part() -> None:
     run(simulation, "first", LONG[:50])
     done = len(simulation.plans)
     assert run(simulation, "second", [*LONG[:30], 1, 2, 3, 4]) == 16  # the last whole page of both ends at 28
-    assert lengths(simulation.plans[done:]) == [28, 32]
+    assert lengths(simulation.plans[done:]) == [28, 32, 36]  # the last of its output
     assert run(simulation, "third", [*LONG[:30], 5, 6]) == 28
     assert run(simulation, "again", [*LONG[:30], 1, 2, 3, 4]) == 32
     assert run(simulation, "whole", [*LONG[:50], 9]) == 48
@@ -98,12 +98,28 @@ def test_the_states_longest_unused_go_first_and_the_tokens_stay() -> None:
     simulation.verify()
 
 
-def test_outputs_leave_a_checkpoint_for_the_next_turn() -> None:
+@pytest.mark.parametrize("count", [7, 25, 40])
+def test_outputs_leave_a_checkpoint_for_the_next_turn(count: int) -> None:
+    """At their last whole page, and their prompt keeps its own."""
     simulation = simulate()
-    run(simulation, "first", LONG[:10], 40)
+    run(simulation, "first", LONG[:10], count)
     told = LONG[:10] + simulation.tokens("first")
-    assert run(simulation, "next", [*told, 1, 2]) == 48
+    assert run(simulation, "next", [*told, 1, 2]) == (len(told) - 1) // PAGE * PAGE
+    assert run(simulation, "again", LONG[:10]) == 8
     simulation.verify()
+
+
+def test_an_output_that_ends_before_its_last_step_leaves_its_checkpoint() -> None:
+    """Steps that were planned when it ended may have written one behind its end."""
+    plain = simulate()
+    run(plain, "plain", LONG[:10], 40)
+    for last in plain.tokens("plain")[3:20]:
+        simulation = simulate()
+        simulation.offer(make_submit("first", LONG[:10], 40, stop_ids=frozenset({last})))
+        simulation.run()
+        told = LONG[:10] + simulation.tokens("first")
+        assert run(simulation, "next", [*told, 1, 2]) >= (len(told) - 1) // PAGE * PAGE
+        simulation.verify()
 
 
 def test_nothing_is_left_of_a_request_that_had_no_numbers() -> None:
