@@ -12,7 +12,7 @@ from sgla.cache.states import StatePool
 from sgla.cache.tree import TOKEN_BYTES
 from sgla.sched.request import Request
 
-TAILS = 2  # of an output: steps are planned before it is known to have ended, so the last may lie behind its end
+TAILS = 2  # of an output: steps are planned before its end is known, so the last may lie behind that
 
 
 class Recurrent:
