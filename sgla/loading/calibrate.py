@@ -2,7 +2,8 @@
 
 transformers' module runs over the text once. Its layers are on the meta device: a layer's weights come when
 it is reached, its linear layers' inputs are gathered while it runs, its matrices are rounded, and it runs
-again with them, so that the next layer sees what it will see. Then its weights go.
+again with them, so that the next layer sees what it will see. Then its weights go. Experts, which see few of
+the texts, are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -111,14 +112,25 @@ def by_awq(layer: Layer, job: Job) -> Rounded:
     after = _first(layer.run())
     if not torch.allclose(before, after, rtol=1e-2, atol=1e-3 * float(before.abs().max())):
         raise ConfigError("the scales of AWQ do not fit this model's layers; use --method gptq")
+    parameters = dict(layer.module.named_parameters())
     for name in layer.held:
-        parameter = layer.module.get_parameter(canonical(name).removeprefix(layer.prefix))
-        layer.held[name] = parameter.to(job.dtype)
+        if (own := canonical(name).removeprefix(layer.prefix)) in parameters:
+            layer.held[name] = parameters[own].to(job.dtype)
     found: Rounded = {}
     for name, module in layer.matrices(job):
         w = layer.linears[module].weight
         scales = job.recipe.scales(w)
         found[name] = job.recipe.round(w, job.recipe.wide(scales, w.shape[1])), scales
+    return found
+
+
+def _experts(layer: Layer, job: Job) -> Rounded:
+    """Those whose matrices are no linear layers of the module, to nearest."""
+    found: Rounded = {}
+    for name, w in layer.held.items():
+        if job.module(name) is not None and canonical(name).removesuffix(".weight") not in layer.linears:
+            scales = job.recipe.scales(w)
+            found[name] = job.recipe.round(w, job.recipe.wide(scales, w.shape[1])), scales
     return found
 
 
@@ -215,12 +227,30 @@ def _parameters_on_meta() -> Iterator[None]:
 def _fill(module: nn.Module, prefix: str, weights: dict[str, Tensor]) -> None:
     """Give a module its parameters. Raises ConfigError for those that the checkpoint has not."""
     for name, parameter in list(module.named_parameters()):
-        if (found := weights.get(prefix + name)) is None or found.shape != parameter.shape:
+        found = weights.get(prefix + name)
+        if found is None and name.endswith(".experts.gate_up_proj"):
+            found = _stacked(prefix + name, ("gate_proj", "up_proj"), parameter.shape, weights)
+        elif found is None and name.endswith(".experts.down_proj"):
+            found = _stacked(prefix + name, ("down_proj",), parameter.shape, weights)
+        if found is None or found.shape != parameter.shape:
             raise ConfigError(
                 f"calibration: the checkpoint has no {prefix}{name} as transformers has it; "
                 "leave --calibrate out"
             )
         _assign(module, name, found)
+
+
+def _stacked(
+    name: str, parts: tuple[str, ...], shape: torch.Size, weights: dict[str, Tensor]
+) -> Tensor | None:
+    """The matrices of all experts in one tensor, as the module has them; None: some are not there."""
+    base = name.rpartition(".")[0]
+    each = [[weights.get(f"{base}.{e}.{part}.weight") for part in parts] for e in range(shape[0])]
+    whole = [[w for w in expert if w is not None] for expert in each]
+    if any(len(expert) < len(parts) for expert in whole):
+        return None
+    made = torch.stack([torch.cat(expert) for expert in whole])
+    return made if made.shape == shape else made.mT.contiguous()
 
 
 def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -256,10 +286,19 @@ def _watch(
             return None
         quiet[0] = True
         run = partial(module, *args, **kwargs)
-        rounded = solve(Layer(module, prefix, held, linears, moments, run), job)
+        known = Layer(module, prefix, held, linears, moments, run)
+        rounded = solve(known, job)
+        experts = _experts(known, job)
+        rounded |= experts
+        weights: dict[str, Tensor] = {
+            prefix + name: parameter
+            for name, parameter in module.named_parameters()
+            if not experts or ".experts." not in name
+        }
         for name, (numbers, scales) in rounded.items():
-            linear = linears[canonical(name).removesuffix(".weight")]
-            linear.weight.copy_(numbers.float() * job.recipe.wide(scales, linear.in_features))
+            wide = job.recipe.wide(scales, numbers.shape[1])
+            weights[canonical(name)] = numbers.float() * wide
+        _fill(module, prefix, weights)
         again = run()
         done.put((index, dict(held), rounded))
         held.clear()
