@@ -138,12 +138,7 @@ def sweep(rows: int, layer: gi.Layer, weights: list[Any], configs: list[Any], ki
     return first
 
 
-def chain(
-    rows: int,
-    weights: dict[str, list[Any]],
-    run: Callable[[str, Tensor, Any, Any], Tensor],
-    timed: bool = True,
-) -> float:
+def chain(rows: int, weights: dict[str, list[Any]], run: Callable[[str, Tensor, Any, Any], Tensor]) -> float:
     """Microseconds of a layer."""
     count = min(map(len, weights.values()))
     hidden = torch.randn(rows, 4096, dtype=BF16, device="cuda")
@@ -155,9 +150,6 @@ def chain(
             inner = run("gate+up", hidden, weights["gate+up"][at], None)
             run("down", inner, weights["down"][at], hidden)
 
-    if not timed:
-        body()
-        return 0.0
     return time_us(body, count, 12)
 
 

@@ -2,10 +2,10 @@
 
     python bench/gpu_timeline.py [--rows 1,16] [--kind int4g128]
 
-Copies of ``integer_gemm.cu``, ``stationary_gemm.cu`` and ``spread_gemm.cu`` note the clock of their
-multiprocessor in eight places; layers run in turn, and what the last one noted is told: medians over blocks,
-as seen by their first warp. ``before``: from the end of the block before on the same multiprocessor to this
-one's start (negative: it was there already).
+Copies of ``integer_gemm.cu`` and ``stationary_gemm.cu`` note the clock of their multiprocessor in eight
+places; layers run in turn, and what the last one noted is told: medians over blocks, as seen by their first
+warp. ``before``: from the end of the block before on the same multiprocessor to this one's start (negative:
+it was there already).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from sgla.kernels.build import source_folder
 from sgla.kernels.cuda import integer_gemm as ig
-from sgla.kernels.cuda import spread_gemm as sp
 from sgla.kernels.cuda import stationary_gemm as sg
 from sgla.kernels.cuda.build import Kernel, check, driver
 from sgla.kernels.rehearsal import compilers
@@ -66,13 +65,6 @@ AT: dict[str, list[tuple[str, str]]] = {
         ("  // What becomes of a sum: of output", "note(3);\n@"),
         ("    const u32 from = ring + stage * STAGE_BYTES;\n", "if (tile == first) note(4);\n@"),
         ("    if (BEHIND) {\n      __syncwarp();\n", "if (tile == first) note(5);\nnote(6);\n@"),
-    ],
-    "spread_gemm": [
-        ("  const int warp = threadIdx.x / 32,", "note(0);\n@"),
-        ("  pdl_wait();\n", "note(1);\n@note(2);\n"),
-        ("  // What a thread finishes of each tile", "note(3);\n@"),
-        ("    const u32 from = ring + stage * STAGE;\n", "if (tile == first) note(4);\n@"),
-        ("    if (++place == KEPT) place = 0;\n", "if (tile == first) note(5);\nnote(6);\n@"),
     ],
 }
 
@@ -176,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     made = {layer.name: gi.weights_of(layer, args.kind)[:COUNT] for layer in gi.LAYERS}
     with tempfile.TemporaryDirectory() as scratch:
-        few, stationary, spread = (noting(name, Path(scratch)) for name in AT)
+        few, stationary = (noting(name, Path(scratch)) for name in AT)
         for rows in map(int, args.rows.split(",")):
             hidden = torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda")
             sets: dict[str, tuple[str, Any, dict[str, Any]]] = {"shared": (few, ig, {})}
@@ -185,8 +177,7 @@ def main() -> None:
                 sets["shared, after, early 1"] = few, ig, {"after": True, "early": 1}
             else:
                 sets["stationary"] = stationary, sg, {}
-                sets["spread"] = spread, sp, {}
-                sets["spread, early 1"] = spread, sp, {"early": 1}
+                sets["stationary, k cut"] = stationary, sg, {"slices": 2, "beside": 2}
             for name, (file, module, chosen) in sets.items():
                 layer = Layer(file, module, chosen, args.kind)
                 graph = capture(functools.partial(layer.run, hidden, made))

@@ -63,11 +63,6 @@ OWN = {
     "bytes_of": "u32 bytes_of(u32 a, u32 b, u32 which) { const u64 both = u64(b) << 32 | a; u32 r = 0; "
     "for (int i = 0; i < 4; ++i) r |= u32(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i; return r; }\n",
     "sts_pair": "void sts_pair(u32 to, u32 a, u32 b) { emulated::write(to, uint2{a, b}); }\n",
-    "mma_f16": "void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) "
-    "{ mma_of<true>(d, a0, a1, a2, a3, b0, b1); }\n",
-    "pack_halves": "u32 pack_halves(float lo, float hi) "
-    "{ return u32(emulated::bits<uint16_t>(_Float16(hi))) << 16 "
-    "| emulated::bits<uint16_t>(_Float16(lo)); }\n",
     "tell4": "void tell4(u32 to, u32 bar, int rank, const float* d) "
     "{ for (int i = 0; i < 4; ++i) tell(to + 4 * i, bar, rank, d[i]); }\n",
     "lds_float4": "float4 lds_float4(u32 from) { return emulated::read<float4>(from); }\n",

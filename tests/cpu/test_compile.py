@@ -204,7 +204,6 @@ def test_every_file_of_cuda_compiles() -> None:
             {"NORM": 1, "EPILOGUE": 2},
             {"NT": 1, "KB": 6, "KU": 2, "WN": 4, "WIDTH": 8, "EPILOGUE": 1},
         ],
-        "spread_gemm.cu": [{"NORM": 1, "EPILOGUE": 2}, {"NT": 1, "HALF": 1, "WN": 2, "EPILOGUE": 1}],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}],
     }
     for file, cases in apart.items():
