@@ -547,27 +547,6 @@ template <int SIZE> void of_bytes(float (&d)[SIZE], uint64_t a, uint64_t b, bool
 }
 template <int SIZE> void wgmma_e4m3(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, false); }
 template <int SIZE> void wgmma_e4m3_first(float (&d)[SIZE], uint64_t a, uint64_t b) { of_bytes(d, a, b, true); }
-// Of bytes: a, without signs, in registers.
-template <int SIZE> void wgmma_bytes(int (&d)[SIZE], const unsigned (&a)[4], uint64_t b) {
-  const int lane = emulated::me->number % 32;
-  int rows[2][32];
-  for (int i = 0; i < 4; ++i)
-    for (int t = 0; t < 4; ++t) {
-      const unsigned x = from_lane(a[i], lane / 4 * 4 + t);
-      for (int e = 0; e < 4; ++e) rows[i % 2][i / 2 * 16 + t * 4 + e] = x >> 8 * e & 255;
-    }
-  const unsigned base = unsigned(b & 0x3fff) << 4 | unsigned(emulated::me->block) << 20;
-  for (int i = 0; i < SIZE; ++i)
-    for (int k = 0; k < 32; ++k) {
-      const unsigned at = base + (i / 4 * 8 + lane % 4 * 2 + i % 2) * 128 + k;
-      d[i] += rows[i / 2 % 2][k] * emulated::read<signed char>(swizzled(at, 128));
-    }
-}
-template <int SIZE> void wgmma_bytes_first(int (&d)[SIZE], const unsigned (&a)[4], uint64_t b) {
-  std::fill(d, d + SIZE, 0);
-  wgmma_bytes(d, a, b);
-}
-template <int PENDING, int SIZE> void wgmma_wait_bytes(int (&)[SIZE]) {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING, int SIZE> void wgmma_wait(float (&)[SIZE]) {}

@@ -60,9 +60,6 @@ OWN = {
     "count_one": "int count_one(int* count) { return (*count)++; }\n",
     "arrive": "u32 arrive(u32* count) { return (*count)++; }\n",
     "arrived": "u32 arrived(const u32* count) { emulated::give_way(); return *count; }\n",
-    "bytes_of": "u32 bytes_of(u32 a, u32 b, u32 which) { const u64 both = u64(b) << 32 | a; u32 r = 0; "
-    "for (int i = 0; i < 4; ++i) r |= u32(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i; return r; }\n",
-    "sts_pair": "void sts_pair(u32 to, u32 a, u32 b) { emulated::write(to, uint2{a, b}); }\n",
     "tell4": "void tell4(u32 to, u32 bar, int rank, const float* d) "
     "{ for (int i = 0; i < 4; ++i) tell(to + 4 * i, bar, rank, d[i]); }\n",
     "lds_float4": "float4 lds_float4(u32 from) { return emulated::read<float4>(from); }\n",

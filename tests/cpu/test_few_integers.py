@@ -10,13 +10,12 @@ import torch
 from emulated_cuda import HERE, compile_kernel
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import byte_gemm, integer_gemm, stationary_gemm
+from sgla.kernels.cuda import integer_gemm, stationary_gemm
 from sgla.kernels.cuda.stationary_gemm import ADD, FLOAT32, SILU, STORE, Config, Shape
 from sgla.kernels.integers import KINDS
 from sgla.quant.weight import pack
 
 Few = integer_gemm.Config
-Bytes = byte_gemm.Config
 
 
 @pytest.mark.slow
@@ -37,24 +36,14 @@ Bytes = byte_gemm.Config
         ("int4m32", 3, ADD, Few(1, 4, 2, 2, early=1, after=True)),
         ("int4g128", 16, SILU, Few(1, 4, 2)),
         ("int8g64", 1, SILU, Few(1, 4, 1, 2, after=True)),
-        ("int4g128", 16, STORE, Bytes(1, 1, 8, 8)),
-        ("int4g128", 13, ADD, Bytes(2, 2, 2, 4, early=1)),
-        ("int4m128", 11, ADD, Bytes(2, 1, 4, 4, lag=2, tiles=2)),
-        ("int4g128", 7, SILU, Bytes(1, 1, 8, 4)),
-        ("int4g128", 16, SILU, Bytes(4, 2, 2, 4)),
     ],
 )
 def test_the_kernel_equals_the_oracle(
-    kind: str,
-    rows: int,
-    epilogue: int,
-    cut: Config | Few | Bytes,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, rows: int, epilogue: int, cut: Config | Few, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last tile reaches beyond the weight, the last block of channels beyond x."""
-    for module, processors in ((integer_gemm, 3), (stationary_gemm, 3), (byte_gemm, 8)):
-        monkeypatch.setattr(module, "processors", lambda processors=processors: processors)
+    for module in (integer_gemm, stationary_gemm):
+        monkeypatch.setattr(module, "processors", lambda: 3)
     torch.manual_seed(0)
     n, k = 200, 1000
     w, x = pack(torch.randn(n, k), kind), torch.randn(rows, k).bfloat16()
@@ -75,11 +64,10 @@ def test_the_kernel_equals_the_oracle(
         given: ctypes.Structure = integer_gemm._Params(*pointers, *sizes, few.x_row, 1e-6)
         compile_kernel("integer_gemm.cu", "integer_gemm", *of).run(ctypes.byref(given), 1, few.grid)
     else:
-        name = "byte_gemm" if isinstance(cut, Bytes) else "stationary_gemm"
-        made = byte_gemm.plan(shape, cut) if isinstance(cut, Bytes) else stationary_gemm.plan(shape, cut)
+        made = stationary_gemm.plan(shape, cut)
         assert made is not None
         of = made.defines, made.threads, cut.slices, tmp_path
-        library = compile_kernel(f"{name}.cu", name, *of)
+        library = compile_kernel("stationary_gemm.cu", "stationary_gemm", *of)
         given = stationary_gemm._Params(*pointers, *sizes, 1e-6)
         library.run(ctypes.byref(given), 1, made.parts * cut.slices)
     assert (out.float() - y).norm() < 5e-3 * y.norm()
