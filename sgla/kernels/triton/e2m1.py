@@ -10,7 +10,6 @@ Pairs, blocks and places are those of ``moe.py``.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -166,108 +165,6 @@ def _scaled_block(words, scales, N: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def _coded(words, table, scales, N: tl.constexpr):
-    """``[N, 128]``, bfloat16: places ``[N, 16]`` in a table, times the scales ``[N, 2]`` of their groups. The
-    table: upper bytes of its 16 numbers, then lower ones; ``prmt`` takes four at a time of eight, and those
-    of places from 8 on stand in another word's."""
-    factor = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 8]), [N, 16])
-    bits = factor.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 zero, ones, places, which, from, low, high, upper, lower, x;
-            mov.b32 zero, 0x80008000;
-            mov.b32 ones, 0x80808080;
-            mov.b32 places, $8;
-            and.b32 which, places, 0x7777;
-            prmt.b32 from, ones, ones, places;
-            shl.b32 x, from, 1;
-            and.b32 from, from, 0x7f7f7f7f;
-            and.b32 x, x, ones;
-            or.b32 from, from, x;
-            prmt.b32 low, $10, $11, which;
-            prmt.b32 high, $12, $13, which;
-            lop3.b32 upper, from, high, low, 0xca;
-            prmt.b32 low, $14, $15, which;
-            prmt.b32 high, $16, $17, which;
-            lop3.b32 lower, from, high, low, 0xca;
-            prmt.b32 x, lower, upper, 0x5140;
-            fma.rn.bf16x2 x, x, $9, zero;
-            mov.b32 {$0, $1}, x;
-            prmt.b32 x, lower, upper, 0x7362;
-            fma.rn.bf16x2 x, x, $9, zero;
-            mov.b32 {$2, $3}, x;
-            shr.u32 places, places, 16;
-            and.b32 which, places, 0x7777;
-            prmt.b32 from, ones, ones, places;
-            shl.b32 x, from, 1;
-            and.b32 from, from, 0x7f7f7f7f;
-            and.b32 x, x, ones;
-            or.b32 from, from, x;
-            prmt.b32 low, $10, $11, which;
-            prmt.b32 high, $12, $13, which;
-            lop3.b32 upper, from, high, low, 0xca;
-            prmt.b32 low, $14, $15, which;
-            prmt.b32 high, $16, $17, which;
-            lop3.b32 lower, from, high, low, 0xca;
-            prmt.b32 x, lower, upper, 0x5140;
-            fma.rn.bf16x2 x, x, $9, zero;
-            mov.b32 {$4, $5}, x;
-            prmt.b32 x, lower, upper, 0x7362;
-            fma.rn.bf16x2 x, x, $9, zero;
-            mov.b32 {$6, $7}, x;
-        }
-        """,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r,r",
-        [
-            words, bits | (bits << 16), tl.load(table), tl.load(table + 1), tl.load(table + 2),
-            tl.load(table + 3), tl.load(table + 4), tl.load(table + 5), tl.load(table + 6),
-            tl.load(table + 7),
-        ],
-        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
-    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-    return tl.reshape(tl.join(even, odd), [N, 128])
-
-
-@triton.jit
-def _eight_bits(words, scales, N: tl.constexpr):
-    """``[N, 128]``, bfloat16: e4m3 in words ``[N, 32]``, times powers of two ``[N, 4]``, float32, of 32 each.
-    Sign, exponent and mantissa stand where bfloat16 has them, which is 2 ** -120 times the number."""
-    factor = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 8]), [N, 32])
-    bits = (factor.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-    v0, v1, v2, v3 = tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 zero, lift, x, y;
-            mov.b32 zero, 0x80008000;
-            mov.b32 lift, 0x7b807b80;
-            prmt.b32 x, $4, 0, 0x1404;
-            shr.u32 y, x, 4;
-            and.b32 x, x, zero;
-            and.b32 y, y, 0x07f007f0;
-            or.b32 x, x, y;
-            fma.rn.bf16x2 x, x, lift, zero;
-            fma.rn.bf16x2 x, x, $5, zero;
-            mov.b32 {$0, $1}, x;
-            prmt.b32 x, $4, 0, 0x3424;
-            shr.u32 y, x, 4;
-            and.b32 x, x, zero;
-            and.b32 y, y, 0x07f007f0;
-            or.b32 x, x, y;
-            fma.rn.bf16x2 x, x, lift, zero;
-            fma.rn.bf16x2 x, x, $5, zero;
-            mov.b32 {$2, $3}, x;
-        }
-        """,
-        "=h,=h,=h,=h,r,r", [words, bits | (bits << 16)],
-        dtype=(tl.bfloat16,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
-    return tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), [N, 128])
-
-
-@triton.jit
 def _gate(gate, up, alpha, limit, more, KIND: tl.constexpr):
     """See ``ops.gated``."""
     if KIND == 2:
@@ -323,26 +220,18 @@ def _times(
         w = tl.load(numbers, here, other=0.0).to(a.dtype)
         acc += tl.dot(w, tl.trans(a), input_precision="ieee") * tl.load(constants, inside, other=0.0)[:, None]
     elif BITS == MXFP8:
+        here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
         exponents = tl.load(constants[:, None] + tl.arange(0, 4)[None, :], inside[:, None], other=127)
-        bits = tl.where(exponents == 0, 1 << 22, exponents.to(tl.int32) << 23)
-        scales = bits.to(tl.float32, bitcast=True)
-        if BF16:
-            here = inside[:, None] & (tl.arange(0, 32) * 4 < left)[None, :]
-            w = _eight_bits(tl.load(numbers, here, other=0), scales, N)
-        else:
-            here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
-            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 32]), [N, 128])
-            w = tl.load(numbers, here, other=0.0).to(tl.float32) * scales
+        scales = tl.exp2(exponents.to(tl.float32) - 127.0)
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 32]), [N, 128])
+        w = (tl.load(numbers, here, other=0.0).to(tl.float32) * scales).to(a.dtype)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     elif BITS == CODED:
         scales = tl.load(constants[:, None] + tl.arange(0, 2)[None, :], inside[:, None], other=0.0)
         words = tl.load(numbers, inside[:, None], other=0)
-        if BF16:
-            w = _coded(words, factors, scales, N)
-        else:
-            codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 64]), [N, 128])
-            w = tl.load(factors + tl.reshape(codes, [N, 128])) * scales
+        codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 64]), [N, 128])
+        w = (tl.load(factors + tl.reshape(codes, [N, 128])) * scales).to(a.dtype)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     else:
         of_groups = tl.load(constants[:, None] + tl.arange(0, 128 // GROUP)[None, :], inside[:, None])
@@ -402,12 +291,9 @@ def _experts(
     inside = column < n
     row = expert.to(tl.int64) * (2 * n if GATED else n) + r // BN * n + column
     bytewise: tl.constexpr = BITS % 2 == 1
-    joined: tl.constexpr = BITS == MXFP8 and BF16  # four numbers are a word
-    alone: tl.constexpr = 32 if joined else 128
-    words: tl.constexpr = alone if bytewise else 4 * BITS if BITS % 4 == 0 and BITS > 0 else 16  # of a block
+    words: tl.constexpr = 128 if bytewise else 4 * BITS if BITS % 4 == 0 and BITS > 0 else 16  # of a block
     per: tl.constexpr = 8 if BITS == NVFP4 else 2 if BITS == CODED else 128 // GROUP  # constants
-    w += row[:, None] * ((k // 4 if joined else k) if bytewise else blocks * words)
-    w += tl.arange(0, words)[None, :]
+    w += row[:, None] * (k if bytewise else blocks * words) + tl.arange(0, words)[None, :]
     constants += row * (blocks * per)
     acc = tl.zeros([rows, BM], tl.float32)
     for at in range(begin, tl.minimum(begin + share, blocks)):
@@ -454,7 +340,7 @@ def product(
     in the pairs' order. Without: x in that order ``[P, k]``, w of ``[E * n, k]`` -> ``[P, n]`` by pair. k is
     a multiple of 32. Without ``groups`` the order is that of the pairs, and each is read for itself.
     """
-    words, constants, factors, bits, group, blocks = _parts(w, x.dtype)
+    words, constants, factors, bits, group, blocks = _parts(w)
     whole = getattr(w, "whole", True)
     (pairs, k), top_k, gated = (ids.numel(), x.shape[1]), ids.shape[1], activation is not None
     out = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
@@ -493,18 +379,14 @@ class _Parts(NamedTuple):
     blocks: int
 
 
-def _parts(w: Packed, dtype: torch.dtype) -> _Parts:
-    """For x of this type."""
+def _parts(w: Packed) -> _Parts:
     words, constants, *more = w.tensors
     bits, group = KINDS.get(w.kind, (OTHERS.get(w.kind, 0), 128))
     factors = more[0] if more else constants
     if bits == OTHERS["nf4"]:
         coded: Any = w
         factors = coded.values(words.device)
-        if dtype == torch.bfloat16:
-            factors = _bytes_of(tuple(coded.table), words.device)
     if w.kind == "mxfp8":
-        words = words.view(torch.int32) if dtype == torch.bfloat16 else words
         return _Parts(words, constants, factors, bits, 32, constants.shape[1] // 4)
     if w.kind == "fp8g128":
         return _Parts(words, constants, factors, bits, group, constants.shape[1])
@@ -512,13 +394,6 @@ def _parts(w: Packed, dtype: torch.dtype) -> _Parts:
         constants = constants.view(torch.int32)
     each = 4 * bits if w.kind in KINDS else 16
     return _Parts(words, constants, factors, bits, group, words.shape[1] // each)
-
-
-@lru_cache(8)
-def _bytes_of(table: tuple[float, ...], device: torch.device) -> Tensor:
-    """What ``_coded`` reads of a table: int32 ``[8]``."""
-    halves = torch.tensor(table, device="cpu").bfloat16().view(torch.uint8).view(-1, 2)
-    return halves.flip(1).t().contiguous().view(torch.int32).flatten().to(device)
 
 
 class Cut(NamedTuple):
@@ -541,7 +416,7 @@ def cut(m: int, n: int, blocks: int, itemsize: int = 2) -> Cut:
 def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False) -> Tensor:
     """``x @ w.T + bias`` of no integers, x ``[m, k]`` contiguous, k a multiple of 16: the product of the one
     expert that there is. ``fixed``: cut alike for every number of rows."""
-    (m, k), (words, constants, factors, bits, group, blocks) = x.shape, _parts(w, x.dtype)
+    (m, k), (words, constants, factors, bits, group, blocks) = x.shape, _parts(w)
     n = words.shape[0]
     cuts = Cut(16, Tile(64, 4, 3)) if fixed else cut(m, n, blocks, x.itemsize)
     (rows, tile), splits = cuts, cuts.tile.splits
