@@ -30,7 +30,6 @@ CASES: dict[str, dict[str, int]] = {
     "logic and high products": {"LOP": 16, "HIGH": 16},
     "sums": {"FFMA": 32},
     "logic and sums": {"LOP": 16, "FFMA": 16},
-    "loads": {"LOAD": 8},
     "products, 2 logic each": {"HMMA": 8, "LOP": 16},
     "products, 4 logic each": {"HMMA": 8, "LOP": 32},
     "products, 4 logic each, eight chains": {"HMMA": 8, "LOP": 32, "CHAINS": 8},
