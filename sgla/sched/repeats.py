@@ -12,7 +12,7 @@ RUN, ANSWERED = 4, 20  # tokens that have come before in what others were answer
 ROOM = 1 << 16  # tokens that others were answered, of which runs are known
 UNTRIED = 2  # guesses of a request of which none was right yet
 MOST = 6  # credit that a request may have
-RAREST = 6  # without credit it guesses one token in every fourth step, four times as rarely with each that is
+RAREST = 8  # without credit it guesses one token in every fourth step, four times as rarely with each that is
 # wrong, down to one of 2 ** RAREST steps
 
 

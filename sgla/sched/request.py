@@ -15,7 +15,7 @@ from sgla.messages import Delta, Ready, Submit, TokenLogprob, int32
 from sgla.sched.repetition import Loop
 from sgla.sched.runs import Text
 
-CREDIT = 3  # rows with guesses that may all be wrong before a request guesses rarely
+CREDIT = 2  # rows with guesses that may all be wrong before a request guesses rarely
 
 
 class Prompt:

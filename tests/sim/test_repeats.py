@@ -71,7 +71,7 @@ def drafts_of(
 def test_guesses_that_are_never_right_cost_little(depth: int) -> None:
     found = drafts_of(lambda i: 1000 + i, depth)
     cost = sum(MS[1 + max(most, 0)] + BESIDE * (most > 0) for most in found)
-    assert sum(most > 0 for most in found) > 8
+    assert 4 < sum(most > 0 for most in found) < 10
     assert cost < 1.03 * MS[1] * TOKENS
 
 
