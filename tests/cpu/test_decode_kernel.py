@@ -9,8 +9,10 @@ import pytest
 import torch
 from emulated_cuda import HERE, kernels, tensor_map
 
+from sgla.kernels import ops
 from sgla.kernels.cuda import decode_attention
 from sgla.kernels.cuda.decode_attention import TILE, DecodeAttention
+from sgla.kernels.ops import KVLayer
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,3 +84,43 @@ def test_rows_of_a_slot_are_as_torch_has_them(
         shares = torch.einsum("hgd,nhd->hgn", heads, keys).mul(DIM**-0.5).softmax(-1)
         expected = torch.einsum("hgn,nhd->hgd", shares, values).flatten()
         torch.testing.assert_close(out[r].float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("lengths", [[200], [2600], [40, 7, 0, 300]], ids=["short", "long", "several"])
+def test_rows_from_the_projection(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their new tokens are stored on the way."""
+    group, blocks = 2, 16
+    monkeypatch.setattr(decode_attention, "processors", lambda: blocks)
+    torch.manual_seed(0)
+    rows, longest = len(lengths), max(lengths)
+    pages = -(-longest // PAGE)
+    table = torch.arange(1, 1 + rows * pages).view(rows, pages).flip(1).int().contiguous()
+    k, v = torch.randn(2, rows * pages + 1, KV_HEADS, PAGE, DIM).bfloat16()
+    length = torch.tensor(lengths).int()
+    cum = torch.tensor([0, *(-(-n // TILE) for n in lengths)]).cumsum(0).int()
+    qkv = torch.randn(rows, (group + 2) * KV_HEADS * DIM).bfloat16()
+    cos_sin, norms = torch.randn(longest, DIM), torch.rand(2, DIM) + 0.5
+    live = torch.tensor([r for r, n in enumerate(lengths) if n])
+    at = length[live].long() - 1
+    places = table[live, at // PAGE].long() * PAGE + at % PAGE
+    expected_kv = KVLayer(k.clone().transpose(1, 2), v.clone().transpose(1, 2))
+    made = ops.qk_norm_rope_store(
+        qkv[live], at.int(), cos_sin, norms[0], norms[1], 1e-6, expected_kv, places.int()
+    )
+    kernel = kernel_of(rows, group)
+    projection = decode_attention.Projection(cos_sin, norms[0], norms[1], 1e-6)
+    slots = torch.arange(rows, dtype=torch.int32)
+    paged = k.transpose(1, 2), v.transpose(1, 2)
+    out = kernel(qkv, *paged, table, slots, length, cum, DIM**-0.5, projection=projection)
+    assert not kernel._count.any()
+    for heads, r in zip(made.view(len(live), KV_HEADS, group, DIM).float(), live.tolist()):
+        n = torch.arange(lengths[r])
+        pool = expected_kv.k.transpose(1, 2), expected_kv.v.transpose(1, 2)
+        keys, values = (x[table[r, n // PAGE].long(), :, n % PAGE].float() for x in pool)
+        shares = torch.einsum("hgd,nhd->hgn", heads, keys).mul(DIM**-0.5).softmax(-1)
+        expected = torch.einsum("hgn,nhd->hgd", shares, values).flatten()
+        torch.testing.assert_close(out[r].float(), expected, atol=2e-2, rtol=2e-2)
+    page, offset = places // PAGE, places % PAGE
+    stored = k[page, :, offset].float()
+    assert (stored - expected_kv.k[page, offset].float()).norm() < 5e-3 * stored.norm()
+    assert torch.equal(v[page, :, offset], expected_kv.v[page, offset])
