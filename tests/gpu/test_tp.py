@@ -8,13 +8,15 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from sgla.errors import SglaError
-from sgla.kernels.cuda import batch_gemm, prompt_gemm
+from sgla.kernels.cuda import all_reduce, batch_gemm, prompt_gemm
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
+from sgla.kernels.cuda.build import processors
 from sgla.kernels.ops import AddedNorm
 from sgla.messages import SamplingParams
 
@@ -35,16 +37,16 @@ class StreamRanks:
             AllReduce.clear(memory)
         addresses = [memory.data_ptr() for memory in self.memory]
         self.ranks = [AllReduce(addresses, rank, MESSAGE) for rank in range(count)]
-        for rank in self.ranks:  # the blocks of all of them must be on the GPU at once
-            rank._processors = max(1, rank._processors // count)
         self.streams = [torch.cuda.Stream() for _ in range(count)]
 
     def each(self, call: Any, *arguments: list[Any]) -> None:
         """``call`` with every rank and its arguments, on its stream."""
+        part = max(1, processors() // len(self.ranks))  # the blocks of all ranks must be on the GPU at once
         torch.cuda.synchronize()
-        for stream, own in zip(self.streams, zip(self.ranks, *arguments)):
-            with torch.cuda.stream(stream):
-                call(*own)
+        with patch.object(all_reduce, "processors", return_value=part):
+            for stream, own in zip(self.streams, zip(self.ranks, *arguments)):
+                with torch.cuda.stream(stream):
+                    call(*own)
         torch.cuda.synchronize()
 
 
