@@ -178,3 +178,14 @@ def test_the_library_multiplies_by_blocks_where_it_is_faster(
     for arch, expected in (((9, 0), faster), ((8, 9), False)):
         monkeypatch.setattr(e4m3, "this_device", lambda arch=arch: nvidia("", arch, 132))
         assert e4m3.blocks_faster(m, n, k, gated) == expected
+
+
+@pytest.mark.parametrize(
+    ("cuda", "takes"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True)]
+)
+def test_libraries_before_cuda_12_9_take_no_blocks(
+    cuda: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(e4m3, "this_device", lambda: nvidia("", (9, 0), 132))
+    assert e4m3.blocks_faster(2048, 4096, 4096) == takes

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
@@ -109,7 +110,9 @@ def by_blocks(m: int, w: Any, gated: bool = False) -> Tensor | None:
 def blocks_faster(m: int, n: int, k: int, gated: bool = False) -> bool:
     """Whether the library takes blocks of these sides, and is faster than our tiles: where these are neither
     of few rows nor run all at once with k in two parts."""
-    if this_device().arch[0] != 9 or n % fp8.GROUP or k % (4 * fp8.GROUP) or m <= FEW:
+    if this_device().arch[0] != 9 or not fp8.takes_blocks(torch.version.cuda):
+        return False
+    if n % fp8.GROUP or k % (4 * fp8.GROUP) or m <= FEW:
         return False
     return m > batch_gemm.MAX_ROWS or batch_gemm.grouped_config(m, n, k, gated).split == 1
 

@@ -4,6 +4,7 @@ with weights that have a scale for each 128 channels."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,12 @@ from sgla.kernels.triton.common import _activate, _begin, _pdl, _warps, cdiv, ne
 
 GROUP = 128  # channels
 UNIT = 4  # of whose multiple the library takes rows with scales of blocks
+
+
+@cache
+def takes_blocks(cuda: str | None) -> bool:
+    """Whether the library of this CUDA has scales of blocks."""
+    return cuda is None or tuple(map(int, cuda.split("."))) >= (12, 9)
 
 
 class Rounded(NamedTuple):
@@ -174,7 +181,7 @@ def linear(x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None
 
 def blocks(x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """``linear`` with scales float32 ``[n / GROUP, k / GROUP]``, of blocks; n and k must be multiples of
-    GROUP, k of four times that. By the library, which wants Hopper."""
+    GROUP, k of four times that. By the library, which wants Hopper (and see ``takes_blocks``)."""
     numbers, of_x = x.for_blocks()
     bias = None if bias is None else bias.to(torch.bfloat16)
     each, block = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
