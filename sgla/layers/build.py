@@ -307,8 +307,7 @@ def fill(
 ) -> None:
     """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on,
     those of each head in another ``order``."""
-    step = max(1, CHUNK // source.shape[1])
-    step = step - step % 128 or step  # rows that share scales come together
+    step = max(1, CHUNK // source.shape[1] // 128) * 128  # rows that share scales come together
     tensor = source if order is None else Reordered(source, order)
     for start in range(rows.start, rows.stop, step)[source.index :: source.count]:
         taken = range(start, min(start + step, rows.stop))

@@ -91,7 +91,8 @@ class E4M3Groups(Weight):
         numbers, scale = (t[start:stop] for t in self.tensors)
         common = _shared(scale)
         if not torch.equal(scale, common):
-            by = (scale / common).repeat_interleave(GROUP, 1)[:, : self.k]
+            least = torch.finfo(common.dtype).tiny  # so that zeros stay zeros
+            by = (scale / common.clamp_min(least)).repeat_interleave(GROUP, 1)[:, : self.k]
             numbers.copy_((numbers.float() * by).to(numbers.dtype))
             scale.copy_(common)
         self._blocks[start // GROUP : stop // GROUP] = common[::GROUP]

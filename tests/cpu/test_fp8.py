@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,10 +20,11 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
 from sgla.kernels import ops
 from sgla.kernels.ops import Activation
+from sgla.layers.build import CHUNK, Share, fill
 from sgla.loading.load import load_model
 from sgla.observe.machine import detect
 from sgla.quant.channels import E4M3Groups
-from sgla.quant.weight import pack
+from sgla.quant.weight import SourceTensor, Weight, pack
 from sgla.resolve import resolve
 
 if not torch.cuda.is_available():
@@ -356,6 +357,39 @@ def test_rows_that_share_scales_go_on_to() -> None:
     assert one is not None
     assert one.stride() == (4, 1)
     assert E4M3Groups.pack(torch.randn(100, 512)).blocks() is None  # no whole block
+
+
+def test_blocks_with_scales_of_zero_go_on_to() -> None:
+    w = E4M3Groups.pack(torch.randn(128, 256))
+    assert w.blocks() is not None
+    part = E4M3Groups.pack(torch.randn(128, 256))
+    numbers, scale = part.tensors
+    numbers.view(torch.uint8)[:, :128] = 0
+    scale[:, 0], scale[64:, 1] = 0.0, 2 * scale[64:, 1]
+    w._write(0, part)
+    assert not w.dequant()[:, :128].any()
+    assert torch.allclose(w.dequant(), part.dequant(), atol=float(scale.max()), rtol=2**-4)
+
+
+def test_wide_rows_come_in_whole_blocks() -> None:
+    """What lies in the others' place, as after memory was given back, is no part of their scales."""
+    k = CHUNK // 128 + 512
+    source = E4M3Groups.pack(torch.randn(256, k))
+
+    class Source:
+        shape = 256, k
+
+        def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+            return source.pick(torch.tensor(rows))
+
+    w = E4M3Groups.empty(256, k)
+    share = Share(cast(SourceTensor, Source()), 0, 1)
+    fill(w, 0, share, range(256))
+    assert w.blocks() is not None
+    w.tensors[0].view(torch.uint8).fill_(255)
+    w.tensors[1].fill_(torch.nan)
+    fill(w, 0, share, range(256))
+    assert torch.equal(w.dequant(), source.dequant())
 
 
 def test_activations_keep_three_bits_of_mantissa() -> None:
