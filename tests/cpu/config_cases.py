@@ -2304,6 +2304,7 @@ REFUSED: dict[str, Case] = {
         HUNYUAN_A13B | {"moe_intermediate_size": [40, 40, 40, 48]}, "moe_intermediate_size"
     ),
     "Hunyuan with other experts in one layer": Case(HUNYUAN_A13B | {"moe_topk": [2, 2, 2, 1]}, "moe_topk"),
+    **{f"Hunyuan with {key}": Case(HUNYUAN_A13B | {key: True}, key) for key in ("use_cla", "use_mla")},
     "Command R7B with global layers first": Case(
         PUBLISHED["c4ai-command-r7b"] | {"order_of_interleaved_layers": "global_attn_first"},
         "order_of_interleaved_layers",

@@ -77,7 +77,14 @@ _BEHIND = "model.layers.{n}"
 DEEPSEEK_PREDICTOR = PredictorNames(
     f"{_BEHIND}.enorm", f"{_BEHIND}.hnorm", f"{_BEHIND}.eh_proj", _BEHIND, f"{_BEHIND}.shared_head.norm"
 )
-HUNYUAN = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True, "cla_share_factor": 2}
+HUNYUAN = {
+    "use_qk_norm": True,
+    "norm_type": "rms",
+    "use_rotary_pos_emb": True,
+    "use_cla": False,
+    "cla_share_factor": 2,
+    "use_mla": False,
+}
 HUNYUAN_SAME = {"attention_head_dim": "head_dim"}
 HUNYUAN_NORMS = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
 MISTRAL3 = Family(
