@@ -151,6 +151,13 @@ class Adapters:
         if (place := self._of.pop(adapter, None)) is not None:
             place.adapter = place.used = 0
 
+    def leave(self, rid: str) -> None:
+        """A request that is held has ended."""
+        for place in self._coming.values():
+            if rid in place.waiters:
+                place.waiters.remove(rid)
+                return
+
     def moved(self, moved: Moved) -> list[str] | None:
         """A copy has ended. Returns who was held for it; None if it is none of an adapter."""
         place = self._coming.pop(moved.transfer, None)

@@ -151,8 +151,8 @@ class Core:
             self._prefill.plan(step, prefills, budget)
             if queues.waiting and budget.tokens > 0:
                 self._admission.admit(step, budget, now)
-            self._hurry.reads([*prefills, *step.rows[step.decodes :]])
             self._prefetch.begin()
+        self._hurry.reads([*prefills, *step.rows[step.decodes :]])
         self.ahead.expect(step)
         step.copies, step.dropped = memory.begin_copies()
         if not (step.rows or step.copies or step.dropped):

@@ -151,6 +151,7 @@ class Queues:
         elif request.state is State.HELD:
             del self.held[request.rid]
             self._memory.transfers.leave(request.rid)
+            self._memory.adapters.leave(request.rid)
             request.end()
         elif request.state is State.RUNNING:
             self.running.remove(request)

@@ -92,6 +92,23 @@ def test_a_burst_waits_for_no_more_than_a_step_has_room_for(tokens: int, begin: 
     assert len(together.new) == begin
 
 
+def test_a_burst_waits_for_nobody_who_has_left() -> None:
+    core = Core(make_limits(adapters=3, slots=8, step_tokens=64))
+    for i in range(2):
+        core.offer(wanted(f"a{i}", 1 + i), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    core.retire(StepResult(step=plan.step, tokens=b""), 0.0)
+    core.moved(Moved(plan.copies[0].transfer, ok=True))
+    assert core.plan(0.0) is None
+    core.cancel("a1", "abort")
+    alone = core.plan(0.0)
+    assert alone is not None
+    assert [new.place for new in alone.new] == [1]
+    core.moved(Moved(plan.copies[1].transfer, ok=True))
+    core.check()
+
+
 def test_adapters_come_before_the_turn_of_who_wants_them() -> None:
     """While others run, to places that nobody uses, a few at a time, and none instead of another one that is
     expected."""

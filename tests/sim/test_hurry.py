@@ -233,6 +233,22 @@ def test_streams_that_were_there_before_hold_up_no_long_prompt() -> None:
     assert reading <= 1.6 * LONG / ((0.03 - cost(8, 0)) / 2.05e-5)
 
 
+def test_a_long_prompt_that_has_left_is_read_no_more() -> None:
+    """Rows that run meanwhile are not planned late for it."""
+    flood = Flood()
+    flood.offer("stream", 100, 4000)
+    flood.offer("long", 39_000)
+    flood.plan()
+    flood.at(1.05, flood.offer, "short", 100, 1)
+    flood.run(1.6)
+    assert "short" in flood.ended
+    assert flood.core._hurry.on
+    flood.core.cancel("long", "abort")
+    flood.run(2.0)
+    assert flood.times[-1][0] > 1.9, "the stream goes on"
+    assert not flood.core._hurry.on
+
+
 def test_auto_follows_the_hit_rate() -> None:
     auto = Auto()
     seen = [
