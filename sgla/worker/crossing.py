@@ -17,6 +17,7 @@ from sgla.worker.state import Int32s
 
 AHEAD = 4  # pieces that are queued
 SHARE = 0.018  # of the time of decode steps, which copies beside them may take
+PASSED = 4  # pieces of the other direction that go before one that waits for its turn beside steps
 TURN = 2e-4  # seconds after which no other piece is queued before the worker has looked at its steps again
 MARGIN = 1.25  # by how much longer than so far a copy may take
 
@@ -93,25 +94,33 @@ class Step(Protocol):
 
 class Toll:
     """What copies take from decode steps beside them, which wait for the same memory: while some run, chunks
-    are queued so far apart that it is ``SHARE`` of their time at most."""
+    are queued so far apart that it is ``SHARE`` of their time at most. A lane that waits for that goes before
+    one that has had its turn often meanwhile."""
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=2)  # as many as are in flight
         self._paid = 0.0  # until when nothing more may be queued
+        self._passed: dict[object, int] = {}  # lanes that wait, and pieces of others that have gone meanwhile
 
     def beside(self, step: Step) -> None:
         """Decode rows alone have been launched."""
         self._steps.append(step)
 
-    def due(self, begin: torch.cuda.Event) -> bool:
-        """Nothing may be queued now that is to come behind ``begin``."""
+    def due(self, lane: object, begin: torch.cuda.Event) -> bool:
+        """The lane may queue nothing now that is to come behind ``begin``."""
         steps = [step for step in self._steps if not step.done]
         if steps and not begin.query():
             return True  # or all that is queued meanwhile comes at once
-        return self._paid > clock.now() and any(step.begin.query() for step in steps)
+        if not any(step.begin.query() for step in steps):
+            return False
+        self._passed.setdefault(lane, 0)
+        late = any(passed >= PASSED for other, passed in self._passed.items() if other is not lane)
+        return late or self._paid > clock.now()
 
-    def take(self, seconds: float) -> None:
-        """For all that is queued."""
+    def take(self, lane: object, seconds: float) -> None:
+        """For all that the lane has queued."""
+        self._passed.pop(lane, None)
+        self._passed = {other: passed + 1 for other, passed in self._passed.items()}
         self._paid = max(self._paid, clock.now() + seconds / SHARE)
 
 
@@ -155,7 +164,7 @@ class Lane:
         while self._waiting and len(self._queued) < AHEAD:
             if not all(crossing.over for crossing in self._waiting[0][2].behind):
                 break
-            if self._toll.due(self._waiting[0][1]):
+            if self._toll.due(self, self._waiting[0][1]):
                 self._idle = self._idle or (0.0 if self._queued else clock.now())
                 break
             self._queue()
@@ -194,4 +203,4 @@ class Lane:
         if chunk.closes:
             crossing.ends.append(end)
         self._queued.append(Queued(crossing, end, chunk.toll))
-        self._toll.take(sum(queued.toll for queued in self._queued))
+        self._toll.take(self, sum(queued.toll for queued in self._queued))

@@ -18,7 +18,7 @@ from late_streams import Waits, late
 from sgla import clock
 from sgla.messages import Copy, NewRow, RowSampling, StepPlan, int32
 from sgla.worker import crossing, gpu_tiers
-from sgla.worker.crossing import SHARE, Crossing, Toll
+from sgla.worker.crossing import PASSED, SHARE, Crossing, Toll
 from sgla.worker.gpu_tiers import HostTier
 
 LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
@@ -181,8 +181,8 @@ def test_decode_steps_pay_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         count, end = 0, now + seconds
         while now < end:
-            if not toll.due(begun):
-                toll.take(1e-3)
+            if not toll.due("in", begun):
+                toll.take("in", 1e-3)
                 count += 1
             now += 1e-3
         return count
@@ -195,12 +195,35 @@ def test_decode_steps_pay_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert queued(1.0) == pytest.approx(1000, abs=2)
     toll.beside(running)
     assert queued(10.0) == pytest.approx(10.0 * SHARE / 1e-3, abs=10)
-    assert toll.due(SimpleNamespace(query=lambda: False)), "it would come behind what is launched"
+    assert toll.due("in", SimpleNamespace(query=lambda: False)), "it would come behind what is launched"
     toll.beside(over)
     assert queued(10.0) == pytest.approx(10.0 * SHARE / 1e-3, abs=10)
     toll.beside(over)
     assert queued(1.0) == pytest.approx(1000, abs=2)
-    assert not toll.due(SimpleNamespace(query=lambda: False))
+    assert not toll.due("in", SimpleNamespace(query=lambda: False))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_leaves_gets_its_turn_beside_what_comes_without_end(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """While steps go on, which may end meanwhile."""
+    now, toll, begun = 5.0, Toll(), SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(clock, "now", lambda: now)
+    step = SimpleNamespace(begin=begun, done=False)
+    toll.beside(step)
+    went = []
+    for i in range(10_000):
+        step.done = ends and i % 1000 == 0
+        for lane in ("in", "out"):
+            if not toll.due(lane, begun):
+                toll.take(lane, 1e-5)
+                went.append(lane)
+        now += 1e-5
+    assert went.count("in") > 100
+    first, *others = "".join(lane[0] for lane in went).split("o")
+    assert len(first) <= PASSED + 1, "one has gone before the other lane asks"
+    assert max(map(len, others)) <= PASSED
 
 
 def test_places_that_follow_each_other_cross_at_once() -> None:
