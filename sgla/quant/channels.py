@@ -74,7 +74,8 @@ class E4M3Groups(Weight):
             self._looked = True
             whole = len(scale) == self.n and self.home is None and self.n % GROUP == 0
             if whole and torch.equal(scale, _shared(scale)):
-                self._blocks = scale[::GROUP].clone(memory_format=torch.contiguous_format)
+                with torch.inference_mode(False):  # threads that load write to it
+                    self._blocks = scale[::GROUP].clone(memory_format=torch.contiguous_format)
         return self._blocks
 
     def _write(self, at: int, part: Weight) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -357,6 +358,17 @@ def test_rows_that_share_scales_go_on_to() -> None:
     assert one is not None
     assert one.stride() == (4, 1)
     assert E4M3Groups.pack(torch.randn(100, 512)).blocks() is None  # no whole block
+
+
+def test_threads_that_load_write_blocks_that_a_step_has_found() -> None:
+    """They are not in its inference mode."""
+    w, part = (E4M3Groups.pack(torch.randn(128, 512)) for _ in range(2))
+    with torch.inference_mode():
+        blocks = w.blocks()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(w._write, 0, part).result()
+    assert blocks is not None
+    assert torch.equal(blocks, part.tensors[1][:1])
 
 
 def test_blocks_with_scales_of_zero_go_on_to() -> None:
