@@ -19,6 +19,9 @@ from sgla.sched.core import Core
 from sgla.sched.snapshot import freeze, thaw
 
 
+LATE: dict[str, Any] = {"adapters": 0, "tiers": [], "itl_target": 2.0}  # long steps have the next planned late
+
+
 class Recorded(Simulation):
     def __init__(self, *args: Any, steps: int = 10, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -31,7 +34,8 @@ class Recorded(Simulation):
 def play(random: Random, steps: int) -> Recorded:
     """Arrivals, refusals, cancels, deadlines and flushes at random times; left running or idle."""
     forced = random.choice((0, 5))
-    simulation = Recorded(random_limits(random), steps=steps, check=False, forced=forced)
+    limits = random_limits(random, **random.choice(({}, LATE)))
+    simulation = Recorded(limits, steps=steps, check=False, forced=forced)
     pending = random_submits(random, random.randint(2, 12))[::-1]
     for _ in range(random.choice((30, 100, 400))):
         while pending and pending[-1].arrival <= simulation.now:
