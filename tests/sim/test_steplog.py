@@ -18,8 +18,8 @@ from sgla.observe.steplog import Plan, RecordedCore, compared, read, replay
 from sgla.sched.core import Core
 from sgla.sched.snapshot import freeze, thaw
 
-
-LATE: dict[str, Any] = {"adapters": 0, "tiers": [], "itl_target": 2.0}  # long steps have the next planned late
+# The next step is planned late behind a long one.
+LATE: dict[str, Any] = {"adapters": 0, "tiers": [], "itl_target": 2.0}
 
 
 class Recorded(Simulation):
