@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from forked import ForkedExecutor
 from test_draft_heads import DEEP, DFLASH, EAGLE, HYBRID, source_of
-from test_draft_matrix import LETTERS, requests
+from test_draft_matrix import LETTERS
+from test_draft_matrix import requests as with_adapters
 from tiny import LLAMA, Transcript, check_draws, make_core, run, run_executor, tiny_config
 
 from sgla.errors import ConfigError
-from sgla.messages import Control
+from sgla.messages import Control, Submit
 from sgla.model.drafting import check_settings, read_guessing
 from sgla.model.read import read_decoder
 from sgla.worker.cpu import CpuRunner
@@ -26,6 +27,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "medusa": ("medusa", DEEP, {"medusa_num_heads": 3}),
     "dflash": ("dflash", DEEP, DFLASH),
 }
+
+
+def requests() -> list[Submit]:
+    return [request for request in with_adapters() if not request.adapter]
 
 
 @pytest.fixture(scope="module")
