@@ -185,7 +185,10 @@ class Lane:
         index = crossing.index[crossing.queued : crossing.queued + len(chunk.units)]
         crossing.queued += len(index)
         now = clock.now()
-        crossing.begun += now if not crossing.begun else now - self._idle if self._idle else 0.0
+        if not crossing.begun:
+            crossing.begun = now
+        elif self._idle:
+            crossing.begun += now - self._idle
         self._idle = 0.0
         half, empty = self._halves.popleft()
         full, end = torch.cuda.Event(), torch.cuda.Event()

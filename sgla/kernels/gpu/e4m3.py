@@ -91,9 +91,12 @@ def gated(work: Work, product: Node, act: Node) -> list[Node]:
 def _algorithm(m: int, w: Weight, gated: bool = False) -> Algorithm:
     """For ``m`` rows, or what the rules of few rows leave over."""
     m = max(m, skinny_gemm.MAX_ROWS + 1)
-    if not this_device().wgmma or by_blocks(m, w, gated) is not None:
-        return LIBRARY
-    return algorithm_for(m, Product(w.n, w.k, gated, w.kind))
+    return _tiled(m, w, gated) if by_blocks(m, w, gated) is None else LIBRARY
+
+
+def _tiled(m: int, w: Weight, gated: bool) -> Algorithm:
+    """Without the scales of blocks."""
+    return algorithm_for(m, Product(w.n, w.k, gated, w.kind)) if this_device().wgmma else LIBRARY
 
 
 def by_blocks(m: int, w: Any, gated: bool = False) -> Tensor | None:
@@ -123,11 +126,10 @@ def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int
     m, gated = len(rounded.scale), epilogue in GATES.values()
     if not gated and (blocks := by_blocks(m, w)) is not None:
         return fp8.blocks(rounded, w.data, blocks, bias)
-    product = Product(w.n, w.k, gated, w.kind)
-    config = algorithm_for(max(m, skinny_gemm.MAX_ROWS + 1), product).config if this_device().wgmma else None
+    config = _tiled(max(m, skinny_gemm.MAX_ROWS + 1), w, gated).config
     if not isinstance(config, batch_gemm.Config):
-        other = fp8.linear if w.kind == "fp8" else fp8.grouped
-        return other(rounded, w.data, w.scale, bias)
+        product = fp8.linear if w.kind == "fp8" else fp8.grouped
+        return product(rounded, w.data, w.scale, bias)
     scales = batch_gemm.Scales(rounded.scale, w.scale)
     return batch_gemm.linear(rounded.numbers, w.data, config, bias=bias, epilogue=epilogue, scales=scales)
 

@@ -205,25 +205,10 @@ def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
     residual = add.given["residual"]
     given = {name: linear.given[name] for name in ("x", "weight", "bias")}
     given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
-    given |= {"ranks": total.given["ranks"]}
-    run, rule = _run_sent, linear.rule
-    if _algorithm(work, linear).kernel == "prompt tiles":
-        run, rule = _run_prompt_sent, rule.replace("tiles", "prompt tiles")
-    return [Node("tiles, sent", run, given, add.results, add.rows, residual.number, rule)]
-
-
-def _run_prompt_sent(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm: Tensor,
-    eps: float,
-    ranks: Ranks,
-) -> tuple[Tensor, Tensor]:
-    send = ranks.sending(x.shape[0], weight.shape[0])
-    y = prompt_gemm.linear(x.contiguous(), weight, bias=bias, send=send)
-    return ranks.all_reduce_norm(y, AddedNorm(residual, norm, eps), sent=send is not None), residual
+    prompts = _algorithm(work, linear).kernel == "prompt tiles"
+    given |= {"ranks": total.given["ranks"], "prompts": prompts}
+    rule = linear.rule.replace("tiles", "prompt tiles") if prompts else linear.rule
+    return [Node("tiles, sent", _run_sent, given, add.results, add.rows, residual.number, rule)]
 
 
 def _run_sent(
@@ -234,10 +219,15 @@ def _run_sent(
     norm: Tensor,
     eps: float,
     ranks: Ranks,
+    prompts: bool,
 ) -> tuple[Tensor, Tensor]:
-    config = _config(x.shape[0], weight)
-    send = ranks.sending(x.shape[0], weight.shape[0]) if config.sends else None
-    y = batch_gemm.linear(x.contiguous(), weight, config, bias=bias, send=send)
+    send = ranks.sending(x.shape[0], weight.shape[0])
+    if prompts:
+        y = prompt_gemm.linear(x.contiguous(), weight, bias=bias, send=send)
+    else:
+        config = _config(x.shape[0], weight)
+        send = send if config.sends else None
+        y = batch_gemm.linear(x.contiguous(), weight, config, bias=bias, send=send)
     return ranks.all_reduce_norm(y, AddedNorm(residual, norm, eps), sent=send is not None), residual
 
 
