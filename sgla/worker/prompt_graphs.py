@@ -50,8 +50,8 @@ SHORT, PAIRS = 16, 1 << 16
 
 
 class Which(NamedTuple):
-    """Of the graphs that for ``tokens``, of which up to ``decodes`` are decode rows. ``split``: its tiles are
-    a plan of ``Splits``; ``adapted``: rows may have adapters."""
+    """A graph: it reads ``tokens``, of which up to ``decodes`` are decode rows. ``split``: its tiles are a
+    plan of ``Splits``; ``adapted``: rows may have adapters."""
 
     decodes: int
     tokens: int
