@@ -34,7 +34,6 @@ T = TypeVar("T")
 # would take longer than ``LONGEST``, or ``BUSY`` while requests are open.
 BYTES_KEPT = 2 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
-MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
 LONGEST, BUSY = 0.03, 0.01  # seconds
 NODE, REQUEST, UNIT = 4e-6, 1e-5, 5e-7  # seconds for a node of the cache, a request, a unit of a tier
 MAGIC = b"sgla steps 2\n"
@@ -158,8 +157,8 @@ class RecordedCore(Core):
     """A Core that remembers at least its last ``steps`` steps and all that led to them;
     costs a few us a step.
 
-    Its memory has chapters, each with a snapshot: the current one and the one before, unless that has got too
-    large. A new one begins after ``steps`` steps, in ``rest``, and if possible while the scheduler is idle.
+    Its memory has chapters, each with a snapshot: the current one and the one before. A new one begins after
+    ``steps`` steps, in ``rest``, and if possible while the scheduler is idle.
     """
 
     # So they are not among the vars() that decide its plans.
@@ -236,8 +235,6 @@ class RecordedCore(Core):
         return NODE * memory.cache.nodes + REQUEST * len(self._queues.open) + UNIT * memory.transfers.units
 
     def _begin(self) -> None:
-        if self._bytes > MOST_LEFT:
-            self._chapters.clear()
         self._start = self._queues.steps
         try:
             self._chapters.append(Kept(freeze(self)))
