@@ -23,7 +23,7 @@ from sgla.executor.inline import InlineExecutor
 from sgla.executor.ring import Ring
 from sgla.messages import Delta, Deltas, Moved, Submit, Tier
 from sgla.sched.core import Core
-from sgla.worker.loop import serve
+from sgla.worker.loop import COPYING, serve
 
 CONFIG = tiny_config(step_tokens=256)
 LONG = [(7 * i) % 300 for i in range(165)]
@@ -122,6 +122,33 @@ def test_a_copy_that_ends_behind_the_server_is_no_fault(capsys: pytest.CaptureFi
     ours.close()
     assert serve(runner, Ring.create(1 << 12), None, theirs, 0.0)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("spin", [0.0, 1e-6])
+def test_a_worker_with_a_core_to_spare_looks_at_copies_without_a_sleep(
+    monkeypatch: pytest.MonkeyPatch, spin: float
+) -> None:
+    facts = fake_facts(CONFIG, tiny_source())
+    facts.tiers = [Tier("host", [64])]
+    ours, theirs = Pipe()
+    looks, sleeps = 0, list[float | None]()
+
+    def moved() -> list[Moved]:
+        nonlocal looks
+        looks += 1
+        runner.copying = looks < 5
+        return []
+
+    def sleep(plans: Any, inputs: Any, spin: float, limit: float | None) -> None:
+        sleeps.append(limit)
+        if limit is None:
+            ours.close()
+
+    runner: Any = SimpleNamespace(facts=facts, copying=True, moved=moved, execute=print, control=print)
+    monkeypatch.setattr("sgla.worker.loop._sleep", sleep)
+    assert serve(runner, Ring.create(1 << 12), None, theirs, spin)
+    assert sleeps == ([None] if spin else [COPYING] * 4 + [None])
+    assert looks == 5
 
 
 async def test_no_copies_are_planned_for_a_runner_without_tiers() -> None:
