@@ -297,6 +297,18 @@ def qk_norm_rope_store(
     return q.reshape(qkv.shape[0], -1)
 
 
+@op
+def scale_queries(q: Tensor, by: Tensor) -> Tensor:
+    """q ``[T, Hq * hd]`` of ``qk_norm_rope_store`` times ``by``: float32[hd] of each head, or [T, 1]. A body
+    may write it where q is, as attention of whole prompts may read k and v beside it; q is read no more."""
+    return (heads_of(q, by) * by).to(q.dtype).view(q.shape)
+
+
+def heads_of(q: Tensor, by: Tensor) -> Tensor:
+    """q as ``by`` multiplies it, in the same memory."""
+    return q if by.dim() == 2 else q.unflatten(1, (-1, len(by)))
+
+
 def _absorbed(q: Tensor, latent: Tensor, k_up: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], k_up.shape[0] * latent.shape[1])
 

@@ -118,10 +118,9 @@ class SelfAttention:
             qkv, positions, cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
         )
         if self.late is not None:
-            weight = self.late[0] * self.late[1]
-            q = (q.unflatten(1, (-1, len(weight))) * weight).to(q.dtype).flatten(1)
+            q = ops.scale_queries(q, self.late[0] * self.late[1])
         if self.growth is not None:
-            q = (q * self.growth[batch.positions.long()][:, None]).to(q.dtype)
+            q = ops.scale_queries(q, self.growth[batch.positions.long()][:, None])
         return q
 
     def projected(self, x: Tensor) -> Tensor:

@@ -578,10 +578,10 @@ class _Dummy:
     device: torch.device
 
     def dense(self, rows: range | None = None) -> Tensor:
-        rows = range(self.shape[0]) if rows is None else rows
-        if len(self.shape) == 1:
+        rows = range(self.shape[0] if self.shape else 1) if rows is None else rows
+        if len(self.shape) < 2:
             value = 0.0 if self.name.endswith("bias") else 1.0
-            return torch.full((len(rows),), value, device=self.device)
+            return torch.full((len(rows),) if self.shape else (), value, device=self.device)
         width = prod(self.shape[1:])
         at = (zlib.crc32(self.name.encode()) + rows.start * width) % POOL
         noise, count = _noise(self.seed, self.device), len(rows) * width

@@ -701,6 +701,20 @@ class Twins:
         return ops.rms_norm.body(h, norm.weight, norm.eps)
 
 
+@pytest.mark.parametrize("each", ["token", "head"])
+def test_scaled_queries_stay_beside_keys_and_values(each: str) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(5, 4 * 16 + 2 * 32).bfloat16()
+    q, beside = qkv.split([64, 64], dim=1)
+    by = torch.rand(5, 1) if each == "token" else torch.rand(16)
+    expected, kept = ops.scale_queries.body(q, by), beside.clone()
+    found = gpu.GpuOps(attend).scale_queries(q, by)
+    assert torch.equal(found, expected)
+    assert found.data_ptr() == qkv.data_ptr()
+    assert found.stride() == q.stride()
+    assert torch.equal(beside, kept)
+
+
 @needs_interpreter
 @pytest.mark.parametrize(("exchanges", "takes"), [(True, True), (True, False), (False, False)])
 def test_norms_behind_scattered_sums_are_theirs(

@@ -25,6 +25,7 @@ from sgla.model.generic import probe
 from sgla.model.generic_spec import FACTS
 
 HERE = Path(__file__).parent
+MODELS = HERE.parents[1] / "bench/models"
 # With so many KV heads all graphs cut decode attention finely, so that only eager steps cut it coarsely.
 DENSE = {"num_hidden_layers": 2, "vocab_size": 3000, "num_attention_heads": 32, "num_key_value_heads": 32}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -125,6 +126,8 @@ CASES = {
     "convolutions": ("", CONVOLUTIONS, {}),
     "one each": ("", ONE_EACH, {}),
     "entries": ("", ENTRIES, {}),
+    "queries that grow": ("ministral-3-8b", {"num_hidden_layers": 2, "vocab_size": 3000}, {}),
+    "norms behind rotations": ("hunyuan-7b", {"num_hidden_layers": 2, "vocab_size": 3000}, {}),
     "guesses": (
         "qwen3-0.6b",
         DENSE,
@@ -213,16 +216,15 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "few"),
     [
-        (["dense", "mixture", "states", "entries"], {"step_tokens": 256}),
+        (["dense", "mixture", "states", "entries", "queries that grow"], {"step_tokens": 256}),
         pytest.param(list(CASES), {}, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_launched_that_was_not_rehearsed(names: list[str], few: dict[str, int]) -> None:
     """In a process of its own: see ``fake_gpu.py``."""
-    models = HERE.parents[1] / "bench/models"
 
     def read(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-        return (json.loads((models / name / "config.json").read_text()) if name else {}) | changes
+        return (json.loads((MODELS / name / "config.json").read_text()) if name else {}) | changes
 
     cases = [
         {"model": read(name, changes), "config": config | few, "sizes": SIZES.get(case, [])}
@@ -232,6 +234,34 @@ def test_nothing_is_launched_that_was_not_rehearsed(names: list[str], few: dict[
     found = dict(zip(names, map(json.loads, run_script("fake_gpu.py", json.dumps(cases))), strict=True))
     assert {name: case["late"] for name, case in found.items()} == {name: [] for name in names}
     assert min(case["asked"] for case in found.values()) > 20
+
+
+def few_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """As few of the first layers of a published config as have all kinds."""
+    part = config.get("text_config", config)
+    pattern = part.get("hybrid_override_pattern", "")
+    kinds = next((part[key] for key in LAYER_TYPES if part.get(key)), [*pattern])
+    count = max(4, *(kinds.index(kind) + 1 for kind in {*kinds}), part.get("first_k_dense_replace", 0) + 2)
+    changes: dict[str, Any] = {key: part[key][:count] for key in LAYER_TYPES if part.get(key)}
+    changes |= {"hybrid_override_pattern": pattern[:count]} if pattern else {}
+    for key in ("num_hidden_layers", "n_layer"):
+        if key in part:
+            changes[key] = min(count, part[key])
+    return config | ({"text_config": part | changes} if part is not config else changes)
+
+
+LAYER_TYPES = "layer_types", "mlp_layer_types", "layers_block_type"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in MODELS.glob("*/config.json")))
+def test_published_shapes_start(name: str) -> None:
+    """All that a GPU rehearses and launches, but for what kernels compute."""
+    model = few_layers(json.loads((MODELS / name / "config.json").read_text()))
+    case = {"model": model, "config": {"step_tokens": 600, "kv_cache_bytes": 1 << 28}}
+    (found,) = map(json.loads, run_script("fake_gpu.py", json.dumps([case])))
+    assert found.get("error") is None
+    assert found["asked"] > 20
 
 
 class Compiler:

@@ -203,6 +203,12 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     assert first.exp().max() < 0.9
 
 
+def test_dummy_weights_of_a_layer_may_be_single_numbers() -> None:
+    changes = {"architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
+    logprobs = Eager(load_model(dummy(**changes))).prompt_logprobs(random_prompts([10]))
+    assert torch.isfinite(logprobs).all()
+
+
 def test_int4_keeps_in_int8_what_rounding_harms_most_for_its_bytes() -> None:
     sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_attention_heads": 4}
     source = dummy(**sizes, num_hidden_layers=16, vocab_size=3300)

@@ -400,6 +400,22 @@ def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("name", ["hunyuan-7b", "ministral-3-8b"])
+def test_scaled_queries_find_keys_and_values_beside_them(name: str) -> None:
+    """Whole prompts that a step reads eagerly, where the projection left them, and from the pages."""
+    config = json.loads((Path(__file__).parents[2] / "bench/models" / name / "config.json").read_text())
+    model = config | {"num_hidden_layers": 2, "vocab_size": 5000}
+    prompts = {slot: prompt(slot, 60 + slot) for slot in range(16)}
+    found = []
+    for backend in ("native", "triton"):
+        made = make(model, prefill_attention_backend=backend)
+        assert made.steps.attention.extend.name == backend
+        found.append(generate(made, prompts, 6, True))
+        del made
+        torch.cuda.empty_cache()
+    assert agreement(*found) >= 0.6
+
+
 @pytest.mark.parametrize("rows", [1, 3, 12, 24])
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}]

@@ -188,6 +188,11 @@ class GpuOps:
             turning.store(qkv, kv, where)
         return q if self.attend.in_place else q.contiguous()
 
+    @LOWERINGS.of(ops.scale_queries)
+    def scale_queries(self, q: Tensor, by: Tensor) -> Tensor:
+        ops.heads_of(q, by).mul_(by)
+        return q
+
     @LOWERINGS.of(ops.latent_queries)
     def latent_queries(
         self,

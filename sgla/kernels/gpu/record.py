@@ -294,6 +294,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.linear: lambda x, w, *_: _wide(x, w.n),
     ops.logits: lambda x, w, *_: [((x.shape[0], w.n), torch.float32)],
     ops.qk_norm_rope_store: _queries,
+    ops.scale_queries: _like,
     ops.latent_queries: lambda q, latent, k_up, *_: _wide(q, k_up.shape[0] * latent.shape[1]),
     ops.latent_values: lambda seen, v_up: _wide(seen, v_up.shape[0] * v_up.shape[1]),
     ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v_dim),
