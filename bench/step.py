@@ -39,6 +39,7 @@ from sgla.config import Config
 from sgla.kernels.gpu import tuning
 from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
+from sgla.model.read import read_decoder
 from sgla.worker.cuda import CudaRunner
 from sgla.worker.flights import Flight
 
@@ -265,11 +266,12 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     extra = json.loads(args.extra)
     if guessed:
         extra |= {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": max(guessed)}
+    source = open_source(args.model, "dummy")
     config = Config(
         model=args.model,
         device="cuda",
         load_format="dummy",
-        context_length=max(8192, args.context + 1024),
+        context_length=min(read_decoder(source.config).context_len, max(8192, args.context + 1024)),
         attention_backend=args.backend,
         tp=args.tp,
         **extra,
@@ -280,7 +282,6 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
             msgspec.json.decode(line, type=tuning.Line) for line in args.table.read_bytes().splitlines()
         )
         setattr(tuning, "table_of", lambda card: table)  # noqa: B010
-    source = open_source(args.model, "dummy")
     runner = CudaRunner(config, source, rank, args.tp, folder, lambda progress: None)
     base = {
         "bench": "step",

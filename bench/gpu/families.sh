@@ -25,7 +25,7 @@ family() {
 
 for each in "$@"; do
     case $each in
-    gpt2) part "$each" 60 bench/step.py --model bench/models/gpt2 --batches 1,64 --context 640 ;;
+    gpt2) part "$each" 60 bench/step.py --model bench/models/gpt2 --batches 1,64 --context 400 ;;
     qwen3.6-35b-a3b-fp8) family "$each" 150 qwen3.6-35b-a3b ', "quantization": "fp8"' --tag fp8 \
         --workloads W2,W6 --batches 128 --lengths 8192,1024 --max-model-len 9217 ;;
     qwen3.6-35b-a3b-most) family "$each" 110 qwen3.6-35b-a3b "" --workloads W6 --batches 128 --lengths 8192,1024 --max-model-len 9217 ;;

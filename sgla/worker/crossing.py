@@ -58,12 +58,14 @@ class Crossing:
 
 class Chunk(NamedTuple):
     """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
-    ``toll``: seconds that decode steps beside it lose; ``closes``: it is the last of its band."""
+    ``toll``: seconds that decode steps beside it lose; ``rows``: beside these it crosses without being
+    staged; ``closes``: it is the last of its band."""
 
     section: int
     units: Int32s
     places: Int32s
     toll: float
+    rows: bool
     closes: bool
 
 
@@ -77,10 +79,12 @@ class Queued(NamedTuple):
 
 class Route(NamedTuple):
     """What copies a chunk, whose units an index on the GPU names, in one direction: into what is staged, and
-    out of it."""
+    out of it, or ``rows`` of units without that, which takes more of the host's time and less of the GPU's
+    memory's."""
 
     begin: Callable[[Chunk, Tensor, Tensor], None]
     end: Callable[[Chunk, Tensor, Tensor], None]
+    rows: Callable[[Chunk], None]
 
 
 class Step(Protocol):
@@ -105,6 +109,11 @@ class Toll:
     def beside(self, step: Step) -> None:
         """Decode rows alone have been launched."""
         self._steps.append(step)
+
+    @property
+    def runs(self) -> bool:
+        """A decode step is on its way."""
+        return any(not step.done for step in self._steps)
 
     def due(self, lane: object, begin: torch.cuda.Event) -> bool:
         """The lane may queue nothing now that is to come behind ``begin``."""
@@ -190,6 +199,24 @@ class Lane:
         elif self._idle:
             crossing.begun += now - self._idle
         self._idle = 0.0
+        if chunk.rows and self._toll.runs:
+            end = self._cross(chunk, begin)
+        else:
+            end = self._stage(chunk, begin, index)
+        if chunk.closes:
+            crossing.ends.append(end)
+        self._queued.append(Queued(crossing, end, chunk.toll))
+        self._toll.take(self, sum(queued.toll for queued in self._queued))
+
+    def _cross(self, chunk: Chunk, begin: torch.cuda.Event) -> torch.cuda.Event:
+        end = torch.cuda.Event()
+        with torch.cuda.stream(self._second):
+            self._second.wait_event(begin)
+            self._route.rows(chunk)
+            end.record()
+        return end
+
+    def _stage(self, chunk: Chunk, begin: torch.cuda.Event, index: Tensor) -> torch.cuda.Event:
         half, empty = self._halves.popleft()
         full, end = torch.cuda.Event(), torch.cuda.Event()
         with torch.cuda.stream(self._first):
@@ -203,7 +230,4 @@ class Lane:
             self._route.end(chunk, index, half)
             end.record()
         self._halves.append((half, end))
-        if chunk.closes:
-            crossing.ends.append(end)
-        self._queued.append(Queued(crossing, end, chunk.toll))
-        self._toll.take(self, sum(queued.toll for queued in self._queued))
+        return end

@@ -20,14 +20,17 @@ from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import available_bytes, mib, tier_units
 from sgla.worker.pinned import Pinned
+from sgla.worker.rows import Int64s, copy_rows, in_batches
 from sgla.worker.state import Int32s, column
 from sgla.worker.tiers import Rows, runs_of
 
-STAGED = 16 << 20  # bytes that are gathered on the GPU and cross in one piece
+STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
 # Seconds that decode steps lose for a byte that comes beside them, and for one that leaves. It passes the
-# GPU's memory three times, and what is written costs them more than what is read.
-TOLL_IN, TOLL_OUT = 2.1e-12, 1.0e-12
+# GPU's memory three times, and what is written costs them more than what is read. The last one: for a byte
+# that comes without being staged.
+TOLL_IN, TOLL_OUT, TOLL_ROWS = 2.1e-12, 1.0e-12, 0.9e-12
+ROW = 16 << 10  # bytes of a unit in a layer from which on that does not take the host too long
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
 BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
@@ -45,14 +48,25 @@ class Room(Protocol):
     def bytes(self) -> Tensor: ...
 
 
+class Parts(NamedTuple):
+    """What a unit holds of each tensor, int64: its ``width`` in bytes, the ``address`` of that of unit 0 and
+    how far ``apart`` those of others are, and the address of that of place 0 ``beside`` the device."""
+
+    width: Int64s
+    address: Int64s
+    apart: Int64s
+    beside: Int64s
+
+
 class Section(NamedTuple):
     """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
-    of a unit]."""
+    of a unit]; ``parts``: where both lie, if rows may cross by themselves."""
 
     group: int
     band: int
     memory: list[Tensor]
     beside: Tensor
+    parts: Parts | None
 
 
 class HostTier:
@@ -83,12 +97,12 @@ class HostTier:
                 self._band_of |= {tensor.data_ptr(): band for tensor in own}
                 size = places * _width(own)
                 beside = flat[at : at + size].view(places, _width(own))
-                sections.append(Section(group, band, _joined(_wide(own)), beside))
+                sections.append(Section(group, band, _joined(_wide(own)), beside, _parts(own, beside)))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self.toll = Toll()
-        self._in = Lane(staging[0], Route(self._cross_in, self._scatter), self.toll)
-        self._out = Lane(staging[1], Route(self._gather, self._cross_out), self.toll)
+        self._in = Lane(staging[0], Route(self._cross_in, self._scatter, self._cross_rows), self.toll)
+        self._out = Lane(staging[1], Route(self._gather, self._cross_out, self._cross_rows), self.toll)
         self._early: list[Crossing] = []  # that have been told of, and that no step has waited for
         self._unended: list[Crossing] = []  # that have been told of
 
@@ -104,16 +118,15 @@ class HostTier:
         # What leaves may be of units that are still to come, or go to places that are still read.
         behind = [] if inward else list(self._unended)
         crossing = Crossing(copy.transfer, copy.slack, here, behind)
-        chunks = list(self._parted(here, there, TOLL_IN if inward else TOLL_OUT))
+        chunks = list(self._parted(here, there, inward))
         crossing.total, crossing.bands = len(chunks), sum(chunk.closes for chunk in chunks)
         crossing.firsts = 1 + next(i for i, chunk in enumerate(chunks) if chunk.closes)
         (self._in if inward else self._out).add(crossing, chunks)
 
     def _parted(
-        self, units: Sequence[Int32s], places: Sequence[Int32s], toll: float = 0.0
+        self, units: Sequence[Int32s], places: Sequence[Int32s], inward: bool = True
     ) -> Iterator[Chunk]:
-        """At least one, which may be empty. Places that follow each other cross at once. ``toll``: of a
-        byte."""
+        """At least one, which may be empty. Places that follow each other cross at once."""
         orders = [np.argsort(there, kind="stable") for there in places]
         ends = [(here[order], there[order]) for here, there, order in zip(units, places, orders)]
         parts = list[tuple[int, Int32s, Int32s]]()
@@ -125,8 +138,10 @@ class HostTier:
         parts = parts or [(0, units[0][:0], places[0][:0])]
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
-            nbytes = len(part[1]) * self._sections[part[0]].beside.shape[1]
-            yield Chunk(*part, toll=toll * nbytes, closes=band != after)
+            section, count = self._sections[part[0]], len(part[1])
+            rows = inward and section.parts is not None and count > 0
+            toll = TOLL_ROWS if rows else TOLL_IN if inward else TOLL_OUT
+            yield Chunk(*part, toll=toll * count * section.beside.shape[1], rows=rows, closes=band != after)
 
     def awaited(self, plan: StepPlan) -> list[Crossing]:
         """Those told of that have units which the step reads or writes: what its new rows have, or others
@@ -191,6 +206,15 @@ class HostTier:
         beside = self._sections[chunk.section].beside
         for first, count, place in runs_of(chunk.places.tolist()):
             beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
+
+    def _cross_rows(self, chunk: Chunk) -> None:
+        """To the device."""
+        section = self._sections[chunk.section]
+        assert section.parts is not None
+        width, address, apart, beside = section.parts
+        here = address + chunk.units[:, None] * apart
+        there = beside + chunk.places[:, None] * np.int64(section.beside.shape[1])
+        copy_rows(here.ravel(), there.ravel(), np.tile(width, len(here)))
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
         """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
@@ -292,6 +316,16 @@ def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
     """Whether some of ``units`` of each cache group are to come."""
     return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
+
+
+def _parts(tensors: Sequence[Tensor], beside: Tensor) -> Parts | None:
+    """``tensors``: uint8[units, bytes]. None: they cannot cross row by row, or not without harm."""
+    width, address, apart = (
+        np.array([(x.shape[1], x.data_ptr(), x.stride(0)) for x in tensors], np.int64).reshape(-1, 3).T
+    )
+    if beside.is_cuda or not in_batches() or width.min(initial=ROW) < ROW:
+        return None
+    return Parts(width, address, apart, beside.data_ptr() + width.cumsum() - width)
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -93,7 +93,11 @@ def late() -> Iterator[Waits]:
         made(
             self,
             staging,
-            crossing.Route(lambda *_: None, lambda *piece: CURRENT[-1].add(partial(both, *piece))),
+            crossing.Route(
+                lambda *_: None,
+                lambda *piece: CURRENT[-1].add(partial(both, *piece)),
+                lambda chunk: CURRENT[-1].add(partial(route.rows, chunk)),
+            ),
             toll,
         )
 

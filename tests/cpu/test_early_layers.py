@@ -3,6 +3,7 @@ writes to where they read."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -24,10 +25,20 @@ from sgla.worker.gpu_tiers import HostTier
 LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
 
 
+def move_rows(targets: Any, sources: Any, sizes: Any) -> None:
+    for ends in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(*ends)
+
+
 @contextmanager
-def late_copies() -> Iterator[Waits]:
+def late_copies(row: int = 0, decodes: float = 0.0) -> Iterator[Waits]:
+    """``row``: bytes from which on they cross without being staged beside decode steps, 0: none do;
+    ``decodes``: how often there is one."""
+    draw = Random(row)
+    rows = {"ROW": row, "in_batches": lambda: row > 0, "copy_rows": move_rows}
+    runs = patch.object(Toll, "runs", property(lambda toll: draw.random() < decodes))
     on_host = patch.object(crossing, "upload", torch.from_numpy)
-    with late() as waits, patch.object(gpu_tiers, "STAGED", STAGED), on_host:
+    with late() as waits, patch.multiple(gpu_tiers, STAGED=STAGED, **rows), on_host, runs:
         yield waits
 
 
@@ -121,7 +132,7 @@ class World:
 
 def played(seed: int) -> int:
     """How often a step found a layer not to be there."""
-    with late_copies() as waits:
+    with late_copies(*((0, 0.0), (1, 1.0), (8, 0.5))[seed % 3]) as waits:
         world = World(seed)
         for _ in range(150):
             world.draw.choice([world.copy, world.hear, world.hear, world.step, world.step])()

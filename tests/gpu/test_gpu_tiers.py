@@ -8,16 +8,22 @@ import pytest
 import torch
 
 from sgla.messages import Copy, int32
+from sgla.worker.crossing import Toll
 from sgla.worker.gpu_tiers import GpuMemory, HostTier, staging
 from sgla.worker.pinned import Pinned
 
-UNITS, LAYERS, WIDTHS = 300, 6, (4096, 24)
+UNITS, LAYERS, WIDTHS = 300, 6, (16384, 4096, 24)
 
 
 @pytest.mark.parametrize("run", [16, 1], ids=["side by side", "apart"])
 @pytest.mark.parametrize("bands", [1, 3])
+@pytest.mark.parametrize("decodes", [False, True])
 @torch.inference_mode()
-def test_units_are_what_they_were(run: int, bands: int) -> None:
+def test_units_are_what_they_were(
+    run: int, bands: int, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside decode steps, too."""
+    monkeypatch.setattr(Toll, "runs", decodes)
     draw = torch.Generator().manual_seed(run)
     memory = [
         [torch.randint(256, (UNITS, width), dtype=torch.uint8, generator=draw).cuda() for _ in range(LAYERS)]
@@ -34,7 +40,7 @@ def test_units_are_what_they_were(run: int, bands: int) -> None:
     for number in range(4):
         units, places = scattered(128), [1 + place for place in scattered(128)]
         before = [[tensor[units].clone() for tensor in tensors] for tensors in memory]
-        ends = [int32(units)] * 2, [int32(places)] * 2
+        ends = [int32(units)] * len(WIDTHS), [int32(places)] * len(WIDTHS)
         for transfer, copy in enumerate(
             (Copy(2 * number, "device", "host", *ends), Copy(2 * number + 1, "host", "device", *ends[::-1]))
         ):
