@@ -23,6 +23,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Four e4m3 numbers as float16, in order.
+__device__ __forceinline__ void halves(u32 w, u32& lo, u32& hi) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(lo), "=r"(hi)
+      : "r"(w));
+}
 // silu(x) * up, or gelu_tanh(x) * up: the gated activation of every kernel.
 template <bool TANH>
 __device__ __forceinline__ float gate(float x, float up) {
@@ -36,6 +42,11 @@ __device__ __forceinline__ uint4 lds128(u32 addr) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                : "r"(addr)
                : "memory");
+  return r;
+}
+__device__ __forceinline__ uint2 lds_two(u32 addr) {
+  uint2 r;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(addr) : "memory");
   return r;
 }
 __device__ __forceinline__ void sts128(u32 addr, const uint4& v) {

@@ -14,12 +14,17 @@
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x. The sum of a group is float32 when it meets the
 // scale, so nothing is rounded but x and the result.
+//
+// Other codes of 4 bits than integers: see codes.cuh.
 #include "common.cuh"
 
 #ifndef BITS
 #define BITS 4
 #endif
-#ifndef GROUP  // channels with one scale: 32, 64 or 128
+#ifndef CODES  // what 4 bits are, 0: an integer, 1: a place in a table, 2: e2m1
+#define CODES 0
+#endif
+#ifndef GROUP  // channels with one scale: 32, 64 or 128; of e2m1 16 (NVFP4) or 32 (MXFP4)
 #define GROUP 128
 #endif
 #ifndef WHOLE  // 1: zeros are whole numbers, in bfloat16 as the products need them; 0: any, in float16
@@ -68,16 +73,18 @@
 #define EPILOGUE 0
 #endif
 
+#include "codes.cuh"
+
 constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4, DIRECT = WK == 1 && SLICES == 1;
 constexpr int OWN = MT * 16, W_ROWS = WARPS / WK * OWN;  // weight rows of a warp, and of a tile
 constexpr int COLS = GATED ? W_ROWS / 2 : W_ROWS;        // output columns of a tile
-constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie together, of a row
+constexpr int ROW_BYTES = BLOCK / 8 * BITS;  // of the channels of a row that lie together
 constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
-constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
+constexpr int STEPS = GROUP / 16;
 constexpr int WANTED = 4 / (MT * NT), CHAINS = WANTED < STEPS ? WANTED : STEPS;  // of sums
 constexpr int AHEAD = STAGES - !AFTER;  // stages on their way
-constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4;
+constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * HELD * 4;
 constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
 constexpr int SHARE = (COLS + SLICES - 1) / SLICES;                     // columns that a block finishes
@@ -88,16 +95,15 @@ constexpr int CHUNK = 256;                                   // channels of x th
 struct Params {
   const bf16* x;         // [m, x_stride]
   const u32* w;          // [n, blocks * ROW_BYTES / 4]; gated: gate rows, then up rows
-  const u32* constants;  // [n, blocks * PER]
+  const u32* constants;  // [n, blocks * HELD]
   const float* norm;     // [k]
   const float* bias;     // [n] or null
   void* out;             // [m, out_stride]
+  const float* factors;  // of NVFP4's rows, [n]; a table's numbers, [16]
   int m, n, k, x_stride, out_stride;  // n: output columns
   int blocks, x_row;                  // of k; bytes of a row of x in shared memory
   float eps;
 };
-
-#include "integers.cuh"
 
 __device__ __forceinline__ float2 lds64(u32 addr) {
   float2 r;
@@ -134,10 +140,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
   const int units = (p.blocks + UNIT - 1) / UNIT;
   const int begin = units * slice / SLICES, count = units * (slice + 1) / SLICES - begin;
   const int chunks = count * (UNIT * BLOCK / CHUNK);
-  const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
-            kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES, red = kept_x + p.m * p.x_row,
+  const u32 rings = smem_addr(smem) + TABLE_BYTES, ring = rings + warp * (STAGES * STAGE_BYTES),
+            kept_x = rings + WARPS * STAGES * STAGE_BYTES, red = kept_x + p.m * p.x_row,
             sums_of = red + (DIRECT ? 0 : 2 * WK * p.m * (RED_ROW * 4)),  // of groups of x, [groups][NT * 8]
-      squares = sums_of + count * (UNIT * PER * NT * 32);                 // of the chunks of x, [m][chunks]
+      squares = sums_of + (ZEROS ? count * (UNIT * PER * NT * 32) : 0);   // of the chunks of x, [m][chunks]
 
   // The last tile is moved back so that all its rows exist.
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
@@ -155,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
 #pragma unroll
     for (int j = 0; j < LOADS; ++j) {
       const int e = j * 32 + lane, row = e / BITES, bite = e % BITES;
-      own[j] = p.constants + ((long long)(column + row_of(wn * OWN + row)) * p.blocks + block) * PER +
+      own[j] = p.constants + ((long long)(column + row_of(wn * OWN + row)) * p.blocks + block) * HELD +
                bite * (WIDTH / 4);
     }
   };
@@ -180,19 +186,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
           for (int b = 0; b < UNIT; ++b)
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
-              cp_async16(to + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16,
+              cp_async16(to + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + place_of(lane) * 16,
                          in + i * to_next + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
         if (e < OWN * BITES)
           cp_async_constants(to + WORD_BYTES + e * WIDTH, own[j],
-                             e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
+                             e % BITES * (WIDTH / 4) < left * HELD ? WIDTH : 0);
       }
       in_unit += WK;
       in += WK * UNIT * ROW_BYTES;
 #pragma unroll
-      for (int j = 0; j < LOADS; ++j) own[j] += WK * UNIT * PER;
+      for (int j = 0; j < LOADS; ++j) own[j] += WK * UNIT * HELD;
       if (in_unit >= count) {
         in_unit = wk;
         if (++in_tile < last) settle();
@@ -202,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
   };
 #pragma unroll
   for (int s = 0; s < EARLY; ++s) load(s);
+  if (TABLE_BYTES) lay_out(p.factors, smem_addr(smem), THREADS);
   pdl_wait();
   pdl_launch();
 
@@ -255,11 +262,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
         v[i] = {mul2(v[i].x, lo.x, lo.y), mul2(v[i].y, lo.z, lo.w), mul2(v[i].z, hi.x, hi.y),
                 mul2(v[i].w, hi.z, hi.w)};
       }
-      float sum = add2(v[i].x) + add2(v[i].y) + add2(v[i].z) + add2(v[i].w);
+      keep_x(kept_x + rows[i] * p.x_row, ats[i], v[i]);
+      if (ZEROS) {
+        float sum = add2(v[i].x) + add2(v[i].y) + add2(v[i].z) + add2(v[i].w);
 #pragma unroll
-      for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-      sts128(kept_x + rows[i] * p.x_row + ats[i] * 2, v[i]);
-      if (ats[i] % GROUP == 0) sts32(sums_of + (ats[i] / GROUP * (NT * 8) + rows[i]) * 4, sum);
+        for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (ats[i] % GROUP == 0) sts32(sums_of + (ats[i] / GROUP * (NT * 8) + rows[i]) * 4, sum);
+      }
     }
   }
   ask();
@@ -335,10 +344,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
   };
 
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
+  const u32 table = smem_addr(smem) + lane * 4;
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
     if (SLICES == 1 && !DIRECT) keep(tile);
-    float acc[MT][NT][4] = {};
+    float acc[MT][NT][4] = {}, of_rows[MT][2];
+#pragma unroll
+    for (int i = 0; i < (OF_ROWS ? MT : 0); ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        of_rows[i][h] = p.factors[first_column(tile) + row_of(wn * OWN + i * 16 + h * 8 + g)] * LIFT;
     for (int unit = wk; unit < count; unit += WK) {
       cp_async_wait<AHEAD - 1>();
       __syncwarp();
@@ -355,43 +370,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
 #pragma unroll
           for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int c = 0; c < PIECES; ++c)
-              w[i][h][c] = lds128(from + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16);
+            for (int c = 0; c < PIECES; ++c) {
+              const u32 piece = from + (((b * MT + i) * 2 + h) * PIECES + c) * 512;
+              w[i][h][c] = words_of(piece, lane);
+            }
         u32 x[4][NT][4];  // of 32 channels each
 #pragma unroll
         for (int q = 0; q < 4; ++q)
 #pragma unroll
           for (int j = 0; j < NT; ++j) ldmatrix(x[q][j], x_at[j] + block * (BLOCK * 2) + q * 64);
-        u32 constants[PER][MT][2];
+        u32 constants[MT][2][HELD];
         float2 sums[PER][NT];
 #pragma unroll
-        for (int group = 0; group < PER; ++group) {
+        for (int i = 0; i < MT; ++i)
 #pragma unroll
-          for (int i = 0; i < MT; ++i)
+          for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-              constants[group][i][h] =
-                  lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+            for (int c = 0; c < HELD; ++c)
+              constants[i][h][c] =
+                  lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * HELD + c) * 4);
+#pragma unroll
+        for (int group = 0; group < (ZEROS ? PER : 0); ++group)
 #pragma unroll
           for (int j = 0; j < NT; ++j)
             sums[group][j] = lds64(sums_of + ((block * PER + group) * (NT * 8) + j * 8 + t * 2) * 4);
-        }
 #pragma unroll
         for (int group = 0; group < PER; ++group) {
           float sum[CHAINS][MT][NT][4];
 #pragma unroll
           for (int s = 0; s < STEPS; ++s) {  // 16 channels
-            const int step = group * STEPS + s, q = step / 2, word = BITS == 4 ? q : step,
-                      place = BITS == 4 ? step % 2 * 2 : 0;
+            const int step = group * STEPS + s;
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
               const u32* u = reinterpret_cast<const u32*>(w[i][0]);
               const u32* v = reinterpret_cast<const u32*>(w[i][1]);
-              const u32 a0 = two(u[word], place, mask), a1 = two(v[word], place, mask),
-                        a2 = two(u[word], place + 1, mask), a3 = two(v[word], place + 1, mask);
+              const u32 a0 = pair(u, 2 * step, mask, table), a1 = pair(v, 2 * step, mask, table),
+                        a2 = pair(u, 2 * step + 1, mask, table), a3 = pair(v, 2 * step + 1, mask, table);
 #pragma unroll
               for (int j = 0; j < NT; ++j) {
-                const u32(&of_x)[4] = x[q][j];
+                const u32(&of_x)[4] = x[step / 2][j];
                 float(&chain)[4] = sum[s % CHAINS][i][j];
                 if (s < CHAINS)
                   mma_first(chain, a0, a1, a2, a3, of_x[step % 2 * 2], of_x[step % 2 * 2 + 1]);
@@ -406,12 +423,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
             for (int j = 0; j < NT; ++j)
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
-                const u32 own = constants[group][i][e / 2];
+                const u32(&own)[HELD] = constants[i][e / 2];
                 float total = sum[0][i][j][e];
 #pragma unroll
                 for (int c = 1; c < CHAINS; ++c) total += sum[c][i][j][e];
-                const float of_zero = zero_of(own) * (e & 1 ? sums[group][j].y : sums[group][j].x);
-                acc[i][j][e] += (total - of_zero) * half2f(own);
+                if (ZEROS) total -= zero_of(own[group % HELD]) * (e & 1 ? sums[group][j].y : sums[group][j].x);
+                acc[i][j][e] += total * scale_of(own, group);
               }
         }
       }
@@ -421,6 +438,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
       }
     }
 
+#pragma unroll
+    for (int i = 0; i < (OF_ROWS ? MT : 0); ++i)
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[i][j][e] *= of_rows[i][e / 2];
     const int column = first_column(tile);
     if (DIRECT) {
 #pragma unroll

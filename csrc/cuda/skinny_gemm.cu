@@ -14,7 +14,8 @@
 // Weights may be e4m3 (E4M3), with a scale for each column of the result; x is not rounded. Where x is STAGED
 // its rows become float16, times a power of two that puts the largest number near the end of the range, and
 // the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
-// GROUPED: the sums of a chunk meet its scales, which come with its weights.
+// GROUPED: the sums of a chunk meet its scales, which come with its weights. Those of MX are four powers of two,
+// of 32 channels each, of which a lane takes 8.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -48,6 +49,9 @@
 // chunks that follow each other, whose scales come together.
 #ifndef GROUPED
 #define GROUPED 0
+#endif
+#ifndef MX  // 1: scales of chunks are four exponents, a byte each, 127 more than they mean (GROUPED)
+#define MX 0
 #endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up;
                   // 5: bf16, and the first columns go through a convolution over TAPS tokens of their
@@ -134,6 +138,18 @@ struct Window {
 };
 #endif
 
+// Which piece of a row another one stands in the place of, so that lanes read different banks.
+__device__ __forceinline__ int turned(int piece, int row) {
+  return piece ^ (MX ? (row & 3) << 1 : (row & 1) << 2);
+}
+// The first of a lane's 8 channels in piece v of a part of a chunk.
+__device__ __forceinline__ int channel_of(int t, int v) {
+  return MX ? v * 32 + t * 8 : t * (16 / SIZE) + v * 8;
+}
+// Of four exponents, one's power of two.
+__device__ __forceinline__ float power_of(float exponents, int group) {
+  return __uint_as_float(max((__float_as_uint(exponents) >> (8 * group) & 255) << 23, 1u << 22));
+}
 // RUN floats that other lanes read too.
 __device__ __forceinline__ void cp_async_run(u32 dst, const float* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(dst), "l"(src), "n"(4 * RUN) : "memory");
@@ -151,12 +167,6 @@ __device__ __forceinline__ u32 widen(u32 bits, u32 shifted) {
 }
 __device__ __forceinline__ u32 even(u32 w) { return widen(w << 8, w << 4); }
 __device__ __forceinline__ u32 odd(u32 w) { return widen(w, w >> 4); }
-// The same as float16, in order.
-__device__ __forceinline__ void halves(u32 w, u32& lo, u32& hi) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(lo), "=r"(hi)
-      : "r"(w));
-}
 __device__ __forceinline__ void mma_halves(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) {
   u32 a[4] = {};
   halves(lo, a[0], a[2]);
@@ -187,6 +197,13 @@ __device__ __forceinline__ void mma_e4m3(float (&d)[4], u32 lo, u32 hi, u32 x0, 
     mma(d, even(lo), 0, odd(lo), 0, b0, b1);
   else
     mma(d, even(lo), even(hi), odd(lo), odd(hi), b0, b1);
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) {
+  if (HALVES)
+    mma_halves(d, lo, hi, x0, x1);
+  else
+    mma_e4m3(d, lo, hi, x0, x1);
 }
 
 // Two of x times their factors, and what the gate makes of z.
@@ -313,8 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         const long long off =
             GATED ? (long long)(row / 16 * 8 + row % 8) * p.k + (row % 16 >= 8 ? (long long)p.n * p.k : 0)
                   : (long long)row * p.k;
-        cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off,
-                   16);
+        cp_async16(to + (row + my_row) * ROW_BYTES + turned(piece, row + my_row) * 16, in + off, 16);
       }
       if (GROUPED && lane < MT * 16 && in_chunk % RUN == 0) {
         const int row = lane / 16 * TILE_ROWS + lane % 8 + (lane % 16 >= 8 ? (GATED ? p.n : 8) : 0);
@@ -426,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     float total[MT][NT][4] = {};  // GROUPED: sums times their scales
     float by_run[MT][2][RUN];
     for (int chunk = warp * RUN; chunk < chunks; chunk = next_chunk(chunk)) {
-      constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE, PIECE_K = 16 / SIZE;
+      constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE;
       uint4 b[PARTS][NT][XV];
 #pragma unroll
       for (int h = 0; h < PARTS; ++h)
@@ -436,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
           for (int v = 0; v < XV; ++v) {
             b[h][j][v] = {};
-            const int k = chunk * CHUNK_K + h * PART_K + t * PIECE_K + v * 8;
+            const int k = chunk * CHUNK_K + h * PART_K + channel_of(t, v);
             if (row < p.m && STAGED) b[h][j][v] = lds128(staged + (row * p.k + k) * 2 + row * PAD);
             if (row < p.m && !STAGED)
               b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
@@ -465,12 +481,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
             for (int r = 0; r < RUN; ++r) by[r] = lds_float(at + r * 4);
           }
         }
+      // The sums of a group have met its scales.
+      auto meet = [&](int i, int j, float lo, float hi) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float sum = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
+          total[i][j][e] += sum * (e < 2 ? lo : hi);
+          acc[i][j][e] = 0.f;
+          if (CHAINS > 1) more[i][j][e] = 0.f;
+        }
+      };
 #pragma unroll
       for (int h = 0; h < PARTS; ++h) {
         if (NORM && !STAGED) {
 #pragma unroll
           for (int piece = 0; piece < XV; ++piece) {
-            const float* norm = p.norm + chunk * CHUNK_K + h * PART_K + t * PIECE_K + piece * 8;
+            const float* norm = p.norm + chunk * CHUNK_K + h * PART_K + channel_of(t, piece);
             const float4 n0 = *reinterpret_cast<const float4*>(norm),
                          n1 = *reinterpret_cast<const float4*>(norm + 4);
 #pragma unroll
@@ -482,27 +508,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
             }
           }
         }
-        const u32 at_piece = ((h * 4 + t) ^ ((g & 1) << 2)) * 16;
+        const u32 at_piece = turned(h * 4 + (MX ? t / 2 : t), g) * 16 + (MX ? t % 2 * 8 : 0);
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
           const u32 at = from + (i * (HALF ? 8 : 16) + g) * ROW_BYTES + at_piece;
-          const uint4 lo = lds128(at);
-          uint4 hi = {};
-          if (!HALF) hi = lds128(at + 8 * ROW_BYTES);
+          uint4 lo, hi = {};
+          if (MX) {  // of two groups
+            const u32 next = at + 8 * ROW_BYTES;
+            const uint2 a = lds_two(at), b = lds_two(at ^ 32), c = lds_two(next), d = lds_two(next ^ 32);
+            lo = {a.x, a.y, b.x, b.y}, hi = {c.x, c.y, d.x, d.y};
+          } else {
+            lo = lds128(at);
+            if (!HALF) hi = lds128(at + 8 * ROW_BYTES);
+          }
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
             const uint4 &x = b[h][j][0], &y = b[h][j][XV - 1];
-            if (HALVES) {
+            if (E4M3) {
               float(&other)[4] = CHAINS > 1 ? more[i][j] : acc[i][j];
-              mma_halves(acc[i][j], lo.x, hi.x, x.x, x.y);
-              mma_halves(other, lo.y, hi.y, x.z, x.w);
-              mma_halves(acc[i][j], lo.z, hi.z, y.x, y.y);
-              mma_halves(other, lo.w, hi.w, y.z, y.w);
-            } else if (E4M3) {
-              mma_e4m3(acc[i][j], lo.x, hi.x, x.x, x.y);
-              mma_e4m3(acc[i][j], lo.y, hi.y, x.z, x.w);
-              mma_e4m3(acc[i][j], lo.z, hi.z, y.x, y.y);
-              mma_e4m3(acc[i][j], lo.w, hi.w, y.z, y.w);
+              multiply(acc[i][j], lo.x, hi.x, x.x, x.y);
+              multiply(other, lo.y, hi.y, x.z, x.w);
+              if (MX) meet(i, j, power_of(by_run[i][0][0], 2 * h), power_of(by_run[i][1][0], 2 * h));
+              multiply(acc[i][j], lo.z, hi.z, y.x, y.y);
+              multiply(other, lo.w, hi.w, y.z, y.w);
+              if (MX) meet(i, j, power_of(by_run[i][0][0], 2 * h + 1), power_of(by_run[i][1][0], 2 * h + 1));
             } else {
               mma(acc[i][j], lo.x, hi.x, lo.y, hi.y, x.x, x.y);
               mma(acc[i][j], lo.z, hi.z, lo.w, hi.w, x.z, x.w);
@@ -511,18 +540,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         }
       }
       __syncwarp();
-      if (GROUPED) {
+      if (GROUPED && !MX) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-          for (int j = 0; j < NT; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const float sum = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
-              total[i][j][e] += sum * by_run[i][e / 2][0];
-              acc[i][j][e] = 0.f;
-              if (CHAINS > 1) more[i][j][e] = 0.f;
-            }
+          for (int j = 0; j < NT; ++j) meet(i, j, by_run[i][0][0], by_run[i][1][0]);
       }
     }
 

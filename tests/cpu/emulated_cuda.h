@@ -228,9 +228,11 @@ inline unsigned __cvta_generic_to_shared(const void* p) {
 inline uint4 lds128(unsigned address) { return emulated::read<uint4>(address); }
 inline void sts128(unsigned address, const uint4& v) { emulated::write(address, v); }
 inline unsigned lds32(unsigned address) { return emulated::read<unsigned>(address); }
+inline unsigned look_up(unsigned address) { return lds32(address); }
 inline void sts32(unsigned address, float v) { emulated::write(address, v); }
 inline float lds_float(unsigned address) { return emulated::read<float>(address); }
 inline float2 lds64(unsigned address) { return emulated::read<float2>(address); }
+inline uint2 lds_two(unsigned address) { return emulated::read<uint2>(address); }
 inline float lds_of(unsigned address, int rank) { return emulated::read<float>(emulated::there(address, rank)); }
 
 // Copies.

@@ -192,6 +192,12 @@ def test_every_file_of_cuda_compiles() -> None:
             {"EPILOGUE": 4},
             {"EPILOGUE": 5, "NORM": 1, "STAGED": 1},
             {"E4M3": 1, "GROUPED": 1, "STAGED": 2, "NORM": 1},
+            {"E4M3": 1, "GROUPED": 4, "MX": 1, "NT": 2, "MT": 2},
+        ],
+        "integer_gemm.cu": [
+            {"CODES": 1, "GROUP": 64},
+            {"CODES": 2, "GROUP": 32, "WIDTH": 4},
+            {"CODES": 2, "GROUP": 16, "NT": 2, "MT": 2},
         ],
         "experts.cu": [{"GELU": 1}],
         "integer_experts.cu": [

@@ -25,6 +25,10 @@ from sgla.quant.weight import pack
         ("fp8g128", 1, STORE, E4M3_WIDE, 6144),
         ("fp8g128", 5, ADD, Config(1, False, 3, 1), 5120),
         ("fp8g128", 5, ADD, Config(1, False, 3, 1), 4096),
+        ("mxfp8", 1, SILU, E4M3_CUT, 5120),
+        ("mxfp8", 3, STORE, E4M3_CUT, 2176),
+        ("mxfp8", 9, ADD, Config(2, False, 3, 2), 4096),
+        ("mxfp8", 7, STORE, Config(1, False, 5, 2), 5120),
         ("fp8", 1, SILU, E4M3_CUT, 5120),
         ("fp8", 3, ADD, E4M3_WIDE, 5120),
     ],
@@ -44,6 +48,7 @@ def test_the_kernel_equals_the_oracle(
     staged = skinny_gemm._staged(rows, k, cut, True, True, run)
     defines = {"NT": -(-rows // 8), "MT": cut.tiles, "STAGES": cut.stages, "STAGED": staged.rows, "E4M3": 1}
     defines |= {"NORM": int(norm is not None), "EPILOGUE": epilogue, "GROUPED": run}
+    defines["MX"] = int(kind == "mxfp8")
     given = skinny_gemm._Params(
         x.data_ptr(), w.data.data_ptr(), w.scale.data_ptr(), None if norm is None else norm.data_ptr(), None,
         None, out.data_ptr(), rows, columns, k, x.stride(0), 0, out.stride(0), 1e-6,

@@ -36,6 +36,14 @@ Few = integer_gemm.Config
         ("int4m32", 3, ADD, Few(1, 4, 2, 2, early=1, after=True)),
         ("int4g128", 16, SILU, Few(1, 4, 2)),
         ("int8g64", 1, SILU, Few(1, 4, 1, 2, after=True)),
+        ("nf4", 1, SILU, Few(1, 4, 1, 2, early=1, after=True)),
+        ("nf4", 13, ADD, Few(2, 2, 2, 2, 1, 1)),
+        ("fp4", 3, STORE, Few(1, 8, 1, 2)),
+        ("mxfp4", 1, SILU, Few(1, 4, 1, 4, early=1, after=True)),
+        ("mxfp4", 16, ADD, Few(1, 2, 2)),
+        ("nvfp4", 1, FLOAT32, Few(1, 8, 1, 2, after=True)),
+        ("nvfp4", 2, SILU, Few(1, 1)),
+        ("nvfp4", 11, SILU, Few(2, 2, 2, 2, 1, 1)),
     ],
 )
 def test_the_kernel_equals_the_oracle(
@@ -51,17 +59,17 @@ def test_the_kernel_equals_the_oracle(
     out = torch.randn(rows, columns).to(torch.float32 if epilogue == FLOAT32 else torch.bfloat16)
     y = (x.float() if norm is None else ops.rms_norm(x.float(), norm, 1e-6)) @ w.dequant().T
     y = ops.act_mul(y, "silu") if epilogue == SILU else y + out.float() if epilogue == ADD else y
-    shape = Shape(
-        integer_gemm.padded(rows), columns, k, *KINDS[kind], norm is not None, epilogue, kind[4] == "g"
-    )
-    tensors = x, *w.tensors, norm, None, out
+    shape = integer_gemm.shape_of(w, integer_gemm.padded(rows), columns, norm is not None, epilogue)
+    words, constants, factors = integer_gemm.tensors_of(w)
+    tensors = x, words, constants, norm, None, out
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     sizes = rows, columns, k, x.stride(0), out.stride(0), shape.blocks
     if isinstance(cut, Few):
         few = integer_gemm.plan(shape, cut)
         assert few is not None
         of = few.defines, 32 * integer_gemm.WARPS, cut.slices, tmp_path
-        given: ctypes.Structure = integer_gemm._Params(*pointers, *sizes, few.x_row, 1e-6)
+        table = None if factors is None else factors.data_ptr()
+        given: ctypes.Structure = integer_gemm._Params(*pointers, table, *sizes, few.x_row, 1e-6)
         compile_kernel("integer_gemm.cu", "integer_gemm", *of).run(ctypes.byref(given), 1, few.grid)
     else:
         made = stationary_gemm.plan(shape, cut)

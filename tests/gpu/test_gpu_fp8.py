@@ -258,7 +258,7 @@ def products_in_groups(kind: str, m: int, n: int, k: int) -> list[float]:
     h, bias = torch.randn(m, n, dtype=BF16, device="cuda"), torch.randn(n, device="cuda")
     y, normed = x.float() @ w.dequant().T, ops.rms_norm(x.float(), norm, 1e-6) @ w.dequant().T
     found = [relative(e2m1.linear(x, w, bias), y + bias)]
-    if kind == "fp8g128" and m <= skinny_gemm.MAX_ROWS:
+    if kind in ("fp8g128", "mxfp8") and m <= skinny_gemm.MAX_ROWS:
         total = h.clone()
         given: Any = {"scale": w.scale}
         found.append(relative(skinny_gemm.linear(x, w.data, bias=bias, **given), y + bias))

@@ -1,4 +1,5 @@
-"""Weights of 4 and 8 bits in groups on the GPU against the torch oracle in float32."""
+"""Weights of 4 and 8 bits in groups on the GPU, and few rows of other codes, against the torch oracle in
+float32."""
 
 from __future__ import annotations
 
@@ -66,6 +67,30 @@ def test_few_rows_equal_the_oracle(kind: str) -> None:
     for w, m in cases:
         for at, (found, allowed) in enumerate(few_rows(w, m)):
             assert found < allowed, (w.n, w.k, m, at)
+
+
+@pytest.mark.parametrize("kind", integer_gemm.OTHERS)
+def test_few_rows_of_other_codes_equal_the_oracle(kind: str) -> None:
+    weights = [weight(n, k, kind) for n, k in ((6144, 4096), (4096, 12288), (200, 1088))]
+    cases = [(w, m) for w in weights for m in (1, 3, 8, 16)]
+    with rehearsing():
+        for w, m in cases:
+            list(few_rows(w, m))
+    for w, m in cases:
+        for at, (found, allowed) in enumerate(few_rows(w, m)):
+            assert found < allowed, (w.n, w.k, m, at)
+
+
+@pytest.mark.parametrize("kind", integer_gemm.OTHERS)
+def test_few_rows_take_every_code(kind: str) -> None:
+    """Of numbers of x near the ends of what models make, each by itself."""
+    w, at = weight(200, 1024, kind), torch.arange(16, device="cuda") * 61 + 1
+    x = torch.zeros(16, 1024, dtype=BF16, device="cuda")
+    x[torch.arange(16), at] = 2.0 ** torch.linspace(-30, 30, 16, device="cuda").round().to(BF16)
+    expected = w.dequant()[:, at].T * x.amax(1, keepdim=True).float()
+    found = integer_gemm.linear(x, w, epilogue=integer_gemm.FLOAT32)
+    rounded = 2**-8 if kind in ("nf4", "fp4") else 0.0  # numbers of tables are
+    torch.testing.assert_close(found, expected, rtol=rounded, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64"])

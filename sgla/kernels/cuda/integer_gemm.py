@@ -1,18 +1,18 @@
-"""Launcher of ``integer_gemm.cu``: linear layers for few rows with weights of 4 or 8 bits, fused with what
-stands before and after them."""
+"""Launcher of ``integer_gemm.cu``: linear layers for few rows with weights of 4 or 8 bits, integers or other
+codes, fused with what stands before and after them."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
-from sgla.kernels.integers import BLOCK, Integers
+from sgla.kernels.integers import BLOCK, KINDS
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
 MAX_ROWS = 16  # of x
@@ -20,12 +20,15 @@ WARPS = 8  # of a block
 ALIGNED = 8  # channels that x is read by
 STAGES = 5  # at most
 SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
+TABLE_BYTES = 32 << 10  # of a table in shared memory
+INTEGERS, TABLE, E2M1 = range(3)  # CODES
+OTHERS = {"nf4": (64, TABLE), "fp4": (64, TABLE), "mxfp4": (32, E2M1), "nvfp4": (16, E2M1)}  # group, codes
 P = ctypes.c_void_p
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out")),
+        *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out", "factors")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride", "blocks", "x_row")),
         ("eps", ctypes.c_float),
     )
@@ -72,6 +75,12 @@ class Shape(NamedTuple):
     norm: bool
     epilogue: int
     whole: bool = True
+    codes: int = INTEGERS
+
+    @property
+    def held(self) -> int:
+        """Words of constants of a row's block."""
+        return BLOCK // self.group // (4 if self.codes == E2M1 else 1)
 
     @property
     def gated(self) -> bool:
@@ -111,24 +120,27 @@ def padded(m: int) -> int:
 
 def plan(shape: Shape, config: Config) -> Plan | None:
     """None: it does not fit."""
-    groups, per, units = -(-shape.rows // 8), BLOCK // shape.group, -(-shape.blocks // config.unit)
+    groups, held, units = -(-shape.rows // 8), shape.held, -(-shape.blocks // config.unit)
     if config.slices > units or shape.columns(config) > shape.n:
         return None
     here = -(-units // config.slices) * config.unit  # blocks of k
     x_row = here * BLOCK * 2 + 16  # bytes; the last ones are there so that rows lie in different banks
     alone = config.warps == config.slices == 1
     sums = 0 if alone else 8 * config.warps * shape.rows * (config.weight_rows + 4)
-    x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
-    stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
+    of_zeros = BLOCK // shape.group * groups * 32 if shape.codes == INTEGERS else 0
+    x = shape.rows * x_row + sums + here * (of_zeros + shape.rows * 2)
+    x += TABLE_BYTES if shape.codes == TABLE else 0
+    stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * held)
     stages = min(STAGES, (SHARED // config.resident - 2048 - x) // stage)
     if stages < 2:
         return None
     once, keeps = _of_x(shape, config, here // 2)
-    own, loaded = shape.blocks * per, config.unit * per  # words of constants
+    own, loaded = shape.blocks * held, config.unit * held  # words of constants
     tiles = -(-shape.n // shape.columns(config))
     defines = {
         "BITS": shape.bits,
         "GROUP": shape.group,
+        "CODES": shape.codes,
         "WHOLE": int(shape.whole),
         "NT": groups,
         "MT": config.tiles,
@@ -188,9 +200,32 @@ def default_config(shape: Shape) -> Config | None:
     return next((config for config in (*best, *large, *MOST) if plan(shape, config) is not None), None)
 
 
+def takes(weight: Any) -> bool:
+    """Whether it knows the storage of a weight."""
+    return weight.kind in KINDS or weight.kind in OTHERS
+
+
+def shape_of(weight: Any, rows: int, n: int, norm: bool, epilogue: int) -> Shape:
+    if weight.kind in KINDS:
+        bits, group = KINDS[weight.kind]
+        return Shape(rows, n, weight.k, bits, group, norm, epilogue, weight.whole)
+    group, codes = OTHERS[weight.kind]
+    return Shape(rows, n, weight.k, 4, group, norm, epilogue, codes=codes)
+
+
+def tensors_of(weight: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Words, constants and factors."""
+    words, constants, *more = weight.tensors
+    if weight.kind in KINDS:
+        return words, constants, None
+    if OTHERS[weight.kind][1] == TABLE:
+        return words, constants, weight.values(words.device)
+    return words, constants, more[0] if more else None
+
+
 def linear(
     x: Tensor,
-    weight: Integers,
+    weight: Any,
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
@@ -199,13 +234,13 @@ def linear(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= ``MAX_ROWS``; see ``refuses``, and
-    ``skinny_gemm.linear`` for the rest."""
+    """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= ``MAX_ROWS``, the weight in
+    integers or one of ``OTHERS``; see ``refuses``, and ``skinny_gemm.linear`` for the rest."""
     m, k = x.shape
     n = weight.n // 2 if epilogue in (SILU, GELU) else weight.n
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    shape = Shape(padded(m), n, k, weight.bits, weight.group, norm is not None, epilogue, weight.whole)
+    shape = shape_of(weight, padded(m), n, norm is not None, epilogue)
     config = config or default_config(shape)
     if config is None:
         half = shape.rows // 2
@@ -213,7 +248,8 @@ def linear(
             linear(x[part], weight, norm=norm, eps=eps, bias=bias, epilogue=epilogue, out=out[part])
         return out
     kernel, made = _kernel(shape, config)
-    tensors = x, *weight.tensors, norm, bias, out
+    words, constants, factors = tensors_of(weight)
+    tensors = x, words, constants, norm, bias, out, factors
     params = _Params(
         *(None if t is None else t.data_ptr() for t in tensors),
         m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row, eps,

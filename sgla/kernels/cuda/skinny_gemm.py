@@ -129,11 +129,13 @@ def _kernel(
     e4m3: bool,
     gate: tuple[int, int] | None = None,
     run: int = 0,
+    powers: bool = False,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GROUPED": run} if run else {}
+    defines |= {"MX": 1} if powers else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(run) + staged.bytes)
 
@@ -186,7 +188,7 @@ def linear(
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
     With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128; or float32
-    ``[n, k / 128]``, of as many channels. ``norm``
+    ``[n, k / 128]``, of as many channels; or uint8 ``[n, k / 32]``: exponents of MXFP8. ``norm``
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
     ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the ``convolution``, and silu.
@@ -207,8 +209,8 @@ def linear(
         assert gate_refuses(m, k, gate.norm) is None
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
-    gating = None if gate is None else gate.defines
-    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, run)
+    gating, powers = None if gate is None else gate.defines, scale is not None and scale.dtype == torch.uint8
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, run, powers)
     params = (
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import OTHER, Work
@@ -163,10 +163,13 @@ def sizes(weights: list[Any], most: int) -> list[int]:
     take."""
     shapes = {(w.n, w.k, w.kind) for w in weights if w.kind in e2m1.OTHERS}
     first: dict[Any, int] = {}
+    few = integer_gemm.MAX_ROWS if this_device().wgmma else 0
     tiles = range(MOST + batch_gemm.GROUPED_ROWS, most + 1, batch_gemm.GROUPED_ROWS)
     for m in (*range(1, min(most, MOST) + 1), *tiles) if shapes else ():
         for n, k, kind in shapes:
             tile: Any = e2m1.cut(m, n, -(-k // 128))
+            if kind in integer_gemm.OTHERS and m <= few:
+                tile = integer_gemm.padded(m)
             if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:
                 tile = blocks_faster(m, n, k), _cut_of(m, n, k)
             first.setdefault((n, k, kind, tile), m)

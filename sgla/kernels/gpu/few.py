@@ -16,7 +16,7 @@ from sgla.kernels.gpu.tuning import Product, algorithm_for
 from sgla.kernels.triton import delta, elementwise
 
 NAME = "few rows"  # of nodes that other rules look for
-E4M3 = "fp8", "fp8g128"  # storages
+E4M3 = "fp8", "fp8g128", "mxfp8"  # storages
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
 GATES = {"silu": skinny_gemm.SILU, "gelu_tanh": skinny_gemm.GELU}
 
@@ -34,7 +34,10 @@ def refuses(work: Work, *chain: Node) -> str | None:
     if w.k % (step := 128 if e4m3 else 64) or w.n < 64:
         return f"it needs an input width that is a multiple of {step}, and an output width from 64 on"
     maker = chain[0] if len(chain) == 2 else work.maker(x)
-    if rows > 8 and w.data.numel() > WIDE and maker is not None and maker.op == ops.rms_norm:
+    behind_norm = maker is not None and maker.op == ops.rms_norm
+    if w.kind == "mxfp8":  # which cuBLAS does not multiply
+        behind_norm = len(chain) == 2
+    if rows > 8 and w.data.numel() > WIDE and behind_norm:
         return "with more than 8 rows and a wide weight a norm apart and cuBLAS are faster"
     return None
 

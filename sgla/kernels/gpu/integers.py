@@ -1,4 +1,5 @@
-"""Linear layers whose weights have 4 or 8 bits in groups: few rows, more rows, and long prompts."""
+"""Linear layers whose weights have 4 or 8 bits in groups: few rows, more rows, and long prompts. Few rows of
+other weights of 4 bits take the same kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ LONG = 1025
 
 def few_refuses(work: Work, *chain: Node) -> str | None:
     linear = chain[-1]
-    if not are_integers(linear.given["w"]):
+    if not integer_gemm.takes(linear.given["w"]):
         return OTHER
     if not work.wgmma:
         return "its kernel is made for Hopper"
@@ -45,10 +46,13 @@ def few(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _few, made, linear.results, linear.rows)]
 
 
-def _few(x: Tensor, weight: Integers, **given: Any) -> Tensor:
-    stationary = stationary_gemm.refuses(x.shape[0], weight.n, weight.k, weight.bits, weight.group) is None
-    kernel = stationary_gemm if stationary else integer_gemm
-    return kernel.linear(x if x.stride(1) == 1 else x.contiguous(), weight, **given)
+def _few(x: Tensor, weight: Any, **given: Any) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if are_integers(weight):
+        n, k, bits, group = weight.n, weight.k, weight.bits, weight.group
+        if stationary_gemm.refuses(x.shape[0], n, k, bits, group) is None:
+            return stationary_gemm.linear(x, weight, **given)
+    return integer_gemm.linear(x, weight, **given)
 
 
 def many_refuses(work: Work, linear: Node) -> str | None:
