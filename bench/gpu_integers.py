@@ -61,7 +61,8 @@ def cuts(rows: int) -> Iterator[ig.Config]:
 
 def shape_of(layer: Layer, rows: int, kind: str) -> ig.Shape:
     n = layer.n // 2 if layer.epilogue == ig.SILU else layer.n
-    return ig.Shape(ig.padded(rows), n, layer.k, *KINDS[kind], layer.norm, layer.epilogue)
+    bits, group, codes = ig.packing(kind)
+    return ig.Shape(ig.padded(rows), n, layer.k, bits, group, layer.norm, layer.epilogue, codes=codes)
 
 
 class Product:
@@ -128,7 +129,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", default="1,16,4")
-    parser.add_argument("--kind", default="int4g128", choices=list(KINDS))
+    parser.add_argument("--kind", default="int4g128", choices=[*KINDS, *ig.OTHERS])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--stages", type=int, default=ig.STAGES)
     args = parser.parse_args()

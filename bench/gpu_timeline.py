@@ -134,7 +134,7 @@ class Layer:
             self.kernels[layer.name] = Kernel(self.file, name, defines, plan.shared, cut.slices)
         if out is None:
             out = torch.empty(len(x), shape.n, dtype=x.dtype, device="cuda")
-        tensors = x, *w.tensors, self.norm if layer.norm else None, None, out
+        tensors = x, *w.tensors, self.norm if layer.norm else None, None, out, None
         few = self.module is ig
         sizes = (
             len(x),

@@ -1,10 +1,10 @@
-// What kernels for few rows by weights of 4 and 8 bits share, whose includers define BITS, GROUP, WHOLE, WIDTH and
-// CODES: what the bits of a weight are. See integer_gemm.cu.
+// What kernels for few rows by weights of 4 and 8 bits share, whose includers define BITS, GROUP, WHOLE,
+// WIDTH and CODES: what the bits of a weight are. See integer_gemm.cu.
 //
-// Codes that are no integers have no zero. Places in a table (``quant/coded.py``) are looked up two at a time in
-// shared memory. Bits of e2m1 (``quant/e2m1.py``) are masked where bfloat16 has them, 2^126 too small, for which
-// x is kept 2^64 times too large; exponents of MXFP4 are meant so, NVFP4's rows have factors. Their words have
-// channels in other orders, and x is kept in these.
+// Codes that are no integers have no zero. Places in a table (``quant/coded.py``) are looked up two at a time
+// in shared memory. Bits of e2m1 (``quant/e2m1.py``) are masked where bfloat16 has them, 2^126 too small, for
+// which x is kept 2^64 times too large; MXFP4's exponents are meant so, and NVFP4's rows have factors. Words
+// of both have channels in other orders, and x is kept in these.
 #pragma once
 #include "integers.cuh"
 
@@ -31,8 +31,8 @@ __device__ __forceinline__ u32 look_up(u32 addr) {
 __device__ __forceinline__ void sts64(u32 addr, u32 a, u32 b) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(addr), "r"(a), "r"(b) : "memory");
 }
-// A row's words of a block are four pieces, a lane's each, or a lane reads 8 bytes of each half of them: where
-// its piece stands, so that lanes read different banks, and its words.
+// A row's words of a block are four pieces, a lane's each, or a lane reads 8 bytes of each half of them.
+// Where its piece stands, so that lanes read different banks, and its words:
 __device__ __forceinline__ int place_of(int lane) { return ZEROS ? lane : lane ^ (lane / 4 & 2); }
 __device__ __forceinline__ uint4 words_of(u32 block, int lane) {
   if (ZEROS) return lds128(block + lane * 16);
@@ -83,4 +83,11 @@ __device__ __forceinline__ float scale_of(const u32 (&constants)[HELD], int grou
   u32 lo, hi;
   halves(word, lo, hi);
   return half2f((group % 4 < 2 ? lo : hi) >> (group % 2 * 16));
+}
+// d = a b, as ``mma``.
+__device__ __forceinline__ void mma_first(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%10,%10,%10,%10};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
 }

@@ -121,14 +121,6 @@ __device__ __forceinline__ float lds_of(u32 addr, int rank) {
   return r;
 }
 
-// d = a b, as ``mma``.
-__device__ __forceinline__ void mma_first(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-               "{%8,%9}, {%10,%10,%10,%10};"
-               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float row_square[NT * 8];
@@ -427,7 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
                 float total = sum[0][i][j][e];
 #pragma unroll
                 for (int c = 1; c < CHAINS; ++c) total += sum[c][i][j][e];
-                if (ZEROS) total -= zero_of(own[group % HELD]) * (e & 1 ? sums[group][j].y : sums[group][j].x);
+                const float2 of_x = sums[ZEROS ? group : 0][j];
+                if (ZEROS) total -= zero_of(own[group % HELD]) * (e & 1 ? of_x.y : of_x.x);
                 acc[i][j][e] += total * scale_of(own, group);
               }
         }

@@ -14,8 +14,8 @@
 // Weights may be e4m3 (E4M3), with a scale for each column of the result; x is not rounded. Where x is STAGED
 // its rows become float16, times a power of two that puts the largest number near the end of the range, and
 // the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
-// GROUPED: the sums of a chunk meet its scales, which come with its weights. Those of MX are four powers of two,
-// of 32 channels each, of which a lane takes 8.
+// GROUPED: the sums of a chunk meet its scales, which come with its weights. Those of MX are four powers of
+// two, of 32 channels each, of which a lane takes 8.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x

@@ -12,13 +12,17 @@
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x, which is a product of x with ones. The sum of a group
-// is float32 when it meets the scale, so nothing is rounded but x and the result.
+// is float32 when it meets the scale, so nothing is rounded but x and the result. Other codes of 4 bits than
+// integers: see codes.cuh.
 #include "common.cuh"
 
 #ifndef BITS
 #define BITS 4
 #endif
-#ifndef GROUP  // channels with one scale: 32, 64 or 128
+#ifndef CODES  // what 4 bits are, 0: an integer, 1: a place in a table, 2: e2m1
+#define CODES 0
+#endif
+#ifndef GROUP  // channels with one scale: 32, 64 or 128; of e2m1 16 (NVFP4) or 32 (MXFP4)
 #define GROUP 128
 #endif
 #ifndef WHOLE  // 1: zeros are whole numbers, in bfloat16 as the products need them; 0: any, in float16
@@ -67,15 +71,17 @@
 #define EPILOGUE 0
 #endif
 
+#include "codes.cuh"
+
 constexpr int WARPS = WK * WN, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int OWN = MT * 16, W_ROWS = WN * OWN;      // weight rows of a warp, and of a tile
 constexpr int COLS = GATED ? W_ROWS / 2 : W_ROWS;    // output columns of a tile
-constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie together, of a row
+constexpr int ROW_BYTES = BLOCK / 8 * BITS;          // of the channels of a row that lie together
 constexpr int PIECES = BITS / 4;                     // of 16 bytes, for a lane, of a row's block
-constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
-constexpr int CHAINS = NT == 1 ? 2 : 1;  // of sums
-constexpr int WORD_BYTES = OWN * KB * ROW_BYTES, OF_ROW = KB * PER * 4;
+constexpr int STEPS = GROUP / 16;
+constexpr int CHAINS = NT == 1 && STEPS > 1 ? 2 : 1;  // of sums
+constexpr int WORD_BYTES = OWN * KB * ROW_BYTES, OF_ROW = KB * HELD * 4;
 constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
 constexpr int SHARE = (COLS + SLICES - 1) / SLICES;  // columns that a block finishes
@@ -97,15 +103,14 @@ constexpr int X_BYTES = 8 * X_ROW;         // of 8 rows and 128 channels on thei
 struct Params {
   const bf16* x;         // [m, x_stride]
   const u32* w;          // [n, blocks * ROW_BYTES / 4]; gated: gate rows, then up rows
-  const u32* constants;  // [n, blocks * PER]
+  const u32* constants;  // [n, blocks * HELD]
   const float* norm;     // [k]
   const float* bias;     // [n] or null
   void* out;             // [m, out_stride]
+  const float* factors;  // of NVFP4's rows, [n]; a table's numbers, [16]
   int m, n, k, x_stride, out_stride, blocks;  // n: output columns; blocks of k
   float eps;
 };
-
-#include "integers.cuh"
 
 // A float for a block of the cluster, whose barrier counts it.
 __device__ __forceinline__ void tell(u32 addr, u32 barrier, int rank, float v) {
@@ -141,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
             part = blockIdx.x / SLICES;
   const int first = int((long long)tiles * part / parts), last = int((long long)tiles * (part + 1) / parts);
   const int own_block = (slice * WK + wk) * KB, left = p.blocks - own_block;  // behind `left` there are none
-  const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
-            red = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES,
+  const u32 rings = smem_addr(smem) + TABLE_BYTES, ring = rings + warp * (STAGES * STAGE_BYTES),
+            red = rings + WARPS * STAGES * STAGE_BYTES,
             // x on its way, before there are sums: one block of channels of a warp, or all of WN warps
             passing = red + (WN == 1 ? warp : wk * NT * KB) * X_BYTES,
       got = red + RED_BYTES, squares = smem_addr(row_square), all = smem_addr(delivered);
@@ -164,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
   // Rows of a tile in the weight, from its first column on.
   auto row_of = [&](int row) { return GATED ? row / 16 * 8 + row % 8 + (row % 16 >= 8 ? p.n : 0) : row; };
-  const u32 row_bytes = p.blocks * ROW_BYTES, constants_bytes = p.blocks * (PER * 4);
+  const u32 row_bytes = p.blocks * ROW_BYTES, constants_bytes = p.blocks * (HELD * 4);
   const u64 to_half = u64(row_bytes) * (GATED ? p.n : 8);
   const char* words = reinterpret_cast<const char*>(p.w) + u64(row_bytes) * row_of(wn * OWN + g) +
                       own_block * ROW_BYTES + t * 16;
@@ -172,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
 #pragma unroll
   for (int j = 0; j < LOADS; ++j)
     constants[j] = reinterpret_cast<const char*>(p.constants) +
-                   u64(constants_bytes) * row_of(wn * OWN + (j * 32 + lane) / BITES) + own_block * (PER * 4) +
-                   (j * 32 + lane) % BITES * WIDTH;
+                   u64(constants_bytes) * row_of(wn * OWN + (j * 32 + lane) / BITES) +
+                   own_block * (HELD * 4) + (j * 32 + lane) % BITES * WIDTH;
   auto load = [&](int tile, int stage) {
     if (tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
@@ -187,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
           for (int b = 0; b < KB; ++b)
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
-              cp_async16(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16,
+              cp_async16(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + place_of(lane) * 16,
                          in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64,
                          b < left ? 16 : 0);
 #pragma unroll
@@ -195,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
         const int e = j * 32 + lane;
         if (e < OWN * BITES)
           cp_async_constants(to + WORD_BYTES + e * WIDTH, constants[j] + u64(constants_bytes) * column,
-                             e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
+                             e % BITES * (WIDTH / 4) < left * HELD ? WIDTH : 0);
       }
     }
     cp_async_commit();
@@ -212,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
                        : float4{};
 #pragma unroll
   for (int s = 0; s < EARLY; ++s) load(first + s, s);
+  if (TABLE_BYTES) lay_out(p.factors, smem_addr(smem), THREADS);
 
   pdl_wait();
   if (!LATE) pdl_launch();
@@ -244,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
           square[j * PIECES_OF_X + i] += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
           v = {mul2(v.x, lo.x, lo.y), mul2(v.y, lo.z, lo.w), mul2(v.z, hi.x, hi.y), mul2(v.w, hi.z, hi.w)};
         }
-        sts128(passing + (WN == 1 ? 0 : j * KB + b) * X_BYTES + row_of_x(i) * X_ROW + lane % 16 * 16, v);
+        keep_x(passing + (WN == 1 ? 0 : j * KB + b) * X_BYTES + row_of_x(i) * X_ROW, lane % 16 * 8, v);
       }
     };
     auto take = [&](int j, int b) {
@@ -270,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
         for (int b = 0; b < KB; ++b) take(j, b);
     }
 #pragma unroll
-    for (int b = 0; b < KB; ++b)
+    for (int b = 0; b < (ZEROS ? KB : 0); ++b)
 #pragma unroll
       for (int group = 0; group < PER; ++group)
 #pragma unroll
@@ -388,6 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
 
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
   constexpr int LAG = BEHIND + (SLICES > 1 ? 1 : 0);  // tiles until one is finished
+  const u32 table = smem_addr(smem) + lane * 4;
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
     if (tile - LAG >= first) keep(tile - LAG);
@@ -395,6 +402,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     __syncwarp();
     load(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     if (LATE && tile + STAGES >= last) pdl_launch();
+    float of_rows[MT][2];
+#pragma unroll
+    for (int i = 0; i < (OF_ROWS ? MT : 0); ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        of_rows[i][h] = p.factors[first_column(tile) + row_of(wn * OWN + i * 16 + h * 8 + g)] * LIFT;
     const u32 from = ring + stage * STAGE_BYTES;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     const u32 to = red + (tile - first) % 2 * RED_TILE + wk * RED_WARP + (t * 2 * RED_ROW + wn * OWN + g) * 4;
@@ -408,40 +421,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int c = 0; c < PIECES; ++c)
-            w[h][c] = lds128(from + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + lane * 16);
-        u32 own[PER][2];
+            w[h][c] = words_of(from + (((i * KB + b) * 2 + h) * PIECES + c) * 512, lane);
+        u32 own[2][HELD];
 #pragma unroll
-        for (int group = 0; group < PER; ++group)
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-          for (int h = 0; h < 2; ++h)
-            own[group][h] = lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+          for (int c = 0; c < HELD; ++c)
+            own[h][c] = lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * HELD + c) * 4);
 #pragma unroll
         for (int group = 0; group < PER; ++group) {
-          float sum[NT][CHAINS][4] = {};
+          float sum[NT][CHAINS][4];
 #pragma unroll
           for (int s = 0; s < STEPS; ++s) {  // 16 channels
-            const int step = group * STEPS + s, q = step / 2, word = BITS == 4 ? q : step,
-                      place = BITS == 4 ? step % 2 * 2 : 0;
+            const int step = group * STEPS + s, q = step / 2;
             const u32* u = reinterpret_cast<const u32*>(w[0]);
             const u32* v = reinterpret_cast<const u32*>(w[1]);
-            const u32 a0 = two(u[word], place, mask), a1 = two(v[word], place, mask),
-                      a2 = two(u[word], place + 1, mask), a3 = two(v[word], place + 1, mask);
+            const u32 a0 = pair(u, 2 * step, mask, table), a1 = pair(v, 2 * step, mask, table),
+                      a2 = pair(u, 2 * step + 1, mask, table), a3 = pair(v, 2 * step + 1, mask, table);
 #pragma unroll
-            for (int j = 0; j < NT; ++j)
-              mma(sum[j][s % CHAINS], a0, a1, a2, a3, x[j][b][q][step % 2 * 2], x[j][b][q][step % 2 * 2 + 1]);
+            for (int j = 0; j < NT; ++j) {
+              const u32 x0 = x[j][b][q][step % 2 * 2], x1 = x[j][b][q][step % 2 * 2 + 1];
+              if (s < CHAINS)
+                mma_first(sum[j][s], a0, a1, a2, a3, x0, x1);
+              else
+                mma(sum[j][s % CHAINS], a0, a1, a2, a3, x0, x1);
+            }
           }
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float scale = half2f(own[group][h]), zero = zero_of(own[group][h]);
+            const float scale = scale_of(own[h], group), zero = ZEROS ? zero_of(own[h][group % HELD]) : 0.f;
 #pragma unroll
             for (int j = 0; j < NT; ++j)
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                const float2 of_x = sums[b * PER + group][j];
                 float total = sum[j][0][h * 2 + e];
 #pragma unroll
                 for (int c = 1; c < CHAINS; ++c) total += sum[j][c][h * 2 + e];
-                acc[j][h * 2 + e] += (total - zero * (e ? of_x.y : of_x.x)) * scale;
+                if (ZEROS) total -= zero * (e ? sums[b * PER + group][j].y : sums[b * PER + group][j].x);
+                acc[j][h * 2 + e] += total * scale;
               }
           }
         }
@@ -451,7 +468,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
       for (int j = 0; j < NT; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          sts32(to + ((j * 8 + (e & 1)) * RED_ROW + i * 16 + (e >= 2 ? 8 : 0)) * 4, acc[j][e]);
+          sts32(to + ((j * 8 + (e & 1)) * RED_ROW + i * 16 + (e >= 2 ? 8 : 0)) * 4,
+                OF_ROWS ? acc[j][e] * of_rows[i][e / 2] : acc[j][e]);
     }
     if (BEHIND) {
       __syncwarp();

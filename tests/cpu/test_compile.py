@@ -205,7 +205,12 @@ def test_every_file_of_cuda_compiles() -> None:
             {"BITS": 8, "GROUP": 32},
         ],
         "token_experts.cu": [{"COMMON": 1}, {"DOWN": 1, "WIDTH": 1408, "OUTPUTS": 2048, "ROWS": 2, "ADD": 1}],
-        "stationary_gemm.cu": [{"NORM": 1, "EPILOGUE": 2}, {"NT": 1, "BITS": 8, "SLICES": 3, "EPILOGUE": 1}],
+        "stationary_gemm.cu": [
+            {"NORM": 1, "EPILOGUE": 2},
+            {"NT": 1, "BITS": 8, "SLICES": 3, "EPILOGUE": 1},
+            {"CODES": 1, "GROUP": 64},
+            {"CODES": 2, "GROUP": 16},
+        ],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}],
     }
     for file, cases in apart.items():

@@ -12,7 +12,6 @@ from emulated_cuda import HERE, compile_kernel
 from sgla.kernels import ops
 from sgla.kernels.cuda import integer_gemm, stationary_gemm
 from sgla.kernels.cuda.stationary_gemm import ADD, FLOAT32, SILU, STORE, Config, Shape
-from sgla.kernels.integers import KINDS
 from sgla.quant.weight import pack
 
 Few = integer_gemm.Config
@@ -36,6 +35,13 @@ Few = integer_gemm.Config
         ("int4m32", 3, ADD, Few(1, 4, 2, 2, early=1, after=True)),
         ("int4g128", 16, SILU, Few(1, 4, 2)),
         ("int8g64", 1, SILU, Few(1, 4, 1, 2, after=True)),
+        ("nf4", 9, SILU, Config(1, 1, 3)),
+        ("nf4", 16, ADD, Config(2, 2, 2, 2, behind=True)),
+        ("fp4", 6, STORE, Config(1, 4)),
+        ("mxfp4", 16, ADD, Config(1, 2, 2, 2)),
+        ("mxfp4", 11, SILU, Config(2, 2, behind=True)),
+        ("nvfp4", 8, FLOAT32, Config(1, 2, 2)),
+        ("nvfp4", 13, SILU, Config(2, 2, behind=True)),
         ("nf4", 1, SILU, Few(1, 4, 1, 2, early=1, after=True)),
         ("nf4", 13, ADD, Few(2, 2, 2, 2, 1, 1)),
         ("fp4", 3, STORE, Few(1, 8, 1, 2)),
@@ -61,15 +67,14 @@ def test_the_kernel_equals_the_oracle(
     y = ops.act_mul(y, "silu") if epilogue == SILU else y + out.float() if epilogue == ADD else y
     shape = integer_gemm.shape_of(w, integer_gemm.padded(rows), columns, norm is not None, epilogue)
     words, constants, factors = integer_gemm.tensors_of(w)
-    tensors = x, words, constants, norm, None, out
+    tensors = x, words, constants, norm, None, out, factors
     pointers = [None if t is None else t.data_ptr() for t in tensors]
     sizes = rows, columns, k, x.stride(0), out.stride(0), shape.blocks
     if isinstance(cut, Few):
         few = integer_gemm.plan(shape, cut)
         assert few is not None
         of = few.defines, 32 * integer_gemm.WARPS, cut.slices, tmp_path
-        table = None if factors is None else factors.data_ptr()
-        given: ctypes.Structure = integer_gemm._Params(*pointers, table, *sizes, few.x_row, 1e-6)
+        given: ctypes.Structure = integer_gemm._Params(*pointers, *sizes, few.x_row, 1e-6)
         compile_kernel("integer_gemm.cu", "integer_gemm", *of).run(ctypes.byref(given), 1, few.grid)
     else:
         made = stationary_gemm.plan(shape, cut)
@@ -81,12 +86,13 @@ def test_the_kernel_equals_the_oracle(
     assert (out.float() - y).norm() < 5e-3 * y.norm()
 
 
-@pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64"])
+@pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64", *integer_gemm.OTHERS])
 @pytest.mark.parametrize(("n", "k"), [(200, 1000), (6144, 4096), (4096, 14336)])
 def test_cuts_fit_a_multiprocessor(kind: str, n: int, k: int) -> None:
     for rows in (1, 8, 16):
         for epilogue, columns in ((ADD, n), (SILU, n // 2)):
-            shape = Shape(rows, columns, k, *KINDS[kind], True, epilogue, kind[4] == "g")
+            bits, group, codes = integer_gemm.packing(kind)
+            shape = Shape(rows, columns, k, bits, group, True, epilogue, codes=codes)
             cut = stationary_gemm.default_config(shape)
             assert cut is not None, shape
             made = stationary_gemm.plan(shape, cut)

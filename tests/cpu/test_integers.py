@@ -96,16 +96,16 @@ def test_a_kernel_packs_as_torch_does(kind: str) -> None:
             assert torch.equal(made, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *integer_gemm.OTHERS])
 @pytest.mark.parametrize(("n", "k"), [(32, 8), (200, 1000), (6144, 4096), (8192, 29568), (64, 32768)])
 def test_a_cut_for_few_rows_fits_every_weight(kind: str, n: int, k: int) -> None:
     """Into the shared memory of a multiprocessor, with all the blocks that are to be there; so many rows that
     nothing fits are cut in halves that do."""
-    bits, group = KINDS[kind]
+    bits, group, codes = integer_gemm.packing(kind)
     assert integer_gemm.refuses(n, k) is None
     for rows, epilogue in itertools.product((1, 2, 4, 8, 16), (integer_gemm.ADD, integer_gemm.SILU)):
         outputs = n // 2 if epilogue == integer_gemm.SILU else n
-        shape = integer_gemm.Shape(rows, outputs, k, bits, group, True, epilogue, kind[4] == "g")
+        shape = integer_gemm.Shape(rows, outputs, k, bits, group, True, epilogue, codes=codes)
         config = integer_gemm.default_config(shape)
         assert config is not None or rows > 8, shape
         if config is not None:

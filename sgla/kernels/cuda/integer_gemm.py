@@ -205,12 +205,15 @@ def takes(weight: Any) -> bool:
     return weight.kind in KINDS or weight.kind in OTHERS
 
 
+def packing(kind: str) -> tuple[int, int, int]:
+    """Bits, channels of a group, and codes of a storage."""
+    return (*KINDS[kind], INTEGERS) if kind in KINDS else (4, *OTHERS[kind])
+
+
 def shape_of(weight: Any, rows: int, n: int, norm: bool, epilogue: int) -> Shape:
-    if weight.kind in KINDS:
-        bits, group = KINDS[weight.kind]
-        return Shape(rows, n, weight.k, bits, group, norm, epilogue, weight.whole)
-    group, codes = OTHERS[weight.kind]
-    return Shape(rows, n, weight.k, 4, group, norm, epilogue, codes=codes)
+    bits, group, codes = packing(weight.kind)
+    whole = weight.whole if codes == INTEGERS else True
+    return Shape(rows, n, weight.k, bits, group, norm, epilogue, whole, codes)
 
 
 def tensors_of(weight: Any) -> tuple[Tensor, Tensor, Tensor | None]:

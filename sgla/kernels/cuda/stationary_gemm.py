@@ -1,20 +1,28 @@
-"""Launcher of ``stationary_gemm.cu``: linear layers for some rows with weights of 4 or 8 bits, fused with
-what stands before and after them, in which x stays in registers."""
+"""Launcher of ``stationary_gemm.cu``: linear layers for some rows with weights of 4 or 8 bits, integers or
+other codes, fused with what stands before and after them, in which x stays in registers."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
-from sgla.kernels.cuda.integer_gemm import Shape, padded
+from sgla.kernels.cuda.integer_gemm import (
+    INTEGERS,
+    TABLE,
+    TABLE_BYTES,
+    Shape,
+    padded,
+    shape_of,
+    tensors_of,
+)
 from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
-from sgla.kernels.integers import BLOCK, Integers
+from sgla.kernels.integers import BLOCK
 from sgla.kernels.rehearsal import under_way
 
 __all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE", "Shape"]
@@ -32,7 +40,7 @@ P = ctypes.c_void_p
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out")),
+        *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out", "factors")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride", "blocks")),
         ("eps", ctypes.c_float),
     )
@@ -73,7 +81,7 @@ class Plan(NamedTuple):
 
 def plan(shape: Shape, config: Config) -> Plan | None:
     """None: it does not fit."""
-    groups, per = -(-shape.rows // 8), BLOCK // shape.group
+    groups, held = -(-shape.rows // 8), shape.held
     deep = -(-shape.blocks // (config.slices * config.blocks))  # warps that share the k of a slice
     warps = deep * config.beside
     if config.beside not in (1, 2, 4):
@@ -82,22 +90,26 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         return None
     if config.slices > 1 and (config.slices - 1) * deep * config.blocks >= shape.blocks:
         return None
-    held = groups * config.blocks * (16 + 2 * per) + groups * (12 if groups == 1 else 8)
-    if held + 40 > min(255, REGISTERS // (warps * 32 * config.resident)):
+    of_zeros = 2 * BLOCK // shape.group if shape.codes == INTEGERS else 0
+    registers = groups * config.blocks * (16 + of_zeros) + groups * (12 if groups == 1 else 8)
+    registers += 40 + 40 * (of_zeros > 2) + 16 * (shape.bits == 8)
+    if registers > min(255, REGISTERS // (warps * 32 * config.resident)):
         return None
     sums = 2 * deep * groups * 8 * (config.weight_rows + 4) * 4
     passing = max(sums, (warps if config.beside == 1 else deep * groups * config.blocks) * PASSING)
     share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
-    stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * per)
+    shared += TABLE_BYTES if shape.codes == TABLE else 0
+    stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * held)
     fixed = 2304 + (deep + config.slices) * groups * 32  # bytes: of the kernel's arrays, and so that KiB fit
     stages = min(STAGES, (SHARED // config.resident - fixed - shared) // stage)
     if stages < 2:
         return None
-    own, loaded = shape.blocks * per, config.blocks * per  # words of constants
+    own, loaded = shape.blocks * held, config.blocks * held  # words of constants
     defines = {
         "BITS": shape.bits,
         "GROUP": shape.group,
+        "CODES": shape.codes,
         "WHOLE": int(shape.whole),
         "NT": groups,
         "MT": config.tiles,
@@ -143,22 +155,25 @@ def default_config(shape: Shape) -> Config | None:
 
 
 @lru_cache(1 << 14)
-def refuses(rows: int, n: int, k: int, bits: int, group: int) -> str | None:
+def refuses(rows: int, n: int, k: int, bits: int, group: int, codes: int = INTEGERS) -> str | None:
     """Why it cannot or should not multiply ``rows`` by a weight ``[n, k]``, or None."""
     if not FEWEST <= rows <= MAX_ROWS:
         return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
     if k < NARROW:
         return f"warps that have {NARROW} channels between them are too few"
-    if (bits, group) != (4, 128):
-        return "it was measured with 4 bits in groups of 128"
+    if codes == INTEGERS and (bits, group) not in ((4, 64), (4, 128)):
+        return "integers were measured in 4 bits and groups of 64 and 128"
     many = padded(rows)
-    shapes = Shape(many, n // 2, k, bits, group, True, SILU), Shape(many, n, k, bits, group, True, ADD)
+    shapes = [
+        Shape(many, columns, k, bits, group, True, epilogue, codes=codes)
+        for columns, epilogue in ((n // 2, SILU), (n, ADD))
+    ]
     return "x does not fit into registers" if None in map(default_config, shapes) else None
 
 
 def linear(
     x: Tensor,
-    weight: Integers,
+    weight: Any,
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
@@ -173,11 +188,12 @@ def linear(
     n = weight.n // 2 if epilogue in (SILU, GELU) else weight.n
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    shape = Shape(padded(m), n, k, weight.bits, weight.group, norm is not None, epilogue, weight.whole)
+    shape = shape_of(weight, padded(m), n, norm is not None, epilogue)
     config = config or default_config(shape)
     assert config is not None, f"no cut fits {shape}"
     kernel, made = _kernel(shape, config)
-    tensors = x, *weight.tensors, norm, bias, out
+    words, constants, factors = tensors_of(weight)
+    tensors = x, words, constants, norm, bias, out, factors
     params = _Params(
         *(None if t is None else t.data_ptr() for t in tensors),
         m, n, k, x.stride(0), out.stride(0), shape.blocks, eps,

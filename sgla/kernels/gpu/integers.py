@@ -48,11 +48,11 @@ def few(work: Work, *chain: Node) -> list[Node]:
 
 def _few(x: Tensor, weight: Any, **given: Any) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
-    if are_integers(weight):
-        n, k, bits, group = weight.n, weight.k, weight.bits, weight.group
-        if stationary_gemm.refuses(x.shape[0], n, k, bits, group) is None:
-            return stationary_gemm.linear(x, weight, **given)
-    return integer_gemm.linear(x, weight, **given)
+    stationary = (
+        stationary_gemm.refuses(x.shape[0], weight.n, weight.k, *integer_gemm.packing(weight.kind)) is None
+    )
+    kernel = stationary_gemm if stationary else integer_gemm
+    return kernel.linear(x, weight, **given)
 
 
 def many_refuses(work: Work, linear: Node) -> str | None:
