@@ -10,6 +10,7 @@ Pairs, blocks and places are those of ``moe.py``.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -165,6 +166,72 @@ def _scaled_block(words, scales, N: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
+def _coded(words, table, scales, N: tl.constexpr):
+    """``[N, 128]``, bfloat16: places ``[N, 16]`` in a table, times the scales ``[N, 2]`` of their groups. The
+    table: upper bytes of its 16 numbers, then lower ones; ``prmt`` takes four at a time of eight, and those
+    of places from 8 on stand in another word's."""
+    factor = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 8]), [N, 16])
+    bits = factor.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 zero, ones, places, which, from, low, high, upper, lower, x;
+            mov.b32 zero, 0x80008000;
+            mov.b32 ones, 0x80808080;
+            mov.b32 places, $8;
+            and.b32 which, places, 0x7777;
+            prmt.b32 from, ones, ones, places;
+            shl.b32 x, from, 1;
+            and.b32 from, from, 0x7f7f7f7f;
+            and.b32 x, x, ones;
+            or.b32 from, from, x;
+            prmt.b32 low, $10, $11, which;
+            prmt.b32 high, $12, $13, which;
+            lop3.b32 upper, from, high, low, 0xca;
+            prmt.b32 low, $14, $15, which;
+            prmt.b32 high, $16, $17, which;
+            lop3.b32 lower, from, high, low, 0xca;
+            prmt.b32 x, lower, upper, 0x5140;
+            fma.rn.bf16x2 x, x, $9, zero;
+            mov.b32 {$0, $1}, x;
+            prmt.b32 x, lower, upper, 0x7362;
+            fma.rn.bf16x2 x, x, $9, zero;
+            mov.b32 {$2, $3}, x;
+            shr.u32 places, places, 16;
+            and.b32 which, places, 0x7777;
+            prmt.b32 from, ones, ones, places;
+            shl.b32 x, from, 1;
+            and.b32 from, from, 0x7f7f7f7f;
+            and.b32 x, x, ones;
+            or.b32 from, from, x;
+            prmt.b32 low, $10, $11, which;
+            prmt.b32 high, $12, $13, which;
+            lop3.b32 upper, from, high, low, 0xca;
+            prmt.b32 low, $14, $15, which;
+            prmt.b32 high, $16, $17, which;
+            lop3.b32 lower, from, high, low, 0xca;
+            prmt.b32 x, lower, upper, 0x5140;
+            fma.rn.bf16x2 x, x, $9, zero;
+            mov.b32 {$4, $5}, x;
+            prmt.b32 x, lower, upper, 0x7362;
+            fma.rn.bf16x2 x, x, $9, zero;
+            mov.b32 {$6, $7}, x;
+        }
+        """,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r,r",
+        [
+            words, bits | (bits << 16), tl.load(table), tl.load(table + 1), tl.load(table + 2),
+            tl.load(table + 3), tl.load(table + 4), tl.load(table + 5), tl.load(table + 6),
+            tl.load(table + 7),
+        ],
+        dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(even, odd), [N, 128])
+
+
+@triton.jit
 def _gate(gate, up, alpha, limit, more, KIND: tl.constexpr):
     """See ``ops.gated``."""
     if KIND == 2:
@@ -229,9 +296,12 @@ def _times(
     elif BITS == CODED:
         scales = tl.load(constants[:, None] + tl.arange(0, 2)[None, :], inside[:, None], other=0.0)
         words = tl.load(numbers, inside[:, None], other=0)
-        codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-        scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 64]), [N, 128])
-        w = (tl.load(factors + tl.reshape(codes, [N, 128])) * scales).to(a.dtype)
+        if BF16:
+            w = _coded(words, factors, scales, N)
+        else:
+            codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+            scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 2, 64]), [N, 128])
+            w = tl.load(factors + tl.reshape(codes, [N, 128])) * scales
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     else:
         of_groups = tl.load(constants[:, None] + tl.arange(0, 128 // GROUP)[None, :], inside[:, None])
@@ -340,7 +410,7 @@ def product(
     in the pairs' order. Without: x in that order ``[P, k]``, w of ``[E * n, k]`` -> ``[P, n]`` by pair. k is
     a multiple of 32. Without ``groups`` the order is that of the pairs, and each is read for itself.
     """
-    words, constants, factors, bits, group, blocks = _parts(w)
+    words, constants, factors, bits, group, blocks = _parts(w, x.dtype)
     whole = getattr(w, "whole", True)
     (pairs, k), top_k, gated = (ids.numel(), x.shape[1]), ids.shape[1], activation is not None
     out = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
@@ -379,13 +449,16 @@ class _Parts(NamedTuple):
     blocks: int
 
 
-def _parts(w: Packed) -> _Parts:
+def _parts(w: Packed, dtype: torch.dtype) -> _Parts:
+    """For x of this type."""
     words, constants, *more = w.tensors
     bits, group = KINDS.get(w.kind, (OTHERS.get(w.kind, 0), 128))
     factors = more[0] if more else constants
     if bits == OTHERS["nf4"]:
         coded: Any = w
         factors = coded.values(words.device)
+        if dtype == torch.bfloat16:
+            factors = _bytes_of(tuple(coded.table), words.device)
     if w.kind == "mxfp8":
         return _Parts(words, constants, factors, bits, 32, constants.shape[1] // 4)
     if w.kind == "fp8g128":
@@ -394,6 +467,13 @@ def _parts(w: Packed) -> _Parts:
         constants = constants.view(torch.int32)
     each = 4 * bits if w.kind in KINDS else 16
     return _Parts(words, constants, factors, bits, group, words.shape[1] // each)
+
+
+@lru_cache(8)
+def _bytes_of(table: tuple[float, ...], device: torch.device) -> Tensor:
+    """What ``_coded`` reads of a table: int32 ``[8]``."""
+    halves = torch.tensor(table, device="cpu").bfloat16().view(torch.uint8).view(-1, 2)
+    return halves.flip(1).t().contiguous().view(torch.int32).flatten().to(device)
 
 
 class Cut(NamedTuple):
@@ -416,7 +496,7 @@ def cut(m: int, n: int, blocks: int, itemsize: int = 2) -> Cut:
 def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False) -> Tensor:
     """``x @ w.T + bias`` of no integers, x ``[m, k]`` contiguous, k a multiple of 16: the product of the one
     expert that there is. ``fixed``: cut alike for every number of rows."""
-    (m, k), (words, constants, factors, bits, group, blocks) = x.shape, _parts(w)
+    (m, k), (words, constants, factors, bits, group, blocks) = x.shape, _parts(w, x.dtype)
     n = words.shape[0]
     cuts = Cut(16, Tile(64, 4, 3)) if fixed else cut(m, n, blocks, x.itemsize)
     (rows, tile), splits = cuts, cuts.tile.splits
