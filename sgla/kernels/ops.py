@@ -222,6 +222,12 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 @op
+def scaled_add(x: Tensor, residual: Tensor, scale: Tensor) -> Tensor:
+    """``(residual + x) * scale``: scale float32[1] or ``[T, 1]``."""
+    return ((residual + x) * scale).to(x.dtype)
+
+
+@op
 def gated_add(x: Tensor, y: Tensor, by: Tensor, gate: Tensor) -> Tensor:
     """``x + y * sigmoid(by @ gate.T)``: x and y [T, d], by [T, k], gate float32[1, k] -> [T, d]."""
     return x + y * F.linear(by.float(), gate).sigmoid().to(y.dtype)
@@ -307,6 +313,47 @@ def scale_queries(q: Tensor, by: Tensor) -> Tensor:
 def heads_of(q: Tensor, by: Tensor) -> Tensor:
     """q as ``by`` multiplies it, in the same memory."""
     return q if by.dim() == 2 else q.unflatten(1, (-1, len(by)))
+
+
+def _joined_queries(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv: KVLayer,
+    out_loc: Tensor,
+    joined: bool = False,
+) -> Tensor:
+    width = kv.k.shape[2] * (kv.k.shape[3] + (0 if joined else kv.v_dim))
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - width)
+
+
+@op(like=_joined_queries)
+def qkv_norm_rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv: KVLayer,
+    out_loc: Tensor,
+    joined: bool = False,
+) -> Tensor:
+    """``qk_norm_rope_store``, where each head of v has an RMSNorm without weights. ``joined``: there is no v
+    in qkv: it is what k was before its norm."""
+    qkv = norm_values(qkv, kv, eps, joined)
+    return qk_norm_rope_store(qkv, positions, cos_sin, q_norm, k_norm, eps, kv, out_loc)
+
+
+def norm_values(qkv: Tensor, kv: KVLayer, eps: float, joined: bool) -> Tensor:
+    """What ``qk_norm_rope_store`` reads in the place of what ``qkv_norm_rope_store`` does."""
+    width = kv.k.shape[2] * kv.v_dim
+    v = qkv[:, -width:].unflatten(1, (-1, kv.v_dim)).float()
+    v = (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)).to(qkv.dtype)
+    return torch.cat([qkv if joined else qkv[:, :-width], v.flatten(1)], 1)
 
 
 def _absorbed(q: Tensor, latent: Tensor, k_up: Tensor, *_: Any) -> Tensor:

@@ -108,7 +108,7 @@ class Block(Protocol):
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: Any, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 def elsewhere(spec: ModelSpec) -> Iterator[str]:

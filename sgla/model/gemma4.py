@@ -37,11 +37,10 @@ class Attention:
             made = ("k",) if layer.joined else ("k", "v")
             parts += [(f"{name}.{part}_proj", layer.kv_heads * dim, kv) for part in made]
             self.k_norm = build.vector(f"{name}.k_norm.weight", dim)
-            self.ones = torch.ones(dim)
         self.qkv = MergedColumnLinear(build, spec.hidden, parts, spec.qkv_bias)
         self.out = RowLinear(build, f"{name}.o_proj", spec.hidden, layer.heads * dim, rows, spec.out_bias)
         self.q_norm, self.eps = build.vector(f"{name}.q_norm.weight", dim), spec.eps
-        self.cos_sin, self.layer, self.keys = model.angles(layer.rope, dim), layer, len(own_kv) * dim
+        self.cos_sin, self.layer = model.angles(layer.rope, dim), layer
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         q = self.queries(self.qkv(x), batch, kv)
@@ -52,11 +51,16 @@ class Attention:
         if self.layer.reads is not None:
             q = ops.rms_norm.body(qkv.unflatten(1, (-1, self.layer.head_dim)), self.q_norm, self.eps)
             return ops.rotate(q, batch.positions, self.cos_sin).flatten(1)
-        v = qkv[:, -self.keys :]
-        v = ops.rms_norm.body(v.unflatten(1, (-1, self.layer.head_dim)), self.ones, self.eps).flatten(1)
-        qkv = torch.cat([qkv if self.layer.joined else qkv[:, : -self.keys], v], 1)
-        return ops.qk_norm_rope_store(
-            qkv, batch.positions, self.cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
+        return ops.qkv_norm_rope_store(
+            qkv,
+            batch.positions,
+            self.cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            kv,
+            batch.out_loc,
+            self.layer.joined,
         )
 
 
@@ -70,7 +74,7 @@ class Experts:
         assert spec.activation == "gelu_tanh" or spec.activation == "silu"
         self.norm = model.norm_of(build, f"{name}.pre_feedforward_layernorm_2")
         self.after = model.norm_of(build, f"{name}.post_feedforward_layernorm_2")
-        self.seen = build.vector(f"{name}.router.scale", spec.hidden)
+        self.seen = build.vector(f"{name}.router.scale", spec.hidden, scale=spec.hidden**-0.5)
         self.moe = MoE(
             build,
             f"{name}.moe",
@@ -81,10 +85,10 @@ class Experts:
             activation=spec.activation,
         )
         self.moe.weigh(build.vector(f"{name}.router.per_expert_scale", moe.experts))
-        self.scale, self.eps = spec.hidden**-0.5, spec.eps
+        self.eps = spec.eps
 
     def __call__(self, h: Tensor) -> Tensor:
-        routed = ops.rms_norm(h, self.seen * self.scale, self.eps)
+        routed = ops.rms_norm(h, self.seen, self.eps)
         return self.after(self.moe(self.norm(h), routed))
 
 
@@ -132,7 +136,7 @@ class Block:
         kv: KVLayer,
         rows: Tensor | None,
         values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, None]:
         x, h = self.before_attention.add(x, h)
         x = self.attention(x, batch, kv)
         if rows is not None:
@@ -142,13 +146,12 @@ class Block:
         x, h = self.before_mlp.add(x, h)
         x = self.mlp(x)
         if self.experts is not None:
-            x = self.after_dense(x) + self.experts(h)
+            x = ops.add(self.after_dense(x), self.experts(h))
         x = self.after_mlp(x)
         if self.per_layer is not None and values is not None:
             h = h + x
             x = self.per_layer(h, values)
-        scale = self.scale_of(batch, rows)
-        return (x * scale).to(x.dtype), (h * scale).to(h.dtype)
+        return ops.scaled_add(x, h, self.scale_of(batch, rows)), None
 
     def scale_of(self, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
         """By what the outputs of tokens, or of ``rows`` of them, are multiplied: ``[1]`` or ``[*, 1]``."""

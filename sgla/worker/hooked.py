@@ -26,6 +26,6 @@ class Hooked:
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: Any, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         x = self._how(self._hook, x if h is None else ops.add(h, x))
         return self._block(x, None, batch, kv, rows)

@@ -346,6 +346,23 @@ def test_decode_takes_q_beside_k_and_v() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("norms", [0, 1, 3, 4])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("two", [False, True])
+def test_norms_of_what_joins_the_stream_through_norms(two: bool, scaled: bool, norms: int) -> None:
+    x, y, h = torch.randn(3, 5, 96)
+    norm, y_norm, both, *weights = torch.rand(3 + norms, 96) + 0.5
+    scale = torch.tensor([0.75]) if scaled else None
+    added = ops.rms_norm(x, norm, 1e-5)
+    if two:
+        added = ops.rms_norm(ops.add(added, ops.rms_norm(y, y_norm, 1e-5)), both, 1e-5)
+    total = ops.add(h, added) if scale is None else ops.scaled_add(added, h, scale)
+    expected = [total, *(ops.rms_norm(total, weight, 1e-5) for weight in weights)]
+    second = elementwise.Second(y, y_norm, both) if two else None
+    made = elementwise.norms_of_sum(x, norm, h, weights, 1e-5, scale, second)
+    torch.testing.assert_close(made, expected)
+
+
 def test_norms_and_activations() -> None:
     x, h, w = torch.randn(5, 96), torch.randn(5, 96), torch.rand(96)
     torch.testing.assert_close(elementwise.rms_norm(x, w, 1e-5), ops.rms_norm(x, w, 1e-5))
@@ -392,6 +409,28 @@ def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool, d
     k, kept = qkv[:, q_heads * dim :].split((kv_heads * dim, kv_heads * dim), 1)
     torch.testing.assert_close(k.view(tokens, kv_heads, dim), theirs.k[loc.long() // 4, loc.long() % 4])
     assert torch.equal(kept, v)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(2, 16), (3, 80)])
+def test_values_are_normed_on_the_way(kv_heads: int, dim: int, joined: bool) -> None:
+    tokens, heads = 5, 2 * kv_heads
+    width = (heads + kv_heads * (1 if joined else 2)) * dim
+    qkv = torch.randn(tokens, width + 16)[:, :width]
+    cos_sin, positions = torch.randn(20, dim // 2), torch.randint(0, 20, (tokens,), dtype=torch.int32)
+    loc, weights = torch.randperm(24)[:tokens].int(), torch.rand(2, dim)
+    ours, theirs = (KVLayer(*torch.zeros(2, 6, kv_heads, 4, dim).transpose(2, 3)) for _ in range(2))
+    expected = ops.qkv_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, theirs, loc, joined)
+    out = elementwise.qk_norm_rope_store(
+        qkv, positions, cos_sin, *weights, 1e-6, ours.k, ours.v, loc, v_norm=True, joined=joined
+    )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(ours.k, theirs.k)
+    torch.testing.assert_close(ours.v, theirs.v)
+    if joined:
+        v = qkv[:, heads * dim :].unflatten(1, (kv_heads, dim))
+        kept = ours.v[loc.long() // 4, loc.long() % 4]
+        torch.testing.assert_close(kept, ops.rms_norm(v, torch.ones(dim), 1e-6))
 
 
 @pytest.mark.parametrize(

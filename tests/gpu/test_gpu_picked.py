@@ -1,5 +1,5 @@
 """Layers that read a part of the tokens before, those that an indexer picks or of a chunk, and layers with
-several kinds of heads: in graphs."""
+several kinds of heads, and a mixture beside the MLP: in graphs."""
 
 from __future__ import annotations
 
@@ -78,9 +78,18 @@ TWO_HEADS: dict[str, Any] = {
     "vocab_size_per_layer_input": 5000,
     "num_kv_shared_layers": 0,
 }
+BESIDE = TWO_HEADS | {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 16,
+    "top_k_experts": 4,
+    "moe_intermediate_size": 192,
+}
 
 
-@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS, SINKS, ENTRIES | {"vocab_size": 5000}])
+@pytest.mark.parametrize("config", [MODEL, CHUNKED, TWO_HEADS, BESIDE, SINKS, ENTRIES | {"vocab_size": 5000}])
 def test_kernels_read_what_torch_does(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32; steps of decode rows alone are graphs with kernels, and none with torch."""
     texts = [[(7 * i + n) % 5000 for i in range(length)] for n, length in enumerate((3, 90, 500))]

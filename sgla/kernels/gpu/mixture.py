@@ -308,7 +308,10 @@ def _route(
     if residual is not None:
         assert weight is not None
         x, weight = elementwise.add_rms_norm(x, residual, weight, eps, in_place=True)[0], None
-    if routed is not None:
+    if routed is not None and x.shape[0] <= ROUTED:
+        assert weight is None
+        _, logits = moe.norm_router(routed.contiguous(), None, eps, router.data, early)
+    elif routed is not None:
         assert weight is None
         logits = _logits(routed, router.data)
     elif x.shape[0] <= ROUTED:

@@ -193,6 +193,27 @@ class GpuOps:
         ops.heads_of(q, by).mul_(by)
         return q
 
+    @LOWERINGS.of(ops.qkv_norm_rope_store)
+    def qkv_norm_rope_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv: KVLayer,
+        out_loc: Tensor,
+        joined: bool = False,
+    ) -> Tensor:
+        given = positions, cos_sin, q_norm, k_norm, eps
+        if self.attend.in_place or kv.scales is not None:
+            return self.qk_norm_rope_store(ops.norm_values(qkv, kv, eps, joined), *given, kv, out_loc)
+        return elementwise.qk_norm_rope_store(
+            qkv, *given, kv.k, kv.v, out_loc_of(out_loc, kv.group), scales=(kv.k_scale, kv.v_scale),
+            v_norm=True, joined=joined,
+        )  # fmt: skip
+
     @LOWERINGS.of(ops.latent_queries)
     def latent_queries(
         self,

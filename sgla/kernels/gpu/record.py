@@ -286,15 +286,28 @@ def _queries(qkv: Tensor, *rest: Any) -> Shapes | None:
     return _wide(qkv, qkv.shape[1] - 2 * kv.k.shape[2:].numel()) if alike else None
 
 
+def _joined_queries(qkv: Tensor, *rest: Any) -> Shapes | None:
+    kv, joined = rest[5], rest[7]
+    alike = kv.k.shape[3] == kv.v_dim
+    return _wide(qkv, qkv.shape[1] - (1 if joined else 2) * kv.k.shape[2:].numel()) if alike else None
+
+
+def _sum(x: Tensor, y: Tensor) -> Shapes | None:
+    return _like(x) if x.shape == y.shape and x.dtype == y.dtype else None
+
+
 # The shapes and types of what an op makes, from its arguments.
 RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.embedding: _embedding,
     ops.rms_norm: _like,
     ops.add_rms_norm: lambda x, residual, *_: _like(x) + _like(residual),
+    ops.add: _sum,
+    ops.scaled_add: _like,
     ops.linear: lambda x, w, *_: _wide(x, w.n),
     ops.logits: lambda x, w, *_: [((x.shape[0], w.n), torch.float32)],
     ops.qk_norm_rope_store: _queries,
     ops.scale_queries: _like,
+    ops.qkv_norm_rope_store: _joined_queries,
     ops.latent_queries: lambda q, latent, k_up, *_: _wide(q, k_up.shape[0] * latent.shape[1]),
     ops.latent_values: lambda seen, v_up: _wide(seen, v_up.shape[0] * v_up.shape[1]),
     ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v_dim),

@@ -13,7 +13,7 @@ from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Record, Ref
 from sgla.kernels.trace import Size
 
-OTHER = "the weight is stored otherwise"  # why a rule for a storage refuses: nobody is told
+OTHER = "it is for something else"  # why a rule refuses, of a storage, say, that is not there: nobody is told
 
 
 class Asked(NamedTuple):
@@ -152,7 +152,7 @@ def _plain(work: Work, node: Node) -> str | None:
 
 def _visit(work: Work, node: Node, rules: Sequence[Rule]) -> None:
     """Put ``node``, or what the first rule that is not refused makes of it, behind the others."""
-    made = next((found for rule in rules if (found := _apply(work, rule, node))), None)
+    made = next((found for rule in rules if (found := _apply(work, rule, node)) is not None), None)
     if made is None:
         made = [node.but({"out": work.input("out")} if node.op is ops.logits else {})]
         if node.op in (ops.inplace, ops.all_reduce):

@@ -15,7 +15,18 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda.decode_attention import rotates
-from sgla.kernels.gpu import convolution, delta, e4m3, experts, few, integers, invariant, tiles, whole_step
+from sgla.kernels.gpu import (
+    convolution,
+    delta,
+    e4m3,
+    experts,
+    few,
+    integers,
+    invariant,
+    norms,
+    tiles,
+    whole_step,
+)
 from sgla.kernels.gpu.adapters import EXPAND, SHRINK
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
@@ -94,6 +105,7 @@ def _always(work: Work, *chain: Node) -> None:
 
 
 GATED_HEADS = (ops.gated_rms_norm, torch.Tensor.flatten, ops.linear)
+BOTH = (ops.add, ops.rms_norm, ops.scaled_add)
 RULES: dict[Any, tuple[Rule, ...]] = {
     ops.linear: (
         Rule("tiles", (ops.linear,), tiles.refuses, tiles.make),
@@ -137,9 +149,15 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         ),
         Rule("shared added", (ops.gated_add, ops.add_rms_norm), experts.shared_refuses, experts.shared_add),
         Rule("norm and e4m3", (ops.add_rms_norm,), e4m3.add_refuses, e4m3.add),
+        Rule("norm, added", (ops.rms_norm, ops.add_rms_norm), norms.add_refuses, norms.add, True),
+    ),
+    ops.scaled_add: (
+        Rule("norm, added", BOTH, norms.both_refuses, norms.both, True),
+        Rule("norm, added", (ops.rms_norm, ops.scaled_add), norms.scaled_refuses, norms.scaled, True),
     ),
     ops.rms_norm: (
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.rms_norm), summed_refuses, summed),
+        Rule("norm beside", (ops.rms_norm,), norms.beside_refuses, norms.beside, True),
     ),
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),

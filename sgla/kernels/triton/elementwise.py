@@ -4,6 +4,9 @@ one read and one write of each tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -45,6 +48,65 @@ def _add_rms_norm(x, residual, weight, out, total, d, eps, PDL: tl.constexpr, BL
     v = h.to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v) / d + eps)
     tl.store(out + row * d + i, v * scale * w, mask=i < d)
+
+
+@triton.jit
+def _normed(x, weight, d, eps, element: tl.constexpr):
+    """Rounded, as where a norm is a kernel of its own."""
+    return (x * tl.rsqrt(tl.sum(x * x) / d + eps) * weight).to(element).to(tl.float32)
+
+
+@triton.jit
+def _norms_of_sum(
+    x, x_norm, y, y_norm, both, residual, scale, first, second, third, fourth, total, out, d, eps, s_out,
+    TWO: tl.constexpr, SCALED: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``TWO``: the norms of x and y are added up, and ``both`` is the norm of that. Weights are there before
+    the kernel ahead is done."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    there = i < d
+    element: tl.constexpr = total.dtype.element_ty
+    w = tl.load(x_norm + i, mask=there, other=0.0).to(tl.float32)
+    if TWO:
+        w_y = tl.load(y_norm + i, mask=there, other=0.0).to(tl.float32)
+        w_both = tl.load(both + i, mask=there, other=0.0).to(tl.float32)
+    if SCALED:
+        by = tl.load(scale).to(tl.float32)
+    if NORMS > 0:
+        w_first = tl.load(first + i, mask=there, other=0.0).to(tl.float32)
+    if NORMS > 1:
+        w_second = tl.load(second + i, mask=there, other=0.0).to(tl.float32)
+    if NORMS > 2:
+        w_third = tl.load(third + i, mask=there, other=0.0).to(tl.float32)
+    if NORMS > 3:
+        w_fourth = tl.load(fourth + i, mask=there, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + row * d + i, mask=there, other=0.0).to(tl.float32)
+    h = tl.load(residual + row * d + i, mask=there, other=0.0).to(tl.float32)
+    if TWO:
+        u = tl.load(y + row * d + i, mask=there, other=0.0).to(tl.float32)
+        v = _normed(v, w, d, eps, element) + _normed(u, w_y, d, eps, element)
+        v = _normed(v.to(element).to(tl.float32), w_both, d, eps, element)
+    else:
+        v = _normed(v, w, d, eps, element)
+    h = (h + v).to(element).to(tl.float32)
+    if SCALED:
+        h = (h * by).to(element).to(tl.float32)
+    tl.store(total + row * d + i, h, mask=there)
+    if NORMS > 0:
+        h *= tl.rsqrt(tl.sum(h * h) / d + eps)
+        to = out + row * d + i
+        tl.store(to, h * w_first, mask=there)
+        if NORMS > 1:
+            tl.store(to + s_out, h * w_second, mask=there)
+        if NORMS > 2:
+            tl.store(to + 2 * s_out, h * w_third, mask=there)
+        if NORMS > 3:
+            tl.store(to + 3 * s_out, h * w_fourth, mask=there)
 
 
 @triton.jit
@@ -136,9 +198,11 @@ def _qk_norm_rope_store(
     IN_PLACE: tl.constexpr,
     FP8: tl.constexpr,
     STORE: tl.constexpr,
+    V_NORM: tl.constexpr,
+    JOINED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: HB heads of one token, all of q, or all of k, or all of v."""
+    """One program: HB heads of one token, all of q, or all of k, or all of v. ``JOINED``: v is k."""
     _begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     q_blocks = tl.cdiv(q_heads, HB)
@@ -148,7 +212,7 @@ def _qk_norm_rope_store(
     first = (
         tl.where(kind == 0, block, tl.where(kind == 1, block - q_blocks, block - q_blocks - kv_blocks)) * HB
     )
-    base = tl.where(kind == 0, 0, tl.where(kind == 1, q_heads, q_heads + kv_heads))
+    base = tl.where(kind == 0, 0, tl.where(kind == 1 or JOINED, q_heads, q_heads + kv_heads))
     head = first + tl.arange(0, HB)
     live = head < tl.where(kind == 0, q_heads, kv_heads)
     source = qkv + token * s_qkv + (base + head)[:, None] * HD
@@ -157,7 +221,10 @@ def _qk_norm_rope_store(
     if kind == 2:
         d = tl.arange(0, PADDED)[None, :]
         there = live[:, None] & (d < HD) if HD < PADDED else live[:, None]
-        v = tl.load(source + d, mask=there)
+        v = tl.load(source + d, mask=there, other=0.0)
+        if V_NORM:
+            f = v.to(tl.float32)
+            v = (f * tl.rsqrt(tl.sum(f * f, 1) / HD + eps)[:, None]).to(q_out.dtype.element_ty)
         if FP8:
             v = _saturate(v.to(tl.float32) * v_inverse)
         if STORE:
@@ -240,6 +307,42 @@ def add_rms_norm(
     return out, total
 
 
+class Second(NamedTuple):
+    """What a norm is added to: that of ``x``, and the ``weight`` of the norm of both."""
+
+    x: Tensor
+    norm: Tensor
+    both: Tensor
+
+
+NORMS = 4  # of a sum, at most
+
+
+def norms_of_sum(
+    x: Tensor,
+    norm: Tensor,
+    residual: Tensor,
+    norms: Sequence[Tensor],
+    eps: float,
+    scale: Tensor | None = None,
+    second: Second | None = None,
+) -> list[Tensor]:
+    """``(residual + rms_norm(x, norm)) * scale``, and behind it its norms by the weights ``norms``. With
+    ``second`` there is ``rms_norm(rms_norm(x, norm) + rms_norm(second.x, second.norm), second.both)`` in the
+    place of the first norm. All ``[T, d]``; scale float32[1]."""
+    tokens, d = x.shape
+    total, out = torch.empty_like(residual), x.new_empty(len(norms), tokens, d)
+    block = next_power_of_2(d)
+    weights = [*norms, *[norm] * (NORMS - len(norms))]
+    more = [y if y.dim() == 1 else y.contiguous() for y in second or (x, norm, norm)]
+    _norms_of_sum[(tokens,)](
+        x.contiguous(), norm, *more, residual.contiguous(), norm if scale is None else scale, *weights,
+        total, out, d, eps, tokens * d, TWO=second is not None, SCALED=scale is not None, NORMS=len(norms),
+        BLOCK=block, num_warps=min(8, cdiv(block, 512)), **_pdl(),
+    )  # fmt: skip
+    return [total, *out.unbind(0)]
+
+
 def gated_add(x: Tensor, y: Tensor, by: Tensor, gate: Tensor) -> Tensor:
     """See ``ops.gated_add``."""
     out = torch.empty_like(y, memory_format=torch.contiguous_format)
@@ -319,13 +422,16 @@ def qk_norm_rope_store(
     in_place: bool = False,
     scales: tuple[float, float] = (1.0, 1.0),
     store: bool = True,
+    v_norm: bool = False,
+    joined: bool = False,
 ) -> Tensor:
     """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous, and rows of
     ``qkv`` may lie apart. ``in_place``: q and k are also changed in ``qkv``, whose first columns are
-    returned. ``scales``: of k and v in e4m3 pages; ``store``: whether k and v go to the pages."""
+    returned. ``scales``: of k and v in e4m3 pages; ``store``: whether k and v go to the pages. ``v_norm`` and
+    ``joined``: see ``ops.qkv_norm_rope_store``; in the pages alone."""
     tokens = qkv.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
-    q_heads = qkv.shape[1] // dim - 2 * kv_heads
+    q_heads = qkv.shape[1] // dim - kv_heads * (1 if joined else 2)
     rot = cos_sin.shape[1]
     out = qkv[:, : q_heads * dim] if in_place else qkv.new_empty(tokens, q_heads * dim)
     heads = min(8, next_power_of_2(q_heads))  # a program takes 1.2 ns of the whole GPU at least
@@ -362,6 +468,8 @@ def qk_norm_rope_store(
         IN_PLACE=in_place,
         FP8=k.dtype == torch.float8_e4m3fn,
         STORE=store,
+        V_NORM=v_norm,
+        JOINED=joined,
         num_warps=2,
         **_pdl(),
     )
