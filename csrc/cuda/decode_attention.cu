@@ -93,6 +93,9 @@
 #ifndef AT_ONCE  // tiles that are fetched together, where fetching them one by one would take longest
 #define AT_ONCE (FP8 || INT8 ? 8 : PER_SM == 1 && HD <= 128 ? 4 : 1)
 #endif
+#ifndef V_NORM  // FUSED: v has an RMSNorm, without weights
+#define V_NORM 0
+#endif
 #ifndef ROT  // FUSED: the first dims of a head, which are rotated: a multiple of 32
 #define ROT HD
 #endif
@@ -573,6 +576,15 @@ __device__ __forceinline__ float prepare_k(const Params& p, float (&x)[2][PAIRS]
   return 1.f;
 }
 
+// The lanes' v, 8 numbers or none each, normalised.
+__device__ __forceinline__ uint4 prepare_v(const Params& p, uint4 v) {
+  float sum = square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  const float f = rsqrtf(sum / HD + p.eps);
+  return {mul2(v.x, f, f), mul2(v.y, f, f), mul2(v.z, f, f), mul2(v.w, f, f)};
+}
+
 // 8 numbers of v as they are stored.
 __device__ __forceinline__ uint4 narrow_v(const Params& p, uint4 v) {
   const float f = p.v_inverse;
@@ -649,6 +661,7 @@ struct Fresh {
     unsigned char* v_to = k_to + TOKEN_BYTES;
     bf16 new_k[2][PAIRS];
     const float k_scale = prepare_k(p, k, turned_by(p, x), lane, new_k);
+    if (V_NORM) v = prepare_v(p, v);
     const long long place =
         page * p.page_stride + x.head / SHARE * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
 #pragma unroll

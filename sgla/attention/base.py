@@ -17,6 +17,7 @@ from sgla.kernels.ops import KVLayer, Scoring, outcome
 
 if TYPE_CHECKING:
     from sgla.device import Device
+    from sgla.kernels.cuda.decode_attention import Projection
     from sgla.kernels.cuda.prompt_attention import Units
     from sgla.kernels.gpu.ops import FusedDecode
 
@@ -305,9 +306,10 @@ class _Parts(Generic[P]):
     def __init__(self, parts: Mapping[Heads, P]) -> None:
         self._parts = parts
 
-    def of(self, q: Tensor, kv: KVLayer) -> P:
+    def of(self, q: Tensor, kv: KVLayer, beside: int = 0) -> P:
+        """``beside``: heads of k and v that lie behind q."""
         kv_heads, head_dim = kv.k.shape[2:]
-        return self._parts[Heads(q.shape[1] // head_dim, kv_heads, head_dim, kv.v_dim)]
+        return self._parts[Heads(q.shape[1] // head_dim - beside, kv_heads, head_dim, kv.v_dim)]
 
 
 class _Backends(_Parts[B]):
@@ -324,10 +326,29 @@ class _Backends(_Parts[B]):
 
 
 class DecodeByLayer(_Backends[Decode]):
-    cascades, fused = False, None
+    cascades = False
 
-    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
-        return self.of(q, kv).forward(q, kv, batch, scoring)
+    @property
+    def fused(self) -> FusedDecode | None:
+        return self if any(part.fused is not None for part in self._parts.values()) else None
+
+    def fuses(self, kv: KVLayer) -> bool:
+        width = *kv.k.shape[2:], kv.v_dim
+        return all(part.fused is not None for heads, part in self._parts.items() if heads[1:] == width)
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scoring: Scoring,
+        projection: Projection | None = None,
+    ) -> Tensor:
+        if projection is None:
+            return self.of(q, kv).forward(q, kv, batch, scoring)
+        decode = self.of(q, kv, 2 * kv.k.shape[2]).fused
+        assert decode is not None
+        return decode.forward(q, kv, batch, scoring, projection)
 
 
 class ExtendByLayer(_Backends[Extend]):

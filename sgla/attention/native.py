@@ -38,8 +38,8 @@ class NativeDecode:
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
-        if shape.mixed:
-            return shape.mixed
+        if shape.uneven:
+            return shape.uneven
         if shape.chunked:
             return "windows of layers are chunks"
         if shape.rising:
@@ -51,6 +51,9 @@ class NativeDecode:
     @property
     def fused(self) -> NativeDecode:
         return self
+
+    def fuses(self, kv: KVLayer) -> bool:
+        return True
 
     def forward(
         self,

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from sgla import attention
+from sgla.attention.base import DecodeByLayer
 from sgla.config import Config
 from sgla.device import H200
 from sgla.dist import Shard
@@ -87,14 +88,21 @@ def _decode_steps(
         yield f"  no kernel takes q, k and v from the projection: decode attention is {backend.decode.name}"
     for rows in DECODES:
         sizes = {"tokens": rows, "sampled": 0, "rows": rows}
-        asked = Asked(sizes, _Attention() if fused else None, forward.draws, deterministic)
+        decode = _Attention(backend.decode) if fused else None
+        asked = Asked(sizes, decode, forward.draws, deterministic)
         yield from _lines(f"{rows} rows", forward.rewritten("step", False, asked))
 
 
 class _Attention:
-    """In the place of a backend, and of its decode kernel, which takes q, k and v from the projection."""
+    """In the place of a backend, and of the kernels ``decode`` that take q, k and v from the projection."""
 
     in_place = False
+
+    def __init__(self, decode: Any = None) -> None:
+        self._decode = decode
+
+    def fuses(self, kv: Any) -> bool:
+        return not isinstance(self._decode, DecodeByLayer) or self._decode.fuses(kv)
 
     def __call__(self, q: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
         return q

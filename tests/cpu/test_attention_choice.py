@@ -228,19 +228,21 @@ def test_scores_that_rise_with_places_are_for_those_who_know_them() -> None:
 
 
 def test_layers_with_other_heads_have_their_own_kernels() -> None:
-    """The portable ones: they know which layer it is by its pages."""
+    """Decode rows any, prompts the portable ones: they know which layer it is by its pages."""
     narrow = SHAPE._replace(alone=False)
     wide = narrow._replace(head_dim=576)
     backend, notes = attention.choose_backend("auto", [narrow, wide])
-    assert "triton of 16 heads of 128; torch of 16 heads of 576 decode" in backend.name
+    assert "native of 16 heads of 128; torch of 16 heads of 576 decode" in backend.name
     assert not backend.captures
     assert backend.grows
     assert not backend.in_place
-    assert "native decode not used: layers have several kinds of heads" in notes
+    assert "native prefill not used: layers have several kinds of heads" in notes
     backend, notes = attention.choose_backend("auto", [narrow, narrow._replace(head_dim=512)])
     assert backend.captures
     assert "no graphs" not in notes[0]
     assert backend.prompts.tile == 64  # that of heads of 512
+    pages = {dim: KVLayer(*torch.empty(2, 1, 16, narrow.kv_heads, dim)) for dim in (128, 512)}
+    assert {dim: backend.decode.fused.fuses(kv) for dim, kv in pages.items()} == {128: True, 512: False}
     with pytest.raises(ConfigError, match="--attention-backend triton .*: heads of 576 values"):
         attention.choose_backend("triton", [narrow, wide])
 

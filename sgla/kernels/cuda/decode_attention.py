@@ -64,13 +64,15 @@ class _Params(ctypes.Structure):
 
 
 class Projection(NamedTuple):
-    """What turns the projection's output into q, k and v: see ``ops.qk_norm_rope_store``.
+    """What turns the projection's output into q, k and v: see ``ops.qk_norm_rope_store``, or, with
+    ``v_norm``, ``ops.qkv_norm_rope_store``.
     ``cos_sin`` covers whole heads, or as many of their first dims as ``rotates`` allows."""
 
     cos_sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+    v_norm: bool = False
 
 
 def rotates(width: int, head_dim: int) -> bool:
@@ -155,6 +157,7 @@ def _kernel(
     kind: torch.dtype,
     rotated: int,
     turned: bool,
+    v_norm: bool = False,
 ) -> Kernel:
     """``kind``: of v; with uint8, two numbers a byte, k is int8."""
     int4 = kind == torch.uint8
@@ -189,6 +192,7 @@ def _kernel(
     defines |= {"INT4": 1} if int4 else {}
     defines |= {"ROT": rotated} if rotated != head_dim else {}
     defines |= {"TURNED": 1} if turned else {}
+    defines |= {"V_NORM": 1} if v_norm else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
@@ -311,6 +315,7 @@ class DecodeAttention:
             v.dtype,
             dim if projection is None else projection.cos_sin.shape[1],
             positions is not None,
+            projection is not None and projection.v_norm,
         )
         kernel.launch(processors() * cut.per_sm, cut.threads, params)
         return out

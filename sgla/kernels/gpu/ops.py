@@ -52,7 +52,9 @@ class Attend(Protocol):
 
 
 class FusedDecode(Protocol):
-    """A decode kernel that does the work of ``ops.qk_norm_rope_store`` too."""
+    """A decode kernel that does the work of ``ops.qk_norm_rope_store`` too, where it ``fuses``."""
+
+    def fuses(self, kv: KVLayer) -> bool: ...
 
     def forward(
         self,

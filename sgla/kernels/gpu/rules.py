@@ -36,6 +36,10 @@ from sgla.kernels.ops import AddedNorm, Ranks, Scoring, Together
 def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
     if work.asked.decode is None:
         return "it takes decode rows alone, and native decode attention"
+    if not work.asked.decode.fuses(heads.given["kv"]):
+        return "native decode attention does not take these heads"
+    if heads.given.get("joined"):
+        return "v is what k was before its norm"
     rotated, dim = heads.given["cos_sin"].shape[1], heads.given["kv"].k.shape[-1]
     if not rotates(rotated, dim) or (rotated < dim and heads.given["kv"].scales is not None):
         return f"{rotated} of the {dim} dims of heads are rotated"
@@ -45,7 +49,8 @@ def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
 def query(work: Work, heads: Node, attention: Node) -> list[Node]:
     scoring = Scoring(*(attention.given[name] for name in Scoring._fields))
     given = {name: attention.given[name] for name in ("kv", "batch")}
-    given |= {"q": heads.given["qkv"], "scoring": scoring, "projection": tiles.projection(heads.given)}
+    projection = tiles.projection(heads.given)._replace(v_norm=heads.op is ops.qkv_norm_rope_store)
+    given |= {"q": heads.given["qkv"], "scoring": scoring, "projection": projection}
     return [Node("decode", work.asked.decode.forward, given, attention.results, attention.rows)]
 
 
@@ -162,7 +167,10 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
     ),
-    ops.attention: (Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),),
+    ops.attention: (
+        Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),
+        Rule("heads + decode", (ops.qkv_norm_rope_store, ops.attention), query_refuses, query),
+    ),
     ops.causal_conv: (Rule("convolved", convolution.CHAIN, convolution.refuses, convolution.make),),
     ops.gated_delta: (Rule("gates and delta", (ops.gated_delta,), delta.refuses, delta.make),),
     ops.moe: (
