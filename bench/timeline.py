@@ -26,11 +26,11 @@ KINDS = {  # by the kernel's name, the first that fits
     "attention of decode rows": r"^(decode|latent)_attention|^_decode|^_attend|^_tokens|^_merge",
     "attention of prompts": r"^prompt_attention|^_extend|flash|Prefill|Ragged|Paged",
     "sum over ranks": r"^(all_reduce|reduce_scatter|all_gather|all_max)|nccl",
-    "experts": r"^(packed_)?experts|^grouped_gemm|^_experts|^_few",
+    "experts": r"^((packed|token|integer)_)?experts|^grouped_gemm|^_experts|^_few",
     "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",  # noqa: E501
     "part of a product": r"splitKreduce",
     "linear": r"gemm|nvjet|cutlass|cublas|^_linear",
-    "add and norm": r"rms_norm",
+    "add and norm": r"rms_norm|^_norms_of_sum",
     "activation": r"^_act_mul",
     "norm of heads, rotation, store": r"^_qk_norm_rope_store",
     "draw": r"^_bound_scores|^_finish",

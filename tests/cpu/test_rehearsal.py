@@ -49,6 +49,13 @@ WINDOWS = gemma3(
     max_position_embeddings=2048,
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
 )
+KINDS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size": 3000,
+    "sliding_window": 64,
+    "num_experts": 16,
+}
 STATES = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -122,6 +129,7 @@ CASES = {
     ),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
     "windows": ("", WINDOWS, {}),
+    "kinds of heads": ("gemma-4-26b-a4b", KINDS, {}),
     "states": ("", STATES, {}),
     "convolutions": ("", CONVOLUTIONS, {}),
     "one each": ("", ONE_EACH, {}),
