@@ -1,12 +1,13 @@
 """Decode steps of the CUDA runner whose rows have adapters, as graphs: one JSON line a measurement.
 
     python bench/gpu_lora.py --model bench/models/qwen3-8b [--modules attention|all] [--rank 16] [--rows 64]
-        [--timeline] [--sweep SECONDS] [--alone]
+        [--timeline] [--sweep SECONDS [--variants BEGIN]] [--alone]
 
 ``base``: the graph of steps without adapters, as on a server without them. The others: rows of one adapter,
-and of as many as there are rows. ``above`` is their share of the base's time. ``--timeline``: the kernels of
-the adapters by name, and what a step's other kernels take. ``--sweep``: other kernels, and sizes of their
-tiles; rounding flips some of the tokens that are drawn. ``--alone``: nothing but these
+and of up to as many as there are rows, in graphs that compute rows of one adapter together and in those that
+take them apart. ``above`` is their share of the base's time. ``--timeline``: the kernels of the adapters by
+name, and what a step's other kernels take. ``--sweep``: other kernels, and sizes of their tiles, or those of
+them whose names begin so; rounding flips some of the tokens that are drawn. ``--alone``: nothing but these
 kernels of 36 layers, each row with an adapter of its own.
 """
 
@@ -137,6 +138,10 @@ def variants() -> dict[str, dict[tuple[Any, str], Any]]:
         "256 wide": narrow,
         "256 wide, 2 warps expand": narrow | expand(num_warps=2),
         "128 wide, 1 warp expands": {(kernels, "EXPANDED"): 128} | expand(num_warps=1),
+        "apart": {},
+        "apart, 128 wide": {(kernels, "APART"): 128},
+        "apart, 64 wide where gated": {(kernels, "GATED"): 64},
+        "apart, 1 warp shrinks": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=1)},
         "4 splits": {(kernels, "SPLITS"): 4},
         "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},
     }
@@ -188,20 +193,25 @@ def alone(args: argparse.Namespace, base: dict[str, Any]) -> None:
             lines.emit(base | told | {"tb_s": round(layers.bytes[kernel] / us / 1e6, 2)})
 
 
-def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, seconds: float) -> None:
+def sweep(
+    runner: CudaRunner, rows: int, base: dict[str, Any], without: float, seconds: float, begin: str
+) -> None:
     """One row of places for each, in graphs of their own."""
     begun, adapted, tokens = time.perf_counter(), runner.steps.adapted, dict[str, torch.Tensor]()
     assert adapted is not None
     for name, changes in variants().items():
+        if not name.startswith(begin):
+            continue
         if time.perf_counter() - begun > seconds:
             print("sweep: no time for", name, flush=True)
             continue
+        step = partial(runner.graphs._forward_adapted, adapted, rows, apart=name.startswith("apart"))
         try:
             with changed(changes):
                 runner.steps.forward._programs.clear()
                 runner.steps.forward._records.clear()
-                runner.graphs._forward_adapted(adapted, rows)  # compiles
-                graph = Capture()(partial(runner.graphs._forward_adapted, adapted, rows))
+                step()  # compiles
+                graph = Capture()(step)
         except Exception as error:
             print("sweep:", name, repr(error)[:300], flush=True)
             continue
@@ -226,6 +236,7 @@ def main() -> None:
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--sweep", type=float, default=0, help="seconds, at most")
+    parser.add_argument("--variants", default="", help="with --sweep: those whose names begin so")
     args = parser.parse_args()
     modules = ATTENTION if args.modules == "attention" else ATTENTION + MLP
     base = {"bench": "gpu_lora", "modules": args.modules, "rank": args.rank, "rows": args.rows}
@@ -243,19 +254,22 @@ def main() -> None:
             "none, in their graph": [0] * rows,
             "one": [1] * rows,
             "four": [1 + i % 4 for i in range(rows)],
+            "a quarter": [1 + i % (rows // 4) for i in range(rows)],
+            "half": [1 + i % (rows // 2) for i in range(rows)],
             "each": list(range(1, rows + 1)),
         }
         for kind, places in kinds.items():
             set_places(runner, places)
-            ms = graph_ms(graphs._adapted[rows])
-            above = round(ms / without - 1, 4)
-            lines.emit(base | {"w": "step", "adapters": kind, "ms": ms, "above": above})
-            if args.timeline and kind in ("one", "each"):
-                lines.emit(base | {"w": "timeline", "adapters": kind, **kernels_of(graphs._adapted[rows])})
+            for how, adapted in (("together", graphs._adapted), ("apart", graphs._apart)):
+                ms = graph_ms(adapted[rows], 30)
+                above = round(ms / without - 1, 4)
+                lines.emit(base | {"w": "step", "adapters": kind, "graph": how, "ms": ms, "above": above})
+                if args.timeline and (kind, how) in (("one", "together"), ("each", "apart")):
+                    lines.emit(base | {"w": "timeline", "adapters": kind, **kernels_of(adapted[rows])})
         if args.timeline:
             lines.emit(base | {"w": "timeline", "adapters": "base", **kernels_of(graphs._graphs[rows])})
         if args.sweep:
-            sweep(runner, rows, base, without, args.sweep)
+            sweep(runner, rows, base, without, args.sweep, args.variants)
 
 
 if __name__ == "__main__":

@@ -39,13 +39,14 @@ class Rows:
     False knows of no adapters.
 
     Kernels of a GPU read ``places`` int32[T] and int32[S], and the ``tiles`` of tokens and of sampled rows.
+    ``apart``: they have so many adapters that kernels had better take them one by one.
     """
 
     places: tuple[Tensor, Tensor]
     tiles: tuple[Tiles, Tiles]
 
     def __init__(self) -> None:
-        self.active = False
+        self.active = self.apart = False
         self._count = 0
         self._groups: tuple[Groups, Groups] = ([], [])
         self._places: tuple[Int32s, Int32s] = (np.zeros(0, np.int32),) * 2

@@ -32,6 +32,11 @@ class AdaptedRows:
         """Whether one of them has an adapter."""
         return bool(self._tables.host.place[slots].any())
 
+    def differ(self, slots: Any) -> bool:
+        """Whether they are more than a tile takes, with an adapter for each four of them at least."""
+        places = self._tables.host.place[slots]
+        return len(places) > FEW and 4 * len(set(places[places > 0].tolist())) >= len(places)
+
     def begin(self, slots: Any, q_lens: Any, sampled: Any) -> None:
         """Of an eager step: ``sampled`` are its tokens that logits are wanted of."""
         rows, places = self.rows, self._tables.host.place[slots]
@@ -46,18 +51,18 @@ class AdaptedRows:
         return self._tables.host.place[slots]
 
     @contextmanager
-    def graph(self, slots: Tensor) -> Iterator[None]:
-        """Inside of a graph of rows of one token."""
+    def graph(self, slots: Tensor, apart: bool) -> Iterator[None]:
+        """Inside of a graph of rows of one token; ``apart``: of ``Rows``."""
         rows, place, count = self.rows, self._tables.place, len(slots)
         assert place is not None
         rows.places = (self._places[:count],) * 2
         rows.tiles = (Tiles(self._order[:count], self._runs[:count], FEW),) * 2
         sort(rows, place, slots)
-        rows.active = True
+        rows.active, rows.apart = True, apart
         try:
             yield
         finally:
-            rows.active = False
+            rows.active = rows.apart = False
 
 
 class AdaptedPrompts:

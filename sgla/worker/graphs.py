@@ -14,6 +14,7 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.kernels.gpu.states import DeviceStates, marks_of
 from sgla.kernels.triton.fetch import fetch
+from sgla.kernels.triton.lora import FEW
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.messages import VERIFIED
 from sgla.sampling.device import Pending
@@ -26,8 +27,8 @@ from sgla.worker.verify import Verify
 REPLAYS = 4  # of a graph that is timed
 
 
-def cascade_sizes(sizes: list[int]) -> list[int]:
-    """Those that get a second graph, for rows that share prefixes:
+def fewer_sizes(sizes: list[int]) -> list[int]:
+    """Those that get a graph for rows that share prefixes, and one for rows of many adapters:
     fewer, since such batches are large or rare."""
     return [
         size
@@ -137,9 +138,12 @@ class DecodeGraphs:
         self.sizes = steps.sizes
         self._steps = steps
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._cascade_sizes = cascade_sizes(self.sizes) if steps.cascade is not None else []
+        self._cascade_sizes = fewer_sizes(self.sizes) if steps.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
         self._adapted: dict[int, torch.cuda.CUDAGraph] = {}  # of rows with adapters
+        several = [size for size in fewer_sizes(self.sizes) if size > FEW]
+        self._apart_sizes = several if steps.adapted is not None else []
+        self._apart: dict[int, torch.cuda.CUDAGraph] = {}  # of which these have many
         # Where so many rows run that none may guess, all are of different slots.
         many = [size for size in self.sizes if VERIFIED // 2 < size <= steps.slots]
         self._alone_sizes = many if steps.drafts is not None and steps.attention.decode.fused else []
@@ -170,7 +174,8 @@ class DecodeGraphs:
     def count(self) -> int:
         """Graphs to be captured."""
         sets = 1 + (self._steps.adapted is not None)
-        return sets * len(self.sizes) + len(self._cascade_sizes) + len(self._alone_sizes)
+        few = len(self._cascade_sizes) + len(self._alone_sizes) + len(self._apart_sizes)
+        return sets * len(self.sizes) + few
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""
@@ -183,6 +188,9 @@ class DecodeGraphs:
             self._forward(size)
             if self._steps.adapted is not None:
                 self._forward_adapted(self._steps.adapted, size)
+        if self._steps.adapted is not None:
+            for size in reversed(self._apart_sizes):
+                self._forward_adapted(self._steps.adapted, size, apart=True)
 
     def capture(self, capture: Capture) -> None:
         """Large to small, so that the small ones fit into the memory of the large. The KV pool is there."""
@@ -201,6 +209,8 @@ class DecodeGraphs:
             self._adapted[self.limit] = capture(largest)
             for size in reversed(self.sizes[:-1]):
                 self._adapted[size] = capture.unrun(partial(self._forward_adapted, adapted, size))
+            for size in reversed(self._apart_sizes):
+                self._apart[size] = capture.unrun(partial(self._forward_adapted, adapted, size, apart=True))
 
     def times(self, most: int) -> tuple[list[int], list[float]]:
         """Sizes up to the first that ``most`` rows fit in, and the seconds of their graphs. All slots are
@@ -212,9 +222,9 @@ class DecodeGraphs:
             seconds.append(seconds_of(self._graphs[size]))
         return sizes, seconds
 
-    def _forward_adapted(self, adapted: AdaptedRows, size: int) -> None:
-        """``_forward`` of rows that may have adapters."""
-        with adapted.graph(self._columns(size).slots):
+    def _forward_adapted(self, adapted: AdaptedRows, size: int, apart: bool = False) -> None:
+        """``_forward`` of rows that may have adapters; ``apart``: of ``Rows``."""
+        with adapted.graph(self._columns(size).slots, apart):
             self._forward(size)
 
     def _forward(self, size: int, cascade: bool = False, alone: bool = False) -> None:
@@ -330,10 +340,14 @@ class DecodeGraphs:
         to be read before ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature
         is not all that rows need. ``least``: rows that the graph has at least."""
         rows = max(len(slots), least)
-        adapted = self._steps.adapted is not None and self._steps.adapted.any(slots)
-        plan = None if adapted else self._plan_prefixes(slots, starts)
+        adapted = self._steps.adapted
+        if adapted is not None and not adapted.any(slots):
+            adapted = None
+        plan = self._plan_prefixes(slots, starts) if adapted is None else None
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
-        graphs = self._adapted if adapted else graphs
+        if adapted is not None:
+            differ = adapted.differ(slots)
+            sizes, graphs = (self._apart_sizes, self._apart) if differ else (self.sizes, self._adapted)
         size = next(size for size in sizes if size >= rows)
         if graphs is self._graphs and verify is None and size in self._alone:
             graphs = self._alone

@@ -119,7 +119,9 @@ CASES = {
             "enable_lora": True,
             "max_loras": 2,
             "step_tokens": 600,
-            "lora_target_modules": ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
+            "lora_target_modules": [
+                *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+            ],
         },
     ),
     "adapters of experts": (

@@ -21,12 +21,24 @@ from sgla.kernels.gpu.adapters import EXPAND, SHRINK, settle
 from sgla.kernels.gpu.record import Recorder, Ref
 from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
 from sgla.kernels.trace import STAND_INS
-from sgla.kernels.triton.lora import FEW, MANY, add, add_experts, expand_norm, grouped, pairs, shrink, sort
+from sgla.kernels.triton.lora import (
+    FEW,
+    MANY,
+    add,
+    add_experts,
+    expand_gated,
+    expand_norm,
+    grouped,
+    pairs,
+    shrink,
+    sort,
+)
 from sgla.quant.weight import storage
 
 
 @pytest.mark.parametrize(
-    ("rank", "k", "sizes"), [(1, 40, [33]), (6, 70, [48, 9, 16]), (17, 33, [70]), (8, 1100, [20, 20])]
+    ("rank", "k", "sizes"),
+    [(1, 40, [33]), (6, 70, [48, 9, 16]), (17, 33, [70]), (8, 1100, [20, 20]), (19, 40, [9, 9])],
 )
 def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
     """Rows of several places and of none, of prompts and of one token each, and sampled ones."""
@@ -55,6 +67,12 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
     torch.testing.assert_close(made, expected[picked.tolist()], atol=1e-4, rtol=1e-4)
     on_device(rows, places)
     torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
+    inner = shrink(x, stack, rows, False)
+    for rows.apart in (True, False):
+        torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
+        if len(sizes) == 2:
+            gated = expand_gated(y.clone(), inner, stack, rows, False, "silu")
+            torch.testing.assert_close(gated, ops.act_mul.body(expected, "silu"), atol=1e-3, rtol=1e-3)
     squares = torch.zeros(3, 96)
     squares[:2, : len(places)] = torch.rand(2, len(places), generator=generator)
     scale = ((squares.sum(0) / k + 0.01) ** -0.5)[: len(places), None]
@@ -63,7 +81,6 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
     if len(sizes) == 1:
         stream, weight = torch.randn(y.shape, generator=generator), torch.rand(stack.n, generator=generator)
         normed, total = ops.add_rms_norm.body(expected, stream, weight, 1e-5)
-        inner = shrink(x, stack, rows, False)
         found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
         torch.testing.assert_close(found, (normed, total), atol=1e-4, rtol=1e-4)
 

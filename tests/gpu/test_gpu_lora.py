@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
     from sgla.kernels import ops
     from sgla.kernels.cuda.batch_gemm import Unscaled
     from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
-    from sgla.kernels.triton.lora import FEW, MANY, add, expand_norm, shrink, sort
+    from sgla.kernels.triton.lora import FEW, MANY, add, expand_gated, expand_norm, shrink, sort
 
     torch.manual_seed(rank)
     with torch.device("cuda"):
@@ -73,11 +74,16 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
         rows.tiles = (Tiles(torch.zeros_like(rows.places[0]), torch.zeros(len(places), 3).int(), FEW),) * 2
         sort(rows, table, slots)
         assert rows.places[0].tolist() == places.tolist()
-        check(x, expected)
+        inner = shrink(x, stack, rows, False)
+        for rows.apart in (True, False):
+            check(x, expected)
+            if len(sizes) == 2:
+                gated = expand_gated(y.clone(), inner, stack, rows, False, "silu").float()
+                wanted = ops.act_mul.body(expected, "silu")
+                torch.testing.assert_close(gated, wanted, atol=2 * tolerance, rtol=2 * tolerance)
         if len(sizes) == 1:
             stream, weight = torch.randn(y.shape).to(dtype), torch.rand(stack.n)
             wanted = ops.add_rms_norm.body(expected, stream.float(), weight, 1e-5)
-            inner = shrink(x, stack, rows, False)
             found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
             for made, each in zip(found, wanted):
                 torch.testing.assert_close(made.float(), each, atol=tolerance, rtol=tolerance)
@@ -143,6 +149,26 @@ def test_rows_have_their_adapters_in_graphs_as_in_eager_steps() -> None:
     for one in requests()[1:4]:
         expected = answers(eager, [one])[one.rid]
         np.testing.assert_allclose(answers(runner, [one])[one.rid], expected, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_rows_whose_adapters_differ_are_as_each_alone() -> None:
+    """In float32, in a graph of their own: eleven rows, which have six adapters."""
+    runner = adapted_runner(dtype="float32", max_loras=8)
+    used: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        graph = runner.graphs._apart[16]
+        replay = graph.replay
+        patch.setitem(runner.graphs._apart, 16, SimpleNamespace(replay=lambda: (used.append(1), replay())))
+        places = [1, 2, 3, 4, 5, 6, 1, 0, 0, 0, 0]
+        asked = [
+            replace(submit(str(i), [i + 5] * 9, 12, logprobs=0), adapter=place, namespace=str(place))
+            for i, place in enumerate(places)
+        ]
+        together = answers(runner, asked)
+    assert used
+    for one in asked:
+        np.testing.assert_allclose(together[one.rid], answers(runner, [one])[one.rid], atol=2e-3)
 
 
 @pytest.mark.gpu

@@ -139,6 +139,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (integers.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (tiles.NAME, ops.act_mul), tiles.gate_refuses, tiles.gate),
+        Rule("gate", (EXPAND, ops.act_mul), tiles.expanded_gate_refuses, tiles.expanded_gate),
         Rule("gate", (e4m3.PRODUCT, ops.act_mul), e4m3.gated_refuses, e4m3.gated),
         Rule("invariant gate", (ops.linear, ops.act_mul), invariant.gate_refuses, invariant.gate, True),
     ),

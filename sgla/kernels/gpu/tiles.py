@@ -112,6 +112,19 @@ def beside(work: Work, linear: Node, expand: Node) -> list[Node]:
     return [linear.but({}), shrink, expand]
 
 
+def expanded_gate_refuses(work: Work, expand: Node, act: Node) -> str | None:
+    sizes = expand.given["stack"].sizes
+    if len(sizes) != 2 or sizes[0] != sizes[1] or sizes[0] % 16:
+        return "its parts are not gate and up"
+    return None if act.given["kind"] in GATES else "no kernel has this activation"
+
+
+def expanded_gate(work: Work, expand: Node, act: Node) -> list[Node]:
+    """What adapters add to gate and up, and their activation."""
+    given = expand.given | {"kind": act.given["kind"]}
+    return [Node("expanded, gated", lora.expand_gated, given, act.results, act.rows)]
+
+
 def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
     if linear.given["bias"] is not None:
         return "the layer has a bias"

@@ -2,10 +2,11 @@
 """What adapters add to a linear layer, onto what it has made: see ``kernels/lora.py``.
 
 First x is *shrunk* to the adapter's rank, then that is *expanded* to the layer's width. Rows of one adapter
-are computed together, in tiles (SGMV of Punica, arXiv 2310.18547). Which rows these are is read on the
-device, so steps of decode rows are graphs: there may be as many tiles as rows, and those of no row end at
-once. x is there before the layer begins, whose kernel fetches weights while x is shrunk; or x is shrunk
-beside a kernel that lets its successor start when x is there.
+are computed together, in tiles (SGMV of Punica, arXiv 2310.18547); where they have many adapters, each row is
+expanded by itself. Which rows these are is read on the device, so steps of decode rows are graphs: there may
+be as many tiles as rows, and those of no row end at once. x is there before the layer begins, whose kernel
+fetches weights while x is shrunk; or x is shrunk beside a kernel that lets its successor start when x is
+there.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.lora import Rows, Stack, Tiles
-from sgla.kernels.triton.common import _begin, _pdl, cdiv, next_power_of_2
+from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv, next_power_of_2
+from sgla.kernels.triton.elementwise import act_mul
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
 SHRUNK, EXPANDED = 256, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
+APART, GATED = 256, 128  # outputs of a row by itself, and of its gate and of its up, that a program makes
 GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
 EARLY, VALUES = 16, 1 << 16  # ranks, and values of these, that a program which norms loads before it waits
 SORTED = 16  # rows that a program finds the places of
@@ -126,6 +129,20 @@ def _shrink(
         _wait_at(tile + part + split == 0, PDL)
 
 
+@triton.jit
+def _part_of(block, ends, PARTS: tl.constexpr, BN: tl.constexpr):
+    """The part that has the block of outputs, and where this begins and the part ends."""
+    part, start, stop, begin, passed = 0, 0, 0, 0, 0
+    for p in tl.static_range(PARTS):
+        end = tl.load(ends + p)
+        blocks = tl.cdiv(end - begin, BN)
+        here = (block >= passed) & (block < passed + blocks)
+        part = tl.where(here, p, part)
+        start, stop = tl.where(here, begin + (block - passed) * BN, start), tl.where(here, end, stop)
+        begin, passed = end, passed + blocks
+    return part, start, stop
+
+
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _expand(
     inner, b, order, runs, experts, ends, y, s_place, s_rank, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr,
@@ -146,19 +163,13 @@ def _expand(
     m, r = tl.arange(0, BM), tl.arange(0, RP)
     own = m < count
     rows = tl.load(order + first + m, mask=own, other=0).to(tl.int64)
-    part, start, stop, begin, passed = 0, 0, 0, 0, 0
-    for p in tl.static_range(PARTS):
-        end = tl.load(ends + p)
-        blocks = tl.cdiv(end - begin, BN)
-        here = (block >= passed) & (block < passed + blocks)
-        part = tl.where(here, p, part)
-        start, stop = tl.where(here, begin + (block - passed) * BN, start), tl.where(here, end, stop)
-        begin, passed = end, passed + blocks
+    part, start, stop = _part_of(block, ends, PARTS, BN)
     i = tl.multiple_of(start, ALIGNED) + tl.arange(0, BN)
     live = i < tl.multiple_of(stop, ALIGNED)
     source = b + (place - 1) * s_place + i[:, None] + r.to(tl.int64)[None, :] * s_rank
     if EXPERTS:
-        source += tl.multiple_of(tl.load(experts + first).to(tl.int64) * begin, ALIGNED)
+        width = tl.load(ends + PARTS - 1)  # of what an expert has
+        source += tl.multiple_of(tl.load(experts + first).to(tl.int64) * width, ALIGNED)
     w = tl.load(source, mask=live[:, None] & (r < R)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -230,6 +241,77 @@ def _expand_norm(
     tl.store(residual + row * n + i, h, mask=live)
     v = h.to(tl.float32)
     tl.store(out + row * n + i, v * tl.rsqrt(tl.sum(v * v) / n + eps) * norm, mask=live)
+
+
+@triton.jit
+def _expanded_by(w, inner, s_inner, ranks, own, SPLITS: tl.constexpr, SP: tl.constexpr):
+    """What these ``ranks`` w [*, n] of an adapter add to a row."""
+    return tl.sum(w.to(tl.float32) * _shrunk_of(inner, s_inner, ranks, own, SPLITS, SP)[:, None], 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["places"])
+def _expand_row(
+    inner, b, places, ends, y, s_place, s_rank, s_y, s_inner, R: tl.constexpr, PARTS: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr, ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some outputs of one part, of one row. Of the adapter it takes ``EARLY`` ranks at a time,
+    and loads the first before it waits."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.load(places + row).to(tl.int64)
+    if place == 0:
+        _wait_at(row == 0, PDL)
+        return
+    part, start, stop = _part_of(block, ends, PARTS, BN)
+    i, r = tl.multiple_of(start, ALIGNED) + tl.arange(0, BN), tl.arange(0, EARLY)
+    live = i < tl.multiple_of(stop, ALIGNED)
+    source = b + (place - 1) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
+    w = tl.load(source, mask=(r < R)[:, None] & live[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    to = y + row * s_y + i
+    inner += (row * PARTS + part) * R
+    total = tl.load(to, mask=live, other=0.0).to(tl.float32)
+    total += _expanded_by(w, inner, s_inner, r, r < R, SPLITS, SP)
+    for first in range(EARLY, R, EARLY):
+        own = first + r < R
+        w = tl.load(source + first * s_rank, mask=own[:, None] & live[None, :], other=0.0)
+        total += _expanded_by(w, inner, s_inner, first + r, own, SPLITS, SP)
+    tl.store(to, total, mask=live)
+
+
+@triton.jit(do_not_specialize_on_alignment=["places"])
+def _expand_gated(
+    inner, b, places, y, out, n, s_place, s_rank, s_inner, R: tl.constexpr, SPLITS: tl.constexpr,
+    SP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``_expand_row`` of gate and up, each of n outputs, and their activation."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place, r, live = tl.load(places + row).to(tl.int64), tl.arange(0, EARLY), i < n
+    count = tl.where(place > 0, R, 0)
+    source = b + tl.maximum(place - 1, 0) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
+    own = r < count
+    w = tl.load(source, mask=own[:, None] & live[None, :], other=0.0)
+    v = tl.load(source + n, mask=own[:, None] & live[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    y += row * 2 * n + i
+    inner += row * 2 * R
+    gate = tl.load(y, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(y + n, mask=live, other=0.0).to(tl.float32)
+    gate += _expanded_by(w, inner, s_inner, r, own, SPLITS, SP)
+    up += _expanded_by(v, inner + R, s_inner, r, own, SPLITS, SP)
+    for first in range(EARLY, count, EARLY):
+        own = first + r < R
+        w = tl.load(source + first * s_rank, mask=own[:, None] & live[None, :], other=0.0)
+        v = tl.load(source + first * s_rank + n, mask=own[:, None] & live[None, :], other=0.0)
+        gate += _expanded_by(w, inner, s_inner, first + r, own, SPLITS, SP)
+        up += _expanded_by(v, inner + R, s_inner, first + r, own, SPLITS, SP)
+    tl.store(out + row * n + i, _activate(gate, GELU) * up, mask=live)
 
 
 @triton.jit(do_not_specialize_on_alignment=["places", "ids"])
@@ -325,7 +407,35 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there:
 
 def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``y + inner.sum(0) @ b.T`` in the memory of y [T, n]."""
+    if rows.apart:
+        return _expanded_apart(y, inner, stack, rows.places[sampled])
     return _expanded(y, inner, stack, rows.tiles[sampled])
+
+
+def _expanded_apart(y: Tensor, inner: Tensor, stack: Stack, places: Tensor) -> Tensor:
+    splits, tokens, parts, rank = inner.shape
+    aligned = 1 if any(n % 16 for n in stack.sizes) else 16
+    _expand_row[tokens, sum(cdiv(n, APART) for n in stack.sizes)](
+        inner, stack.b, places, stack.bounds, y, stack.b.stride(0), stack.b.stride(2), y.stride(0),
+        inner.stride(0), R=rank, PARTS=parts, SPLITS=splits, SP=next_power_of_2(splits), BN=APART,
+        EARLY=min(EARLY, next_power_of_2(rank)), ALIGNED=aligned, num_warps=1, **_pdl(),
+    )  # fmt: skip
+    return y
+
+
+def expand_gated(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool, kind: str) -> Tensor:
+    """``ops.act_mul`` of ``expand`` [T, 2 n], whose parts are gate and up: [T, n]."""
+    if not rows.apart:
+        return act_mul(expand(y, inner, stack, rows, sampled), kind)
+    splits, tokens, _, rank = inner.shape
+    n = y.shape[1] // 2
+    out = y.new_empty(tokens, n)
+    _expand_gated[tokens, cdiv(n, GATED)](
+        inner, stack.b, rows.places[sampled], y, out, n, stack.b.stride(0), stack.b.stride(2),
+        inner.stride(0), R=rank, SPLITS=splits, SP=next_power_of_2(splits), BN=GATED,
+        EARLY=min(EARLY, next_power_of_2(rank)), GELU=kind == "gelu_tanh", num_warps=1, **_pdl(),
+    )  # fmt: skip
+    return out
 
 
 def _expanded(y: Tensor, inner: Tensor, stack: Stack, tiles: Tiles) -> Tensor:
