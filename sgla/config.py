@@ -390,7 +390,10 @@ class EngineSettings(ModelSettings, kw_only=True):
             "field of the request"
         ),
     ] = "fcfs"
-    depth: Annotated[int | None, Doc(description="steps in flight: 1 = no overlap, 2, 3")] = None
+    depth: Annotated[
+        int | None,
+        Doc(description="steps in flight: 1 = no overlap, 2, 3 (default: 2, on a GPU 3 while brief)"),
+    ] = None
     kv_cache_bytes: Annotated[
         int | None, Doc(description="size of the KV cache; 512M, 2G are understood")
     ] = None

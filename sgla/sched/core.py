@@ -288,7 +288,7 @@ class Core:
         """Commit the tokens of the oldest step in flight. Tokens of requests that have ended are dropped."""
         self._now = now
         step = self._queues.flights.popleft()
-        self.ahead.ended(now)
+        self.ahead.ended(now, step, result.seconds)
         assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
         self._costs.observe(step.tokens, step.work, step.told(result.seconds), step.mixed)
         self._pressure.relax()

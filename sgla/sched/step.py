@@ -141,6 +141,11 @@ class Step:
         self.work += pairs(request.planned, self._canvas)
 
     @property
+    def guesses(self) -> bool:
+        """Some row may guess."""
+        return max(self.drafts, default=0) > 0
+
+    @property
     def canvases(self) -> bool:
         """Its decode rows are blocks."""
         return self._canvas > 0

@@ -178,7 +178,7 @@ class Simulation:
             self.plans.append(plan)
             if self.check:
                 self.core.check()
-        assert len(self.flights) <= self.limits.depth
+        assert len(self.flights) <= self.limits.depth + self.limits.deeper
 
     def step(self, broken: float | None = None) -> bool:
         """Plan as far as possible, then let the oldest step finish. False if there is none. ``broken``: which
@@ -342,7 +342,13 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "patience": random.choice((5.0, 1000.0)),
         "reserve": random.choice((0.0, 0.0, 0.5)),
     }
-    return Limits(**(values | changes))
+    limits = Limits(**(values | changes))
+    return replace(limits, deeper=limits.depth < 3 and random.random() < 0.3)
+
+
+def brief(tokens: int, work: int) -> float:
+    """Seconds of a step, where those of a row or two are brief."""
+    return 0.5 if tokens > 2 else 0.0005
 
 
 def random_tiers(random: Random, groups: int) -> list[Tier]:

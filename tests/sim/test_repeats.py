@@ -67,18 +67,18 @@ def drafts_of(
     return found
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-def test_guesses_that_are_never_right_cost_little(depth: int) -> None:
-    found = drafts_of(lambda i: 1000 + i, depth)
+@pytest.mark.parametrize(("depth", "deeper"), [(2, False), (2, True), (3, False)])
+def test_guesses_that_are_never_right_cost_little(depth: int, deeper: bool) -> None:
+    found = drafts_of(lambda i: 1000 + i, depth, deeper=deeper)
     cost = sum(MS[1 + max(most, 0)] + BESIDE * (most > 0) for most in found)
     assert 4 < sum(most > 0 for most in found) < 10
     assert cost < 1.03 * MS[1] * TOKENS
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_guesses_that_are_often_right_go_on(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "deeper"), [(1, False), (2, False), (2, True), (3, False)])
+def test_guesses_that_are_often_right_go_on(depth: int, deeper: bool) -> None:
     """Though now and then several rows have none."""
-    found = drafts_of(lambda i: 1000 + i, depth, share=0.8)
+    found = drafts_of(lambda i: 1000 + i, depth, share=0.8, deeper=deeper)
     assert len(found) < TOKENS / 3
     assert found.count(DRAFTS) > 0.9 * len(found)
 

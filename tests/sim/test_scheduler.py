@@ -224,6 +224,21 @@ def test_an_overlapped_step_needs_no_token_from_the_host() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "drafts", "most"), [(0.0005, 0, 3), (0.002, 0, 2), (0.0005, 3, 2)]
+)  # fmt: skip
+def test_brief_steps_have_one_more_in_flight(seconds: float, drafts: int, most: int) -> None:
+    """But for those whose rows guess."""
+    simulation = Simulation(make_limits(deeper=True, drafts=drafts), lambda tokens, work: seconds)
+    simulation.offer(make_submit("r", PROMPT[:5], max_new=40))
+    flights = []
+    while simulation.step():
+        simulation.submit_plans()
+        flights.append(len(simulation.flights))
+    assert max(flights) == most
+    assert simulation.tokens("r") == simulation.alone("r")[0]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_no_row_is_planned_beyond_max_new(depth: int) -> None:
     simulation = Simulation(make_limits(depth=depth))

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from examples import examples
 from msgspec.structs import replace
-from simulation import Simulation, of_any_kind, random_limits, random_submits
+from simulation import Simulation, brief, of_any_kind, random_limits, random_submits
 
 SCENARIOS = 1_600  # four hundred in .ci/run, sixteen thousand in .ci/full
 GUESSING = 1_000  # two hundred and fifty, ten thousand
@@ -23,8 +23,8 @@ def play(random: Random, stages: int = 1, guesses: bool = False) -> Simulation:
         acceptance, limits = random.random(), replace(limits, drafts=random.choice((1, 2, 3, 8)))
     if stages > 1:
         forced, depth = 0, random.randint(1, stages + 1)
-        limits = replace(limits, stages=stages, depth=depth, drafts=0)
-    simulation = Simulation(limits, forced=forced, acceptance=acceptance)
+        limits = replace(limits, stages=stages, depth=depth, deeper=False, drafts=0)
+    simulation = Simulation(limits, brief if limits.deeper else None, forced=forced, acceptance=acceptance)
     pending = [of_any_kind(random, submit) for submit in random_submits(random, random.randint(2, 9))[::-1]]
     bound = 400 + 80 * len(pending)
     for _ in range(bound):

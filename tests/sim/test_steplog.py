@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from examples import examples
 from msgspec.structs import replace
-from simulation import Simulation, make_limits, make_submit, random_limits, random_submits
+from simulation import Simulation, brief, make_limits, make_submit, random_limits, random_submits
 
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import GRAMMAR, Ready, StepResult
@@ -35,7 +35,8 @@ def play(random: Random, steps: int) -> Recorded:
     """Arrivals, refusals, cancels, deadlines and flushes at random times; left running or idle."""
     forced = random.choice((0, 5))
     limits = random_limits(random, **random.choice(({}, LATE)))
-    simulation = Recorded(limits, steps=steps, check=False, forced=forced)
+    cost = brief if limits.deeper else None
+    simulation = Recorded(limits, cost, steps=steps, check=False, forced=forced)
     pending = random_submits(random, random.randint(2, 12))[::-1]
     for _ in range(random.choice((30, 100, 400))):
         while pending and pending[-1].arrival <= simulation.now:
