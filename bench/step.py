@@ -267,11 +267,14 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     if guessed:
         extra |= {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": max(guessed)}
     source = open_source(args.model, "dummy")
+    longest = read_decoder(source.config).context_len
+    if args.context + ROOM > longest:
+        raise SystemExit(f"--context {args.context}: it is {longest - ROOM} at most with this model")
     config = Config(
         model=args.model,
         device="cuda",
         load_format="dummy",
-        context_length=min(read_decoder(source.config).context_len, max(8192, args.context + 1024)),
+        context_length=min(longest, max(8192, args.context + 1024)),
         attention_backend=args.backend,
         tp=args.tp,
         **extra,

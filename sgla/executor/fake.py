@@ -560,6 +560,10 @@ class FakeRunner:
     def copying(self) -> bool:
         return bool(self._copies)
 
+    @property
+    def queueing(self) -> bool:
+        return False
+
     def moved(self) -> list[Moved]:
         now, ended = clock.now(), []
         while self._copies and self._copies[0][0] <= now:

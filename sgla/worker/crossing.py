@@ -18,16 +18,17 @@ from sgla.worker.state import Int32s
 AHEAD = 4  # pieces that are queued
 SHARE = 0.018  # of the time of decode steps, which copies beside them may take
 PASSED = 4  # pieces of the other direction that go before one that waits for its turn beside steps
+ROWS = 256  # rows that cross in one call, which takes the host 0.7 to 1 us for each
 TURN = 2e-4  # seconds after which no other piece is queued before the worker has looked at its steps again
 MARGIN = 1.25  # by how much longer than so far a copy may take
 
 
 @dataclass(eq=False, slots=True)
 class Crossing:
-    """A copy that is under way, in ``total`` chunks, of which those of layers that are computed first go
-    first: a *band* is what crosses of some layers. ``firsts``: chunks of the first band; ``ends``: of each
-    band that is queued as a whole; ``slack``: see ``Copy``; ``units``: of each cache group; ``behind``: what
-    has to be over before."""
+    """A copy that is under way, of ``total`` bytes in chunks, of which those of layers that are computed
+    first go first: a *band* is what crosses of some layers. ``firsts``: bytes of the first band; ``ends``:
+    of each band that is queued as a whole; ``slack``: see ``Copy``; ``units``: of each cache group;
+    ``behind``: what has to be over before."""
 
     transfer: int
     slack: float = 0.0
@@ -58,33 +59,47 @@ class Crossing:
 
 class Chunk(NamedTuple):
     """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
-    ``toll``: seconds that decode steps beside it lose; ``rows``: beside these it crosses without being
-    staged; ``closes``: it is the last of its band."""
+    ``width``: bytes of a unit; ``rows``: those of it that cross one by one, 0: it is always staged;
+    ``closes``: it is the last of its band."""
 
     section: int
     units: Int32s
     places: Int32s
-    toll: float
-    rows: bool
+    width: int
+    rows: int
     closes: bool
+
+    @property
+    def nbytes(self) -> int:
+        """One at least, though it may be empty."""
+        return max(1, len(self.units) * self.width)
+
+    def parted(self, count: int) -> tuple[Chunk, Chunk]:
+        """Its first units, and the others."""
+        first = self._replace(units=self.units[:count], places=self.places[:count], closes=False)
+        return first, self._replace(units=self.units[count:], places=self.places[count:])
 
 
 class Queued(NamedTuple):
-    """A chunk that has crossed once ``end`` has passed; ``toll``: its own."""
+    """``nbytes`` that have crossed once ``end`` has passed; ``toll``: seconds that decode steps beside them
+    lose."""
 
     crossing: Crossing
     end: torch.cuda.Event
+    nbytes: int
     toll: float
 
 
 class Route(NamedTuple):
     """What copies a chunk, whose units an index on the GPU names, in one direction: into what is staged, and
-    out of it, or ``rows`` of units without that, which takes more of the host's time and less of the GPU's
-    memory's."""
+    out of it; or ``rows`` of units without that, which takes more of the host's time and less of the GPU's
+    memory's. ``toll``, ``rows_toll``: seconds that decode steps lose for a byte."""
 
     begin: Callable[[Chunk, Tensor, Tensor], None]
     end: Callable[[Chunk, Tensor, Tensor], None]
-    rows: Callable[[Chunk], None]
+    toll: float
+    rows: Callable[[Chunk], None] | None = None
+    rows_toll: float = 0.0
 
 
 class Step(Protocol):
@@ -102,22 +117,25 @@ class Toll:
     one that has had its turn often meanwhile."""
 
     def __init__(self) -> None:
-        self._steps: deque[Step] = deque(maxlen=2)  # as many as are in flight
+        self._steps: list[Step] = []  # that were on their way when the latest was launched
         self._paid = 0.0  # until when nothing more may be queued
         self._passed: dict[object, int] = {}  # lanes that wait, and pieces of others that have gone meanwhile
 
     def beside(self, step: Step) -> None:
         """Decode rows alone have been launched."""
-        self._steps.append(step)
+        self._steps = [*self._running(), step]
 
     @property
     def runs(self) -> bool:
         """A decode step is on its way."""
-        return any(not step.done for step in self._steps)
+        return bool(self._running())
+
+    def _running(self) -> list[Step]:
+        return [step for step in self._steps if not step.done]
 
     def due(self, lane: object, begin: torch.cuda.Event) -> bool:
         """The lane may queue nothing now that is to come behind ``begin``."""
-        steps = [step for step in self._steps if not step.done]
+        steps = self._running()
         if steps and not begin.query():
             return True  # or all that is queued meanwhile comes at once
         if not any(step.begin.query() for step in steps):
@@ -164,8 +182,8 @@ class Lane:
         """Queue what is next. Returns those that may be told of since the last call, in their order."""
         told = []
         while self._queued and self._queued[0].end.query():
-            crossing = self._queued.popleft().crossing
-            crossing.done += 1
+            crossing, _, nbytes, _ = self._queued.popleft()
+            crossing.done += nbytes
             if not crossing.told and crossing.may_be_told:
                 crossing.told = True
                 told.append(crossing)
@@ -185,11 +203,21 @@ class Lane:
         """Of its first bands up to this one; what ends when they have crossed."""
         band = min(band, crossing.bands - 1)
         while len(crossing.ends) <= band:
-            self._queue()
+            self._queue(hurries=True)
         return crossing.ends[band]
 
-    def _queue(self) -> None:
+    def _queue(self, hurries: bool = False) -> None:
+        """The next chunk. Beside decode steps it is fewer units, whose rows cross one by one, where they may;
+        not where a step ``hurries``, for which that is too slow."""
         chunk, begin, crossing = self._waiting.popleft()
+        route, rows = (
+            self._route,
+            None if hurries or not (chunk.rows and self._toll.runs) else self._route.rows,
+        )
+        count = max(1, ROWS // max(1, chunk.rows))
+        if rows is not None and len(chunk.units) > count:
+            chunk, rest = chunk.parted(count)
+            self._waiting.appendleft((rest, begin, crossing))
         assert crossing.index is not None
         index = crossing.index[crossing.queued : crossing.queued + len(chunk.units)]
         crossing.queued += len(index)
@@ -199,20 +227,20 @@ class Lane:
         elif self._idle:
             crossing.begun += now - self._idle
         self._idle = 0.0
-        if chunk.rows and self._toll.runs:
-            end = self._cross(chunk, begin)
-        else:
-            end = self._stage(chunk, begin, index)
+        end = self._stage(chunk, begin, index) if rows is None else self._cross(chunk, begin, rows)
         if chunk.closes:
             crossing.ends.append(end)
-        self._queued.append(Queued(crossing, end, chunk.toll))
+        toll = chunk.nbytes * (route.toll if rows is None else route.rows_toll)
+        self._queued.append(Queued(crossing, end, chunk.nbytes, toll))
         self._toll.take(self, sum(queued.toll for queued in self._queued))
 
-    def _cross(self, chunk: Chunk, begin: torch.cuda.Event) -> torch.cuda.Event:
+    def _cross(
+        self, chunk: Chunk, begin: torch.cuda.Event, rows: Callable[[Chunk], None]
+    ) -> torch.cuda.Event:
         end = torch.cuda.Event()
         with torch.cuda.stream(self._second):
             self._second.wait_event(begin)
-            self._route.rows(chunk)
+            rows(chunk)
             end.record()
         return end
 

@@ -187,6 +187,11 @@ class CudaRunner(GpuExperts):
         states = state_columns(plan, slots, starts, self.steps.tables.host)
         return self.prompts.takes(starts, q_lens, np.frombuffer(plan.flags, np.uint8), states)
 
+    @property
+    def queueing(self) -> bool:
+        """Pieces of copies between the GPU and the host's memory are."""
+        return self.host is not None and self.host.under_way
+
     @torch.inference_mode()
     def release(self, flight: Flight) -> None:
         """Queue the rest of a step that is held. The steps before have been finished."""

@@ -30,7 +30,7 @@ HALVES = 2  # of what is staged in each direction: one is filled while the other
 # GPU's memory three times, and what is written costs them more than what is read. The last one: for a byte
 # that comes without being staged.
 TOLL_IN, TOLL_OUT, TOLL_ROWS = 2.1e-12, 1.0e-12, 0.9e-12
-ROW = 16 << 10  # bytes of a unit in a layer from which on that does not take the host too long
+ROW = 16 << 10  # bytes of a unit in each tensor from which on that does not take the host too long
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
 BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
@@ -101,8 +101,10 @@ class HostTier:
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self.toll = Toll()
-        self._in = Lane(staging[0], Route(self._cross_in, self._scatter, self._cross_rows), self.toll)
-        self._out = Lane(staging[1], Route(self._gather, self._cross_out, self._cross_rows), self.toll)
+        self._in = Lane(
+            staging[0], Route(self._cross_in, self._scatter, TOLL_IN, self._cross_rows, TOLL_ROWS), self.toll
+        )
+        self._out = Lane(staging[1], Route(self._gather, self._cross_out, TOLL_OUT), self.toll)
         self._early: list[Crossing] = []  # that have been told of, and that no step has waited for
         self._unended: list[Crossing] = []  # that have been told of
 
@@ -118,14 +120,14 @@ class HostTier:
         # What leaves may be of units that are still to come, or go to places that are still read.
         behind = [] if inward else list(self._unended)
         crossing = Crossing(copy.transfer, copy.slack, here, behind)
-        chunks = list(self._parted(here, there, inward))
-        crossing.total, crossing.bands = len(chunks), sum(chunk.closes for chunk in chunks)
-        crossing.firsts = 1 + next(i for i, chunk in enumerate(chunks) if chunk.closes)
+        chunks = list(self._parted(here, there))
+        crossing.bands = sum(chunk.closes for chunk in chunks)
+        crossing.total = sum(chunk.nbytes for chunk in chunks)
+        first = next(i for i, chunk in enumerate(chunks) if chunk.closes)
+        crossing.firsts = sum(chunk.nbytes for chunk in chunks[: first + 1])
         (self._in if inward else self._out).add(crossing, chunks)
 
-    def _parted(
-        self, units: Sequence[Int32s], places: Sequence[Int32s], inward: bool = True
-    ) -> Iterator[Chunk]:
+    def _parted(self, units: Sequence[Int32s], places: Sequence[Int32s]) -> Iterator[Chunk]:
         """At least one, which may be empty. Places that follow each other cross at once."""
         orders = [np.argsort(there, kind="stable") for there in places]
         ends = [(here[order], there[order]) for here, there, order in zip(units, places, orders)]
@@ -138,10 +140,9 @@ class HostTier:
         parts = parts or [(0, units[0][:0], places[0][:0])]
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
-            section, count = self._sections[part[0]], len(part[1])
-            rows = inward and section.parts is not None and count > 0
-            toll = TOLL_ROWS if rows else TOLL_IN if inward else TOLL_OUT
-            yield Chunk(*part, toll=toll * count * section.beside.shape[1], rows=rows, closes=band != after)
+            section = self._sections[part[0]]
+            rows = 0 if section.parts is None or not len(part[1]) else len(section.parts.width)
+            yield Chunk(*part, width=section.beside.shape[1], rows=rows, closes=band != after)
 
     def awaited(self, plan: StepPlan) -> list[Crossing]:
         """Those told of that have units which the step reads or writes: what its new rows have, or others
@@ -212,8 +213,8 @@ class HostTier:
         section = self._sections[chunk.section]
         assert section.parts is not None
         width, address, apart, beside = section.parts
-        here = address + chunk.units[:, None] * apart
-        there = beside + chunk.places[:, None] * np.int64(section.beside.shape[1])
+        here = address + chunk.units[:, None].astype(np.int64) * apart
+        there = beside + chunk.places[:, None].astype(np.int64) * chunk.width
         copy_rows(here.ravel(), there.ravel(), np.tile(width, len(here)))
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:

@@ -85,6 +85,10 @@ class Launches(Protocol):
 
     @property
     def copying(self) -> bool: ...
+    @property
+    def queueing(self) -> bool:
+        """A copy goes on as somebody calls ``moved``, not by threads."""
+
     def moved(self) -> list[Moved]: ...
 
 
@@ -124,6 +128,10 @@ class AtOnce:
     def copying(self) -> bool:
         return self._runner.copying
 
+    @property
+    def queueing(self) -> bool:
+        return False
+
     def moved(self) -> list[Moved]:
         return self._runner.moved()
 
@@ -133,8 +141,8 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
 
     ``results`` is None on ranks that do not answer. Where the end of a step is not known the loop spins until
     it is there, because a result published late is a plan made late; ``spin``: seconds to look for a plan
-    before sleeping, 0.0 where no core is to spare. Where some are it does not sleep while copies are under
-    way either: after a sleep it takes 0.3 ms of the host to queue a piece of one, which crosses in as long.
+    before sleeping, 0.0 where no core is to spare. Where some are it does not sleep while pieces of copies
+    are to be queued either: after a sleep that takes 0.3 ms of the host, in which a piece crosses.
     """
     device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
     copies = device if may_copy(runner.facts) else None
@@ -177,9 +185,9 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
                     return True
             if record is None:
                 if not flights:
-                    copying = copies is not None and copies.copying
-                    if not (copying and spin):
-                        _sleep(plans, inputs, spin, COPYING if copying or replies.due else None)
+                    if not (spin and copies is not None and copies.queueing):
+                        waits = replies.due or (copies is not None and copies.copying)
+                        _sleep(plans, inputs, spin, COPYING if waits else None)
                 elif flights[0].due > now:
                     _sleep(plans, inputs, 0.0, flights[0].due - now)
                 elif copies is not None:

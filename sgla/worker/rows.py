@@ -34,15 +34,10 @@ def in_batches() -> bool:
 
 def copy_rows(targets: Int64s, sources: Int64s, sizes: Int64s) -> None:
     """``sizes`` bytes each, from addresses to addresses, on the current stream, which is not the default
-    one. Raises RuntimeError."""
+    one, where the driver takes ``in_batches``. Raises RuntimeError."""
     if not len(sizes):
         return
     stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-    if not in_batches():
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist()):
-            code = driver().cuMemcpyAsync(c_void_p(target), c_void_p(source), c_size_t(size), stream)
-            check(code, "a copy beside steps")
-        return
     attributes, first, failed = _Attributes(order=_STREAM, flags=_OVERLAP), c_size_t(0), c_size_t(0)
     columns = [np.ascontiguousarray(column, np.int64) for column in (targets, sources, sizes)]
     given: list[Any] = [c_void_p(column.ctypes.data) for column in columns]

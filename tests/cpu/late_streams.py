@@ -93,10 +93,10 @@ def late() -> Iterator[Waits]:
         made(
             self,
             staging,
-            crossing.Route(
-                lambda *_: None,
-                lambda *piece: CURRENT[-1].add(partial(both, *piece)),
-                lambda chunk: CURRENT[-1].add(partial(route.rows, chunk)),
+            route._replace(
+                begin=lambda *_: None,
+                end=lambda *piece: CURRENT[-1].add(partial(both, *piece)),
+                rows=route.rows and (lambda chunk: CURRENT[-1].add(partial(route.rows, chunk))),
             ),
             toll,
         )

@@ -124,30 +124,33 @@ def test_a_copy_that_ends_behind_the_server_is_no_fault(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("spin", [0.0, 1e-6])
-def test_a_worker_with_a_core_to_spare_looks_at_copies_without_a_sleep(
-    monkeypatch: pytest.MonkeyPatch, spin: float
+@pytest.mark.parametrize(("spin", "queueing", "sleeps"), [(0.0, True, 4), (1e-6, True, 0), (1e-6, False, 4)])
+def test_a_worker_with_a_core_to_spare_queues_pieces_without_a_sleep(
+    monkeypatch: pytest.MonkeyPatch, spin: float, queueing: bool, sleeps: int
 ) -> None:
+    """But sleeps where threads copy."""
     facts = fake_facts(CONFIG, tiny_source())
     facts.tiers = [Tier("host", [64])]
     ours, theirs = Pipe()
-    looks, sleeps = 0, list[float | None]()
+    looks, slept = 0, list[float | None]()
 
     def moved() -> list[Moved]:
         nonlocal looks
         looks += 1
         runner.copying = looks < 5
+        runner.queueing = queueing and looks < 5
         return []
 
     def sleep(plans: Any, inputs: Any, spin: float, limit: float | None) -> None:
-        sleeps.append(limit)
+        slept.append(limit)
         if limit is None:
             ours.close()
 
-    runner: Any = SimpleNamespace(facts=facts, copying=True, moved=moved, execute=print, control=print)
+    runner: Any = SimpleNamespace(facts=facts, copying=True, queueing=queueing, moved=moved)
+    runner.launch = runner.release = runner.finish = runner.control = print
     monkeypatch.setattr("sgla.worker.loop._sleep", sleep)
     assert serve(runner, Ring.create(1 << 12), None, theirs, spin)
-    assert sleeps == ([None] if spin else [COPYING] * 4 + [None])
+    assert slept == [COPYING] * sleeps + [None]
     assert looks == 5
 
 

@@ -19,7 +19,7 @@ from late_streams import Waits, late
 from sgla import clock
 from sgla.messages import Copy, NewRow, RowSampling, StepPlan, int32
 from sgla.worker import crossing, gpu_tiers
-from sgla.worker.crossing import PASSED, SHARE, Crossing, Toll
+from sgla.worker.crossing import PASSED, SHARE, Chunk, Crossing, Route, Toll
 from sgla.worker.gpu_tiers import HostTier
 
 LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
@@ -207,9 +207,10 @@ def test_decode_steps_pay_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     toll.beside(running)
     assert queued(10.0) == pytest.approx(10.0 * SHARE / 1e-3, abs=10)
     assert toll.due("in", SimpleNamespace(query=lambda: False)), "it would come behind what is launched"
-    toll.beside(over)
+    for _ in range(3):
+        toll.beside(launched)
     assert queued(10.0) == pytest.approx(10.0 * SHARE / 1e-3, abs=10)
-    toll.beside(over)
+    running.done = launched.done = True
     assert queued(1.0) == pytest.approx(1000, abs=2)
     assert not toll.due("in", SimpleNamespace(query=lambda: False))
 
@@ -235,6 +236,50 @@ def test_what_leaves_gets_its_turn_beside_what_comes_without_end(
     first, *others = "".join(lane[0] for lane in went).split("o")
     assert len(first) <= PASSED + 1, "one has gone before the other lane asks"
     assert max(map(len, others)) <= PASSED
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("hurries", [True, False])
+def test_rows_cross_by_themselves_beside_decode_steps_that_nobody_waits_behind(
+    monkeypatch: pytest.MonkeyPatch, decodes: bool, hurries: bool
+) -> None:
+    """In pieces of few rows, behind what was launched before, for their own price; else as one, staged."""
+    monkeypatch.setattr(crossing, "ROWS", 6)
+    waited, crossed, staged, paid = [], [], [], []
+    with late_copies(decodes=float(decodes)):
+        toll: Any = SimpleNamespace(runs=decodes, due=lambda *_: False, take=lambda _, s: paid.append(s))
+        route = Route(lambda *_: None, lambda c, *_: staged.append(len(c.units)), 2.0, lambda c: None, 1.0)
+        lane = crossing.Lane(torch.zeros(2, 64, dtype=torch.uint8), route, toll)
+        lane._route = route._replace(rows=lambda chunk: crossed.append(len(chunk.units)))
+        lane._second.wait_event = waited.append  # type: ignore[assignment]
+        units = np.arange(8, dtype=np.int32)
+        one = Crossing(1, total=80, firsts=80, bands=1)
+        lane.add(one, [Chunk(0, units, units, width=10, rows=2, closes=True)])
+        begin = lane._waiting[0][1]
+        if hurries:
+            lane.queue(one, 0)
+        while not one.over:
+            lane.go_on()
+    apart = decodes and not hurries
+    assert (crossed, staged) == (([3, 3, 2], []) if apart else ([], [8]))
+    assert paid[0] == (30.0 if apart else 160.0)
+    assert (begin in waited) is apart
+    assert one.queued == 8
+
+
+def test_rows_of_places_far_away_are_found() -> None:
+    """Beyond what numbers of 32 bits say."""
+    found: list[Any] = []
+    with late_copies(row=1), patch.object(gpu_tiers, "copy_rows", lambda *ends: found.extend(ends)):
+        world = World(0)
+        section = world.tier._sections[0]
+        assert section.parts is not None
+        place, width = 30_000, 400_000
+        section = section._replace(parts=section.parts._replace(beside=np.zeros(1, np.int64)))
+        world.tier._sections[0] = section._replace(parts=section.parts)
+        there = np.array([place], np.int32)
+        world.tier._cross_rows(Chunk(0, there, there, width=width, rows=1, closes=True))
+    assert found[1][0] == place * width
 
 
 def test_places_that_follow_each_other_cross_at_once() -> None:
