@@ -28,7 +28,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import rewrite, rules, tiles, tuning, whole_step
+from sgla.kernels.gpu import norms, rewrite, rules, tiles, tuning, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -508,6 +508,25 @@ def test_a_whole_step_of_ranks_exchanges_what_each_adds(
     assert inbox == "inbox"
     exchange.for_steps.assert_called_with(shape)
     assert (shape.ranks, shape.hidden, shape.heads, shape.kv_heads) == (2, 256, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "each"), [("Gemma3ForCausalLM", [1, 1, 1, 1]), ("Gemma4ForCausalLM", [3, 1, 3, 1])]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_norms_around_the_stream_are_one_kernel(
+    architecture: str, each: list[int], deterministic: bool
+) -> None:
+    """What joins the stream, and its norms; those of a mixture are three. Not where bits count: it adds up a
+    row otherwise than the kernels of steps that go op by op."""
+    driver = small_model(architecture)
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend, deterministic))
+    asked = rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}, deterministic=deterministic)
+    work = forward.rewritten("step", True, asked)
+    assert work is not None
+    assert work.taken["norm, added"] == (0 if deterministic else len(each))
+    assert [len(node.given["norms"]) for node in work.named(norms.NAME)] == ([] if deterministic else each)
+    assert any(rule == "norm, added" for rule, _ in work.refused) is deterministic
 
 
 SIGMOIDS = {

@@ -124,7 +124,7 @@ class Rule:
     pattern: tuple[Any, ...]
     refuses: Callable[..., str | None]  # of the work and the nodes of the chain
     make: Callable[..., list[Node]]
-    invariant: bool = False  # a row's results do not depend on the others
+    invariant: bool = False  # a row's bits are those of the ops apart, whatever the others are
 
 
 def rewrite(record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]]) -> Work:
@@ -146,7 +146,7 @@ def rewrite(record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]]) -
 def _plain(work: Work, node: Node) -> str | None:
     """Why no rule may take ``node``, or None."""
     if work.asked.deterministic:
-        return "its sums depend on the number of rows, and --deterministic forbids that"
+        return "its sums depend on the number of rows or on what is joined, and --deterministic forbids that"
     return None if node.given.get("addend") is None else "no kernel adds an addend on the way"
 
 

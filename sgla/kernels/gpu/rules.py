@@ -155,15 +155,15 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         ),
         Rule("shared added", (ops.gated_add, ops.add_rms_norm), experts.shared_refuses, experts.shared_add),
         Rule("norm and e4m3", (ops.add_rms_norm,), e4m3.add_refuses, e4m3.add),
-        Rule("norm, added", (ops.rms_norm, ops.add_rms_norm), norms.add_refuses, norms.add, True),
+        Rule("norm, added", (ops.rms_norm, ops.add_rms_norm), norms.add_refuses, norms.add),
     ),
     ops.scaled_add: (
-        Rule("norm, added", BOTH, norms.both_refuses, norms.both, True),
-        Rule("norm, added", (ops.rms_norm, ops.scaled_add), norms.scaled_refuses, norms.scaled, True),
+        Rule("norm, added", BOTH, norms.both_refuses, norms.both),
+        Rule("norm, added", (ops.rms_norm, ops.scaled_add), norms.scaled_refuses, norms.scaled),
     ),
     ops.rms_norm: (
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.rms_norm), summed_refuses, summed),
-        Rule("norm beside", (ops.rms_norm,), norms.beside_refuses, norms.beside, True),
+        Rule("norm beside", (ops.rms_norm,), norms.beside_refuses, norms.beside),
     ),
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
