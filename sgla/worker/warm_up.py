@@ -23,7 +23,7 @@ from sgla.sampling.constraints import Masks
 from sgla.sampling.device import Pending
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Peak, within_memory
-from sgla.worker.gpu_steps import GpuSteps
+from sgla.worker.gpu_steps import LOGIT_ROWS, GpuSteps
 from sgla.worker.graphs import DecodeGraphs
 from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.verify import Verify
@@ -65,6 +65,8 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
             steps.measure_scales()
         steps.kv = steps.allocate([1] * len(steps.groups), steps.tables.page_size, steps.kv_dtype)[:layers]
         _rehearse_eager(steps)
+        if steps.shard.samples:
+            _rehearse_logits(steps)
         if steps.adapted is not None:
             steps.tables.host.place[: steps.slots] = 1
             _rehearse_eager(steps)
@@ -97,6 +99,14 @@ def _rehearse_eager(steps: GpuSteps) -> None:
                 _run_pictured(steps, plan)
     for size in steps.forward.sizes(most):
         steps.run_eagerly(_behind(0, size, 0, steps.slots, longest))
+
+
+def _rehearse_logits(steps: GpuSteps) -> None:
+    """Of samples, and of the prompt tokens whose logprobs are wanted."""
+    most = max(steps.rows, min(LOGIT_ROWS, steps.step_tokens))
+    hidden = torch.zeros(most, steps.model.width, dtype=steps.dtype, device="cuda")
+    for size in steps.forward.sample_sizes(most):
+        steps.logits_of(hidden[:size])
 
 
 def _run_pictured(steps: GpuSteps, plan: StepPlan) -> None:

@@ -254,6 +254,9 @@ def few_layers(config: dict[str, Any]) -> dict[str, Any]:
     count = max(4, *(kinds.index(kind) + 1 for kind in {*kinds}), part.get("first_k_dense_replace", 0) + 2)
     changes: dict[str, Any] = {key: part[key][:count] for key in LAYER_TYPES if part.get(key)}
     changes |= {"hybrid_override_pattern": pattern[:count]} if pattern else {}
+    if linear := part.get("linear_attn_config"):
+        layers = {key: [n for n in linear[key] if n <= count] for key in NUMBERED}
+        changes["linear_attn_config"] = linear | layers
     for key in ("num_hidden_layers", "n_layer"):
         if key in part:
             changes[key] = min(count, part[key])
@@ -261,16 +264,21 @@ def few_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 LAYER_TYPES = "layer_types", "mlp_layer_types", "layers_block_type"
+NUMBERED = "full_attn_layers", "kda_layers"  # lists of the layers of a kind, the first of which is 1
+LARGE = "deepseek-v3", "hunyuan-a13b", "llama-4-scout"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in MODELS.glob("*/config.json")))
 def test_published_shapes_start(name: str) -> None:
     """All that a GPU rehearses and launches, but for what kernels compute."""
+    if name in LARGE:
+        pytest.skip("four layers of it do not fit into a small machine's memory")
     model = few_layers(json.loads((MODELS / name / "config.json").read_text()))
     case = {"model": model, "config": {"step_tokens": 600, "kv_cache_bytes": 1 << 28}}
     (found,) = map(json.loads, run_script("fake_gpu.py", json.dumps([case])))
     assert found.get("error") is None
+    assert found["late"] == []
     assert found["asked"] > 20
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ def run(
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, tokens = Count(len(routing.here(router.n)), routing.experts(router.n)), len(x)
     pairs = tokens * (routing.top_k + routing.common)
-    apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
+    apart = _are_apart(activation, biases)
     one_kernel = not apart and _one_kernel(x, down, pairs, count.here)
     places = experts.places(count.here) if one_kernel else 0
     common = routing.common if biases.places is None and routing.held is None else None
@@ -178,16 +178,11 @@ def _products(
             x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation, common
         )
         return Few(inner, ids, down, d)
-    if (
-        ids.numel() >= MANY * count.every
-        and down.kind == "bf16"
-        and this_device().wgmma
-        and grouped_gemm.refuses(down.k, d) is None
-    ):
+    if _by_cuda(ids.numel(), count, down, d):
         groups = moe.group(ids, count.here, grouped_gemm.ROWS)
         inner = grouped_gemm.product(x, gate_up.data, down.k, groups, activation)
         return Grouped(grouped_gemm.product(inner, down.data, d, groups), probabilities)
-    tiles = _tiles(ids, count, down, d)
+    tiles = _tiles(len(ids), ids.shape[1], count, down, d)
     groups = moe.group(ids, count.here, tiles.rows)
     inner = moe.experts(
         *(rounded or _input(x, gate_up)),
@@ -226,7 +221,7 @@ def _apart(
     """Both products grouped, and between and behind them what their kernels do not do."""
     x, probabilities, ids, _ = routed
     d, each = x.shape[1], ids.flatten().long()
-    tiles = _tiles(ids, count, down, d)
+    tiles = _tiles(len(ids), ids.shape[1], count, down, d)
     groups = moe.group(ids, count.here, tiles.rows)
     order = _order(groups)
     rows = _input(x[order // groups.top_k], gate_up)
@@ -263,7 +258,7 @@ def run_adapted(
         packed = e2m1.tiles_for(ids.numel(), count.every, x.itemsize, this_device().wgmma)
         groups = None if packed.rows is None else moe.group(ids, count.here, packed.rows)
     else:
-        tiles = _tiles(ids, count, down, d)
+        tiles = _tiles(len(ids), ids.shape[1], count, down, d)
         groups = moe.group(ids, count.here, tiles.rows)
     order = torch.arange(ids.numel(), device=x.device) if groups is None else _order(groups)
 
@@ -281,14 +276,67 @@ def run_adapted(
     return Grouped(lora.add_experts(y, inner, second, pairs, 1), probabilities)
 
 
+def sizes(mixtures: list[tuple[dict[str, Any], torch.dtype]], most: int, ranks: int) -> list[int]:
+    """Numbers of tokens up to ``most`` with which mixtures, each with what it is given and the numbers that
+    it sees, take every kernel that they take. They see the tokens of so many ``ranks``."""
+    first: dict[Any, int] = {}
+    for at, (given, dtype) in enumerate(mixtures):
+        for tokens in range(1, most + 1):
+            first.setdefault((at, _kind(ranks * tokens, dtype, **given)), tokens)
+    return sorted(set(first.values()))
+
+
+def _kind(
+    tokens: int,
+    dtype: torch.dtype,
+    router: Weight,
+    gate_up: Weight,
+    down: Weight,
+    routing: Routing,
+    activation: Gating,
+    biases: Biases,
+    adapted: Adapted | None = None,
+    **_: Any,
+) -> Any:
+    """What ``run`` and ``run_adapted`` choose by the number of tokens."""
+    count, d = Count(len(routing.here(router.n)), routing.experts(router.n)), gate_up.k
+    top_k, x = routing.top_k + routing.common, torch.empty(tokens, gate_up.k, dtype=dtype, device="meta")
+    pairs, limits = tokens * top_k, [tokens <= n for n in (1, FEW, ROUTED, router_cuda.MAX_ROWS)]
+    plain = adapted is None and not _are_apart(activation, biases)
+    rows: int | None = None
+    cuts: list[Any] = []
+    if gate_up.kind in PACKED:
+        rows, *cuts = e2m1.tiles_for(pairs, count.every, dtype.itemsize, this_device().wgmma)
+    elif plain and _one_kernel(x, down, pairs, count.here):
+        pass
+    elif plain and _by_cuda(pairs, count, down, d):
+        rows = grouped_gemm.ROWS
+    else:
+        rows, *cuts = _tiles(tokens, top_k, count, down, d)[1:]
+    sorting = None if rows is None else moe.sorting(pairs, count.here, rows)
+    return *limits, rows, *cuts, sorting
+
+
 def _order(groups: moe.Groups) -> Tensor:
     """int64, within bounds even where pairs are another rank's."""
     return groups.order.long().clamp_(0, groups.order.numel() - 1)
 
 
-def _tiles(ids: Tensor, count: Count, down: Weight, d: int) -> moe.Tiles:
+def _tiles(tokens: int, top_k: int, count: Count, down: Weight, d: int) -> moe.Tiles:
     size, hopper = down.data.element_size(), this_device().wgmma
-    return moe_tiles.tiles_for(ids.shape[0], count.every, ids.shape[1], down.k, d, size, hopper)
+    return moe_tiles.tiles_for(tokens, count.every, top_k, down.k, d, size, hopper)
+
+
+def _by_cuda(pairs: int, count: Count, down: Weight, d: int) -> bool:
+    """Whether kernels of CUDA multiply grouped pairs."""
+    if pairs < MANY * count.every or down.kind != "bf16" or not this_device().wgmma:
+        return False
+    return grouped_gemm.refuses(down.k, d) is None
+
+
+def _are_apart(activation: Gating, biases: Biases) -> bool:
+    """Whether something is done between both products, or behind them, that their kernels do not do."""
+    return activation not in _GATED or biases.gate_up is not None or biases.down is not None
 
 
 def _route(

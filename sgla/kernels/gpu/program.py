@@ -183,11 +183,23 @@ class RecordedForward:
         return self._run("logits" if whole else "part", batch, hidden)[0]
 
     def sizes(self, most: int) -> list[int]:
-        """Numbers of tokens up to ``most`` with which linear layers take every kernel that they take with
-        more than ``batch_gemm.MAX_ROWS``. Those come and go with how well tiles fill the GPU."""
+        """Numbers of tokens up to ``most`` with which mixtures take every kernel that they take, and linear
+        layers every one that they take with more than ``batch_gemm.MAX_ROWS``. Those come and go with how
+        well tiles fill the GPU."""
         record = self._record("hidden", True)
         if record is None:
             return []
+        ranks = 1 if self._lockstep is None else self._lockstep.size
+        return sorted({*self._linear_sizes(record, most), *mixture.sizes(record.mixtures, most, ranks)})
+
+    def sample_sizes(self, most: int) -> list[int]:
+        """Numbers of hidden states up to ``most`` whose logits take every kernel that they take."""
+        record = self._record("part", True)
+        sizes = [] if record is None else self._linear_sizes(record, most)
+        few = range(1, min(skinny_gemm.MAX_ROWS, most) + 1)
+        return sorted({*few, *(rows for rows in batch_gemm.ROWS if rows < most), *sizes, most})
+
+    def _linear_sizes(self, record: Record, most: int) -> list[int]:
         if self._gpu.deterministic:
             return invariant.sizes(record.products, most)
         first: dict[Any, int] = {}
@@ -196,7 +208,7 @@ class RecordedForward:
             for shape in shapes:
                 first.setdefault((shape, *_algorithms(m, *shape)), m)
         packed = integers.sizes(record.weights, most), e4m3.sizes(record.weights, most)
-        return sorted({*first.values(), *packed[0], *packed[1]})
+        return [*first.values(), *packed[0], *packed[1]]
 
     def load_library(self, most: int) -> None:
         """Multiply up to ``most`` tokens by weights of each shape, where torch's library does that. It has a

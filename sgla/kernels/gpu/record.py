@@ -120,6 +120,16 @@ class Record:
         return list(dict.fromkeys((w.n, w.k) for w in self.weights if w.kind == "fp8g128"))
 
     @cached_property
+    def mixtures(self) -> list[tuple[dict[str, Any], torch.dtype]]:
+        """What mixtures of experts are given, each kind once, and the numbers that they see."""
+        kinds: dict[Any, Node] = {}
+        for node in self.nodes:
+            if node.op in (ops.moe, lora_moe):
+                weights = (node.given[name] for name in ("router", "gate_up", "down"))
+                kinds[node.given["routing"], *((w.n, w.k, w.kind) for w in weights)] = node
+        return [(n.given, self.dtypes[n.given["x"].number]) for n in kinds.values()]
+
+    @cached_property
     def ranks(self) -> Ranks | None:
         """Over which layers add up, if they do."""
         return next((n.given["ranks"] for n in self.nodes if n.op is ops.all_reduce), None)

@@ -54,6 +54,13 @@ class Groups(NamedTuple):
     rows: int
 
 
+class Sorting(NamedTuple):
+    """What is compiled to sort pairs: how many a program takes, and the blocks that there is room for."""
+
+    chunk: int
+    room: int
+
+
 class Cut(NamedTuple):
     """How a product for few tokens is cut: ``n`` outputs of a program, ``k`` inputs at a time."""
 
@@ -570,21 +577,30 @@ def route(
     return probabilities, ids
 
 
+def blocks_of(pairs: int, experts: int, rows: int) -> int:
+    """How many blocks of at most ``rows`` pairs there may be."""
+    active = min(experts, pairs)
+    return active + (pairs - active) // rows
+
+
+def sorting(pairs: int, experts: int, rows: int) -> Sorting:
+    """Of so many pairs into blocks of at most ``rows``."""
+    return Sorting(min(4096, next_power_of_2(pairs)), next_power_of_2(blocks_of(pairs, experts, rows)))
+
+
 def group(ids: Tensor, experts: int, rows: int) -> Groups:
     """Sort the pairs of ids int32 ``[T, top_k]`` by expert, into blocks of at most ``rows`` pairs. Where some
     are -1, as many places of the order stay anything."""
     pairs = ids.numel()
-    active = min(experts, pairs)
-    count = active + (pairs - active) // rows
+    count, (chunk, room) = blocks_of(pairs, experts, rows), sorting(pairs, experts, rows)
     order = _indices(pairs, device=ids.device)
     blocks = torch.empty(count, 3, dtype=torch.int32, device=ids.device)
-    chunk, bins = min(4096, next_power_of_2(pairs)), next_power_of_2(experts)
-    chunks, warps = cdiv(pairs, chunk), 8 if chunk > 1024 else 4
+    bins, chunks, warps = next_power_of_2(experts), cdiv(pairs, chunk), 8 if chunk > 1024 else 4
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     _count[(chunks,)](ids, counts, pairs, E=bins, CHUNK=chunk, num_warps=warps, **_pdl())
     _group[(experts, chunks)](
-        ids, counts, order, blocks, pairs, count, ROWS=rows, E=bins, BLOCKS=next_power_of_2(count),
-        CHUNK=chunk, num_warps=warps, **_pdl(),
+        ids, counts, order, blocks, pairs, count, ROWS=rows, E=bins, BLOCKS=room, CHUNK=chunk,
+        num_warps=warps, **_pdl(),
     )  # fmt: skip
     return Groups(order, blocks, ids.shape[1], rows)
 
