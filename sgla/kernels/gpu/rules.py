@@ -101,6 +101,15 @@ def _summed(x: Tensor, weight: Tensor, eps: float, ranks: Ranks) -> Tensor:
     return ranks.all_reduce_norm(x, AddedNorm(None, weight, eps))
 
 
+def expanded_gate_refuses(work: Work, expand: Node, act: Node) -> str | None:
+    if why := tiles.expanded_gate_refuses(work, expand, act):
+        return why
+    first, *others = [node for node in work.record.nodes if act.results[0] in node.reads] or [act]
+    if others or first.op is not ops.linear or few.refuses(work, first) is None or e4m3.refuses(work, first):
+        return None
+    return "the product behind it does the gate where it rounds"
+
+
 def _made(work: Work, node: Node) -> torch.dtype:
     return work.record.dtypes[node.results[0]]
 
@@ -139,7 +148,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (integers.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (tiles.NAME, ops.act_mul), tiles.gate_refuses, tiles.gate),
-        Rule("gate", (EXPAND, ops.act_mul), tiles.expanded_gate_refuses, tiles.expanded_gate),
+        Rule("gate", (EXPAND, ops.act_mul), expanded_gate_refuses, tiles.expanded_gate),
         Rule("gate", (e4m3.PRODUCT, ops.act_mul), e4m3.gated_refuses, e4m3.gated),
         Rule("invariant gate", (ops.linear, ops.act_mul), invariant.gate_refuses, invariant.gate, True),
     ),
