@@ -254,13 +254,15 @@ def main() -> None:
             "none, in their graph": [0] * rows,
             "one": [1] * rows,
             "four": [1 + i % 4 for i in range(rows)],
-            "a quarter": [1 + i % (rows // 4) for i in range(rows)],
-            "half": [1 + i % (rows // 2) for i in range(rows)],
+            "a quarter": [1 + i % max(1, rows // 4) for i in range(rows)],
+            "half": [1 + i % max(1, rows // 2) for i in range(rows)],
             "each": list(range(1, rows + 1)),
         }
         for kind, places in kinds.items():
             set_places(runner, places)
             for how, adapted in (("together", graphs._adapted), ("apart", graphs._apart)):
+                if rows not in adapted:
+                    continue
                 ms = graph_ms(adapted[rows], 30)
                 above = round(ms / without - 1, 4)
                 lines.emit(base | {"w": "step", "adapters": kind, "graph": how, "ms": ms, "above": above})

@@ -18,6 +18,15 @@ from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
 from sgla.worker.device_state import STAGES, DeviceTables, upload
 
+SHARED = 4  # rows that an adapter has on average, up to which a step takes them apart
+
+
+def apart_of(sizes: list[int], count: int) -> list[int]:
+    """Those of ``sizes`` of graphs that steps take whose rows ``differ``, of so many adapters."""
+    most = SHARED * count
+    end = next((i for i, size in enumerate(sizes, 1) if size >= most), len(sizes))
+    return [size for size in sizes[:end] if size > FEW] if most > FEW else []
+
 
 class AdaptedRows:
     """Fills ``rows`` for each step: on the host for eager ones, on the device for graphs of at most ``most``
@@ -33,9 +42,9 @@ class AdaptedRows:
         return bool(self._tables.host.place[slots].any())
 
     def differ(self, slots: Any) -> bool:
-        """Whether they are more than a tile takes, with an adapter for each four of them at least."""
+        """Whether they are more than a tile takes, with an adapter for each ``SHARED`` of them at least."""
         places = self._tables.host.place[slots]
-        return len(places) > FEW and 4 * len(set(places[places > 0].tolist())) >= len(places)
+        return FEW < len(places) <= SHARED * len(set(places[places > 0].tolist()))
 
     def begin(self, slots: Any, q_lens: Any, sampled: Any) -> None:
         """Of an eager step: ``sampled`` are its tokens that logits are wanted of."""

@@ -14,13 +14,12 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.kernels.gpu.states import DeviceStates, marks_of
 from sgla.kernels.triton.fetch import fetch
-from sgla.kernels.triton.lora import FEW
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.messages import VERIFIED
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
 from sgla.worker.device_state import STAGES
-from sgla.worker.gpu_adapters import AdaptedRows
+from sgla.worker.gpu_adapters import AdaptedRows, apart_of
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.verify import Verify
 
@@ -141,8 +140,8 @@ class DecodeGraphs:
         self._cascade_sizes = fewer_sizes(self.sizes) if steps.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
         self._adapted: dict[int, torch.cuda.CUDAGraph] = {}  # of rows with adapters
-        several = [size for size in fewer_sizes(self.sizes) if size > FEW]
-        self._apart_sizes = several if steps.adapted is not None else []
+        places = steps.adapted.count if steps.adapted is not None else 0
+        self._apart_sizes = apart_of(fewer_sizes(self.sizes), places)
         self._apart: dict[int, torch.cuda.CUDAGraph] = {}  # of which these have many
         # Where so many rows run that none may guess, all are of different slots.
         many = [size for size in self.sizes if VERIFIED // 2 < size <= steps.slots]

@@ -386,8 +386,8 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
             guesses = ModelSource("dummy", Path("."), (), case["draft"], {}) if "draft" in case else None
             source = ModelSource("dummy", Path("."), (), case["model"], {}, draft=guesses)
             runner = CudaRunner(config, source, 0, 1, "", lambda p: None)
-            if runner.steps.adapted is not None:
-                runner.steps.tables.host.place[:ROWS:2] = 1
+            if (adapted := runner.steps.adapted) is not None:
+                runner.steps.tables.host.place[:ROWS] = np.arange(ROWS) % (adapted.count + 1)
             for step in steps(runner, case.get("sizes", [])):
                 runner.execute(step)
     finally:

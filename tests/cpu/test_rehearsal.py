@@ -117,7 +117,7 @@ CASES = {
         DENSE,
         {
             "enable_lora": True,
-            "max_loras": 2,
+            "max_loras": 4,
             "step_tokens": 600,
             "lora_target_modules": [
                 *("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -4,6 +4,8 @@ float32."""
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+from sgla.device import nvidia
 from sgla.kernels import ops
 from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.dispatch import using
+from sgla.kernels.gpu import e4m3, rewrite, rules
 from sgla.kernels.gpu.adapters import EXPAND, SHRINK, settle
 from sgla.kernels.gpu.record import Recorder, Ref
 from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
@@ -34,6 +38,9 @@ from sgla.kernels.triton.lora import (
     sort,
 )
 from sgla.quant.weight import storage
+from sgla.worker.gpu_adapters import AdaptedRows, apart_of
+from sgla.worker.gpu_steps import sizes_up_to
+from sgla.worker.graphs import fewer_sizes
 
 
 @pytest.mark.parametrize(
@@ -152,6 +159,50 @@ def test_decode_rows_are_sorted_on_the_device(count: int) -> None:
     assert all(places[row] == place > 0 for own, place in tiles for row in own)
     assert sorted(row for own, _ in tiles for row in own) == np.flatnonzero(places).tolist()
     assert len(tiles) == sum(-(-int((places == place).sum()) // size) for place in (1, 2, 3))
+
+
+@pytest.mark.parametrize("limit", [4, 10, 24, 64, 256])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9, 16, 64])
+def test_rows_whose_adapters_differ_have_graphs_and_no_others(limit: int, count: int) -> None:
+    """As many rows as may differ: of ``count`` adapters."""
+    sizes = fewer_sizes(sizes_up_to(limit))
+    places = np.zeros(limit, np.int32)
+    tables = SimpleNamespace(host=SimpleNamespace(place=places))
+    adapted: Any = SimpleNamespace(_tables=tables)
+    taken = set()
+    for rows in range(1, limit + 1):
+        places[:rows] = 1 + np.arange(rows) % count
+        if AdaptedRows.differ(adapted, np.arange(rows)):
+            taken.add(next(size for size in sizes if size >= rows))
+    assert apart_of(sizes, count) == sorted(taken)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapted", "rows", "rule"),
+    [
+        ("bf16", False, 64, "gate"),
+        ("fp8", True, 64, "gate"),
+        ("fp8", False, 8, "gate"),
+        ("fp8", False, 64, "gate and e4m3"),
+    ],
+)
+def test_who_does_the_gate_behind_adapters(
+    kind: str, adapted: bool, rows: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product behind it where that rounds and has no adapter, which would read the gate, too."""
+    for module in (e4m3, rewrite):
+        monkeypatch.setattr(module, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    recorder, places = Recorder(), Rows()
+    x = recorder.input("hidden", (STAND_INS["tokens"], 128), torch.bfloat16)
+    up, down = storage("bf16").empty(512, 128), storage(kind).empty(128, 256)
+    with using(recorder):
+        wide = ops.linear(x, up, None, lora(x, Stack(1, 128, [256, 256]), places, False))
+        gated = ops.act_mul(wide, "silu")
+        addend = lora(gated, Stack(1, 256, [128]), places, False) if adapted else None
+        recorder.record.outputs.append(recorder.number(ops.linear(gated, down, None, addend)))
+    settle(recorder.record)
+    taken = rules.apply(recorder.record, rewrite.Asked({"tokens": rows, "sampled": 0, "rows": rows})).taken
+    assert {name for name in taken if "gate" in name} == {rule}
 
 
 def test_what_joins_the_residual_stream_is_added_there() -> None:
