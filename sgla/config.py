@@ -392,7 +392,14 @@ class EngineSettings(ModelSettings, kw_only=True):
     ] = "fcfs"
     depth: Annotated[
         int | None,
-        Doc(description="steps in flight: 1 = no overlap, 2, 3 (default: 2, on a GPU 3 while brief)"),
+        Doc(description="steps in flight: 1 = no overlap, 2, 3"),
+    ] = None
+    brief_depth: Annotated[
+        int | None,
+        Doc(
+            description="steps in flight while each takes less than 1 ms, has one token of each row, and no "
+            "row guesses or has a grammar (default: --depth; 3 on GPUs without --depth)"
+        ),
     ] = None
     kv_cache_bytes: Annotated[
         int | None, Doc(description="size of the KV cache; 512M, 2G are understood")

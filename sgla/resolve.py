@@ -373,13 +373,30 @@ def settle_steps(filling: Filling, cuda: bool, canvas: int, rows: Settled) -> No
     )
     if 2 * canvas > tokens.value:
         tokens = Settled(2 * canvas, "a block, and as much of prompts")
-    ahead = Settled(2, "plans the next step while this one runs")
-    if (stages := filling.config.pp) > 1:
-        ahead = Settled(stages + 1, "a step in each stage, and one that is planned meanwhile")
-    filling.settle("depth", ahead)
+    settle_depth(filling, cuda)
     filling.settle("max_running_requests", rows)
     filling.settle("step_tokens", tokens)
     filling.settle("itl_target_ms", seconds)
+
+
+def settle_depth(filling: Filling, cuda: bool) -> None:
+    """How many steps are in flight, and how many while these are brief. Raises ConfigError where that cannot
+    be more."""
+    config, ahead = filling.config, Settled(2, "plans the next step while this one runs")
+    if config.pp > 1:
+        ahead = Settled(config.pp + 1, "a step in each stage, and one that is planned meanwhile")
+    depth = filling.settle("depth", ahead)
+    alone, brief = config.pp == 1 and not config.dp_attention, Settled(depth, "as many as of others")
+    if cuda and alone and config.depth is None:
+        brief = Settled(depth + 1, "hosts come late for steps that a GPU does in less than a millisecond")
+    most = filling.settle("brief_depth", brief)
+    if most < depth or (most > depth and not alone):
+        raise ConfigError(
+            f"--brief-depth {most} cannot be honoured with --depth {depth}"
+            + ("" if alone else " and --pp or --dp-attention, whose steps in flight are always as many")
+            + "; leave it out",
+            param="brief_depth",
+        )
 
 
 def settle_cache(
@@ -818,6 +835,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "step_tokens": (1, math.inf),
     "itl_target_ms": (0, math.inf),
     "depth": (1, 3),
+    "brief_depth": (1, 3),
     "kv_cache_bytes": (1, math.inf),
     "kv_host_bytes": (1, math.inf),
     "kv_host_ratio": (0.01, 1000),
@@ -889,7 +907,7 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if value is None:
             continue
-        if name == "depth":
+        if name in ("depth", "brief_depth"):
             high = max(high, config.pp + 1)
         if not (low <= value <= high and math.isfinite(value)):
             span = f"at least {low:g}" if math.isinf(high) else f"from {low} to {high}"

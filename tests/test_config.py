@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgla.actors.setup import make_limits
 from sgla.cli.args import parse
 from sgla.cli.explain import as_text
 from sgla.cli.settings import load_config, parse_bytes
@@ -23,6 +24,7 @@ from sgla.defaults import Defaults
 from sgla.device import PLATFORMS, Device, nvidia
 from sgla.errors import ConfigError
 from sgla.ledger import ledger
+from sgla.messages import CacheGroup, Facts
 from sgla.model.read import read_decoder
 from sgla.model.sizes import offloaded
 from sgla.observe.machine import Machine, detect
@@ -39,6 +41,17 @@ LAPTOP = Machine(
     torch="2.13.0+cpu",
 )
 H200 = nvidia("NVIDIA H200", (9, 0), 132, 140 * GIB)
+GPUS = Machine(gpus=(H200,) * 4, torch_cuda="13.0", memory_available=512 * GIB)
+FACTS = Facts(
+    groups=[CacheGroup(9)],
+    page_size=4,
+    slots=4,
+    context_len=96,
+    vocab_size=50,
+    step_tokens=16,
+    dtype="bfloat16",
+    device="cuda",
+)
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 30,
@@ -287,6 +300,7 @@ def test_every_value_is_filled_and_has_a_reason() -> None:
         "device",
         "threads",
         "depth",
+        "brief_depth",
         "max_running_requests",
         "step_tokens",
         "itl_target_ms",
@@ -326,9 +340,50 @@ def test_given_values_stay() -> None:
         assert resolved.reasons[name] == "given"
 
 
-def test_resolving_twice_changes_nothing() -> None:
-    once = resolve(Config(), LAPTOP, SMOLLM2).config
-    assert resolve(once, LAPTOP, SMOLLM2).config == once
+@pytest.mark.parametrize("machine", [LAPTOP, GPUS])
+def test_resolving_twice_changes_nothing(machine: Machine) -> None:
+    once = resolve(Config(), machine, SMOLLM2).config
+    assert resolve(once, machine, SMOLLM2).config == once
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "depth", "brief"),
+    [
+        (LAPTOP, {}, 2, 2),
+        (GPUS, {}, 2, 3),
+        (GPUS, {"tp": 2}, 2, 3),
+        (GPUS, {"depth": 2}, 2, 2),
+        (GPUS, {"depth": 1}, 1, 1),
+        (GPUS, {"depth": 2, "brief_depth": 3}, 2, 3),
+        (GPUS, {"brief_depth": 2}, 2, 2),
+        (GPUS, {"pp": 2}, 3, 3),
+        (GPUS, {"pp": 4}, 5, 5),
+        (GPUS, {"tp": 2, "dp_attention": True}, 2, 2),
+    ],
+)
+def test_a_gpu_may_have_more_brief_steps_in_flight(
+    machine: Machine, changes: dict[str, Any], depth: int, brief: int
+) -> None:
+    """In the scheduler that a system makes of what is resolved."""
+    resolved = resolve(Config(**changes), machine, SMOLLM2)
+    limits = make_limits(resolve(resolved.config, machine, SMOLLM2).config, FACTS)
+    assert (limits.depth, limits.brief_depth) == (depth, brief)
+    assert resolved.reasons["brief_depth"] not in ("", "default")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"brief_depth": 1},
+        {"brief_depth": 4},
+        {"pp": 2, "depth": 2, "brief_depth": 3},
+        {"tp": 2, "dp_attention": True, "brief_depth": 3},
+    ],
+)
+def test_brief_steps_in_flight_that_cannot_be(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(Config(**changes), GPUS, SMOLLM2)
+    assert caught.value.param == "brief_depth"
 
 
 def test_threads_follow_cores_and_ranks() -> None:

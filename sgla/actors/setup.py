@@ -124,7 +124,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         guided_drafts=facts.guided_drafts,
         canvas=facts.canvas,
         depth=config.depth or 2,
-        deeper=config.depth is None and config.device == "cuda" and config.pp == 1,
+        brief_depth=config.brief_depth or 0,
         stages=config.pp,
         itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,
         policy=config.policy,

@@ -12,19 +12,24 @@ from sgla.sched.budget import CostModel
 from sgla.sched.hurry import Hurry
 from sgla.sched.limits import Limits
 from sgla.sched.queues import Queues
+from sgla.sched.repeats import Repeats, drafts_of
+from sgla.sched.request import Request
 from sgla.sched.step import Step
 
 # Seconds that are enough to plan a step and to launch it: as a graph, and kernel by kernel.
 GRAPH, LAUNCH = 0.003, 0.05
-# Seconds of a step below which one more is in flight: from the end of one to the launch of the next but one
+# Seconds of a step below which more may be in flight: from the end of one to the launch of the next but one
 # the host takes 0.3 to 0.45 ms, now and then twice as long.
 BRIEF = 0.001
 
 
 class Ahead:
-    def __init__(self, limits: Limits, queues: Queues, costs: CostModel, hurry: Hurry) -> None:
-        self._queues, self._costs, self._hurry = queues, costs, hurry
-        self._depth, self._deeper = limits.depth, limits.deeper
+    def __init__(
+        self, limits: Limits, queues: Queues, costs: CostModel, hurry: Hurry, repeats: Repeats | None
+    ) -> None:
+        self._queues, self._costs, self._hurry, self._repeats = queues, costs, hurry, repeats
+        self._depth, self._most = limits.depth, max(limits.depth, limits.brief_depth)
+        self._padded = limits.padded_drafts
         # Where copies begin with steps, these are planned early.
         copies = limits.tiers or limits.adapters
         self._patient = not (limits.itl_target is None or limits.stages > 1 or limits.encoder or copies)
@@ -37,7 +42,7 @@ class Ahead:
         self._hurry.begin(self._queues.waiting, now)
         if not flights:
             self._begun = now
-        elif len(flights) >= self._depth + self._more():
+        elif len(flights) >= (self._most if self._more() else self._depth):
             return math.inf
         elif self._hurry.on or self._patient:
             over = self._begun + sum(step.seconds for step in flights)
@@ -45,15 +50,36 @@ class Ahead:
         return now
 
     def _more(self) -> bool:
-        """Whether there may be one more. Not where rows guess: how much depends on what was right."""
-        return self._brief and not self._hurry.on and not any(step.guesses for step in self._queues.flights)
+        """Whether more may be in flight: the next step, too, has one token of each row and no guesses."""
+        queues = self._queues
+        return (
+            self._brief
+            and not (self._hurry.on or queues.waiting)
+            and all(step.steady for step in queues.flights)
+            and not any(self._guesses(request) for request in queues.running)
+        )
+
+    def _guesses(self, request: Request) -> bool:
+        """Whether its row in the next step may. How much depends on what was right."""
+        if not (request.drafting and self._padded):
+            return request.drafting
+        return drafts_of(request, 1, self._queues.steps + 1, self._repeats) > 0
 
     def expect(self, step: Step) -> None:
         """The step is to be the last in flight. Those of one token a row are short enough."""
         if self._hurry.on or step.decodes < len(step.rows):
             step.seconds = self._costs.predict(step.tokens, step.work)
+        step.steady = self._most > self._depth and self._steady(step)
+
+    def _steady(self, step: Step) -> bool:
+        """It has one token of each row, and nobody has more to read behind it. No row guesses, and none has a
+        grammar: the host has to know its token before the next step can begin."""
+        return 0 < step.decodes == len(step.rows) == step.tokens and not any(
+            request.known - request.planned > 1 or request.submit.sampling.grammar
+            for request in self._queues.running
+        )
 
     def ended(self, now: float, step: Step, seconds: float) -> None:
         """The oldest step has, which took so long."""
         self._begun = now
-        self._brief = self._deeper and 0 < step.decodes == len(step.rows) and seconds < BRIEF
+        self._brief = step.steady and 0 < seconds < BRIEF

@@ -58,8 +58,8 @@ class Core:
         self._pressure = Pressure(self._memory, self._queues, len(limits.groups), limits.reserve)
         shared = limits, self._memory, self._queues, self._pressure
         self._hurry = Hurry(limits, self._costs)
-        self.ahead = Ahead(limits, self._queues, self._costs, self._hurry)
         self._repeats = Repeats() if limits.searched_drafts and limits.drafts else None
+        self.ahead = Ahead(limits, self._queues, self._costs, self._hurry, self._repeats)
         self._prefill = Prefill(*shared, self._costs, self._hurry, self._ledger)
         self._admission = Admission(*shared, self._prefill, self._hurry, self._ledger)
         self._prefetch = Prefetch(self._memory, self._queues, limits.rows)

@@ -42,7 +42,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     tiers: list[Tier] = []  # Facts.tiers
     adapters: int = 0  # Facts.adapters
     depth: int = 2  # most steps in flight
-    deeper: bool = False  # one more where these are brief
+    brief_depth: int = 0  # the same while they are brief, if that is more
     stages: int = 1  # of a pipeline that a step goes through
     itl_target: float | None = None  # seconds a step with decode rows should take at most
     policy: str = "fcfs"
@@ -57,8 +57,10 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
-        most = self.depth + self.deeper
-        assert self.deeper < most <= max(3, self.stages + 1), "more steps in flight than are of use"
+        assert self.depth >= 1, "no step in flight"
+        assert max(self.depth, self.brief_depth) <= max(3, self.stages + 1), (
+            "more steps in flight than are of use"
+        )
         assert 2 * self.canvas <= self.step_tokens, "half a step has no room for a block"
         assert self.stages == 1 or not self.drafts, "who samples a token is not who reads it next"
         assert not self.costs or self.costs[-1].tokens >= self.step_tokens, (

@@ -39,6 +39,7 @@ class Step:
         "rows",
         "samples",
         "seconds",
+        "steady",
         "tokens",
         "work",
         "zeroed",
@@ -58,6 +59,7 @@ class Step:
         self.tokens = 0
         self.work = 0
         self.seconds = 0.0  # it should take, where that matters
+        self.steady = False  # more may be in flight with it
         self.pictured = False  # it reads a prompt up to its last picture
         self.plan_bytes = 0  # of the requests that take their slots in this step
         self.copies: list[Copy] = []
@@ -139,11 +141,6 @@ class Step:
         self.decodes += 1
         self.tokens += self._canvas
         self.work += pairs(request.planned, self._canvas)
-
-    @property
-    def guesses(self) -> bool:
-        """Some row may guess."""
-        return max(self.drafts, default=0) > 0
 
     @property
     def canvases(self) -> bool:

@@ -178,7 +178,7 @@ class Simulation:
             self.plans.append(plan)
             if self.check:
                 self.core.check()
-        assert len(self.flights) <= self.limits.depth + self.limits.deeper
+        assert len(self.flights) <= max(self.limits.depth, self.limits.brief_depth)
 
     def step(self, broken: float | None = None) -> bool:
         """Plan as far as possible, then let the oldest step finish. False if there is none. ``broken``: which
@@ -343,7 +343,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "reserve": random.choice((0.0, 0.0, 0.5)),
     }
     limits = Limits(**(values | changes))
-    return replace(limits, deeper=limits.depth < 3 and random.random() < 0.3)
+    return replace(limits, brief_depth=random.choice((0, 0, 3)))
 
 
 def brief(tokens: int, work: int) -> float:

@@ -225,18 +225,57 @@ def test_an_overlapped_step_needs_no_token_from_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "drafts", "most"), [(0.0005, 0, 3), (0.002, 0, 2), (0.0005, 3, 2)]
-)  # fmt: skip
-def test_brief_steps_have_one_more_in_flight(seconds: float, drafts: int, most: int) -> None:
-    """But for those whose rows guess."""
-    simulation = Simulation(make_limits(deeper=True, drafts=drafts), lambda tokens, work: seconds)
-    simulation.offer(make_submit("r", PROMPT[:5], max_new=40))
+    ("seconds", "drafts", "grammar", "most"),
+    [(0.0005, 0, "", 3), (0.0, 0, "", 2), (0.002, 0, "", 2), (0.0005, 3, "", 2), (0.0005, 0, "g", 2)],
+)
+def test_brief_steps_have_one_more_in_flight(seconds: float, drafts: int, grammar: str, most: int) -> None:
+    """But for those that do not tell what they took, and those whose rows guess or wait for a grammar."""
+    simulation = Simulation(make_limits(brief_depth=3, drafts=drafts), lambda tokens, work: seconds)
+    sampling = RowSampling(grammar=grammar)
+    simulation.offer(make_submit("r", PROMPT[:5], max_new=40, sampling=sampling))
     flights = []
     while simulation.step():
         simulation.submit_plans()
         flights.append(len(simulation.flights))
     assert max(flights) == most
     assert simulation.tokens("r") == simulation.alone("r")[0]
+
+
+@pytest.mark.parametrize("target", [None, 0.03])
+@pytest.mark.parametrize("seconds", [0.0005, 0.02])
+@pytest.mark.parametrize("late", range(4))
+def test_nobody_waits_for_three_steps_that_read_a_prompt(
+    target: float | None, seconds: float, late: int
+) -> None:
+    """Not behind brief steps either, of which three are in flight when a prompt of several chunks comes."""
+    limits = make_limits(pages=200, brief_depth=3, itl_target=target, context_len=200)
+    simulation = Simulation(limits, lambda tokens, work: seconds if tokens > 3 else 0.0005)
+    flights: list[int] = []  # after each step
+    reading = 0  # most that read a prompt
+
+    def step() -> bool:
+        nonlocal reading
+        going = simulation.step()
+        simulation.submit_plans()
+        longer = sum(max(ints(plan.q_lens)) > 1 for plan in simulation.flights)
+        reading = max(reading, longer)
+        flights.append(len(simulation.flights))
+        assert flights[-1] < 3 or not longer
+        return going
+
+    simulation.offer(make_submit("there", PROMPT[:5], max_new=80))
+    while step() and flights[-1] < 3:
+        pass
+    assert flights[-1] == 3
+    simulation.offer(make_submit("long", [i % 50 for i in range(100)], max_new=20))
+    for _ in range(late):
+        step()
+    simulation.offer(make_submit("comes", PROMPT[:3], max_new=20))
+    while step():
+        pass
+    simulation.verify()
+    assert reading == 2
+    assert flights[-30:].count(3) > 20
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

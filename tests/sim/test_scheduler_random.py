@@ -23,8 +23,10 @@ def play(random: Random, stages: int = 1, guesses: bool = False) -> Simulation:
         acceptance, limits = random.random(), replace(limits, drafts=random.choice((1, 2, 3, 8)))
     if stages > 1:
         forced, depth = 0, random.randint(1, stages + 1)
-        limits = replace(limits, stages=stages, depth=depth, deeper=False, drafts=0)
-    simulation = Simulation(limits, brief if limits.deeper else None, forced=forced, acceptance=acceptance)
+        limits = replace(limits, stages=stages, depth=depth, brief_depth=0, drafts=0)
+    simulation = Simulation(
+        limits, brief if limits.brief_depth else None, forced=forced, acceptance=acceptance
+    )
     pending = [of_any_kind(random, submit) for submit in random_submits(random, random.randint(2, 9))[::-1]]
     bound = 400 + 80 * len(pending)
     for _ in range(bound):

@@ -35,7 +35,7 @@ def play(random: Random, steps: int) -> Recorded:
     """Arrivals, refusals, cancels, deadlines and flushes at random times; left running or idle."""
     forced = random.choice((0, 5))
     limits = random_limits(random, **random.choice(({}, LATE)))
-    cost = brief if limits.deeper else None
+    cost = brief if limits.brief_depth else None
     simulation = Recorded(limits, cost, steps=steps, check=False, forced=forced)
     pending = random_submits(random, random.randint(2, 12))[::-1]
     for _ in range(random.choice((30, 100, 400))):
