@@ -95,7 +95,14 @@ def choose_backend(
     if len(parts) == 1:
         return parts[0]
     backend = by_layer({shape.width: part for shape, (part, _) in zip(shapes, parts)})
-    notes = [note for _, notes in parts for note in notes[1:]]
+    told = {shape.width: notes[1:] for shape, (_, notes) in zip(shapes, parts)}
+    notes = [
+        note
+        if all(note in others for others in told.values())
+        else f"for {heads.heads} heads of {heads.head_dim}: {note}"
+        for heads, of_these in told.items()
+        for note in of_these
+    ]
     slow = "" if backend.captures else ", no graphs"
     return backend, [f"attention: {backend.name}{slow}", *dict.fromkeys(notes)]
 

@@ -334,7 +334,8 @@ class DecodeByLayer(_Backends[Decode]):
 
     def fuses(self, kv: KVLayer) -> bool:
         width = *kv.k.shape[2:], kv.v_dim
-        return all(part.fused is not None for heads, part in self._parts.items() if heads[1:] == width)
+        parts = [part for heads, part in self._parts.items() if heads[1:] == width]
+        return bool(parts) and all(part.fused is not None for part in parts)
 
     def forward(
         self,

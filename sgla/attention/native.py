@@ -31,9 +31,9 @@ class NativeDecode:
         self._kernel = decode_attention.DecodeAttention(
             shape.max_rows, shape.kv_heads, shape.group, shape.head_dim
         )
-        self._parts = cascade.workspace(shape)
         self._processors = device.multiprocessors
-        self.cascades = shape.kv_dtype not in ("int8", "int4")
+        self.cascades = shape.alone and shape.kv_dtype not in ("int8", "int4")
+        self._parts = cascade.workspace(shape) if self.cascades else None
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
@@ -69,6 +69,7 @@ class NativeDecode:
         if batch.prefixes is not None and not scoring.window:
             valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
+            assert self._parts is not None
             attend_prefixes(
                 q, kv.k, kv.v, batch.pages(kv.group), items, valid, order, first, *self._parts,
                 scoring.scale * kv.k_scale, scoring.softcap, self._processors

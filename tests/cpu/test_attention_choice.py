@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -227,8 +228,10 @@ def test_scores_that_rise_with_places_are_for_those_who_know_them() -> None:
     assert "native decode not used: scores rise with places (ALiBi)" in notes
 
 
-def test_layers_with_other_heads_have_their_own_kernels() -> None:
-    """Decode rows any, prompts the portable ones: they know which layer it is by its pages."""
+def test_layers_with_other_heads_have_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode rows any, prompts the portable ones: they know which layer it is by its pages. None reads
+    prefixes once for all rows, or has room for what these give."""
+    monkeypatch.setattr(cascade, "workspace", room := Mock())
     narrow = SHAPE._replace(alone=False)
     wide = narrow._replace(head_dim=576)
     backend, notes = attention.choose_backend("auto", [narrow, wide])
@@ -237,12 +240,17 @@ def test_layers_with_other_heads_have_their_own_kernels() -> None:
     assert backend.grows
     assert not backend.in_place
     assert "native prefill not used: layers have several kinds of heads" in notes
+    needs = "native decode not used: it needs a head dimension of 64, 128 or 256, not 576"
+    assert f"for 16 heads of 576: {needs}" in notes
+    assert not any(note.startswith("for 16 heads of 128") for note in notes)
     backend, notes = attention.choose_backend("auto", [narrow, narrow._replace(head_dim=512)])
+    room.assert_not_called()
     assert backend.captures
     assert "no graphs" not in notes[0]
     assert backend.prompts.tile == 64  # that of heads of 512
-    pages = {dim: KVLayer(*torch.empty(2, 1, 16, narrow.kv_heads, dim)) for dim in (128, 512)}
-    assert {dim: backend.decode.fused.fuses(kv) for dim, kv in pages.items()} == {128: True, 512: False}
+    pages = {dim: KVLayer(*torch.empty(2, 1, 16, narrow.kv_heads, dim)) for dim in (128, 256, 512)}
+    fuses = {dim: backend.decode.fused.fuses(kv) for dim, kv in pages.items()}
+    assert fuses == {128: True, 256: False, 512: False}
     with pytest.raises(ConfigError, match="--attention-backend triton .*: heads of 576 values"):
         attention.choose_backend("triton", [narrow, wide])
 

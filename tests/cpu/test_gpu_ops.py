@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -33,7 +34,7 @@ from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise, fp8
-from sgla.loading.load import load_model
+from sgla.loading.load import _Dummy, load_model
 from sgla.model import registry
 from sgla.quant.weight import pack
 
@@ -162,6 +163,21 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, biases and scales of dummy weights at random, so that none can be left out or be another's."""
+    kept = _Dummy.dense
+
+    def dense(self: _Dummy, rows: range | None = None) -> Tensor:
+        if len(self.shape) != 1:
+            return kept(self, rows)
+        generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+        values = torch.rand(self.shape, generator=generator) + 0.5
+        return values if rows is None else values[rows.start : rows.stop]
+
+    monkeypatch.setattr(_Dummy, "dense", dense)
+
+
 def prepare(architecture: str, quantization: str | None) -> tuple[Eager, list[list[list[int]]]]:
     config = shape(architecture)
     source = ModelSource("dummy", Path("dummy"), (), config, {})
@@ -187,7 +203,7 @@ needs_interpreter = pytest.mark.skipif(
 
 @needs_interpreter
 @pytest.mark.parametrize("architecture", MODELS)
-def test_models_equal_the_oracle(architecture: str, exact: None) -> None:
+def test_models_equal_the_oracle(architecture: str, exact: None, drawn: None) -> None:
     driver, batches = prepare(architecture, None)
     expected = [driver.prompt_logprobs(prompts) for prompts in batches]
     with using(gpu.GpuOps(attend)):
@@ -529,6 +545,35 @@ def test_norms_around_the_stream_are_one_kernel(
     assert any(rule == "norm, added" for rule, _ in work.refused) is deterministic
 
 
+@needs_interpreter
+@pytest.mark.parametrize(("computed", "joined"), [(None, [2, 1]), (0, []), (1, [0]), (2, [1, 1])])
+def test_norms_whose_weights_are_computed_are_not_joined(computed: int | None, joined: list[int]) -> None:
+    torch.manual_seed(0)
+    table, weight, scale = pack(torch.randn(9, 128), "f32"), torch.rand(3, 128) + 0.5, torch.tensor([0.5])
+
+    class Layer:
+        unrecorded, shard = "", Shard()
+        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            h = ops.embedding(batch.ids, table)
+            first, second, third = (w * (h[0] * 0 + 2) if i == computed else w for i, w in enumerate(weight))
+            x, h = ops.add_rms_norm(ops.rms_norm(h, first, 1e-5), h, second, 1e-5)
+            x = x + ops.rms_norm(h, third, 1e-5)
+            h = ops.scaled_add(ops.rms_norm(x, first, 1e-5), h, scale)
+            return ops.rms_norm(h, second, 1e-5) + h
+
+    batch: Any = SimpleNamespace(
+        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+    )
+    expected = Layer().forward(batch, [], None)
+    forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    torch.testing.assert_close(forward.hidden(batch), expected)
+    assert not forward.notes
+    [program] = forward._programs.values()
+    assert [len(node.given["norms"]) for node in program.work.named(norms.NAME)] == joined
+
+
 SIGMOIDS = {
     "model_type": "glm4_moe",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
@@ -586,6 +631,36 @@ def test_decode_attention_takes_heads_that_are_rotated_in_part(factor: float, wh
     assert work is not None
     assert ("heads + decode" in work.taken) is not bool(why)
     assert any(why in reason for rule, reason in work.refused if rule == "heads + decode") is bool(why)
+
+
+@pytest.mark.parametrize(
+    ("widths", "joined", "whys"),
+    [
+        ({128}, False, {"native decode attention does not take these heads": 1}),
+        ({128, 256}, False, {}),
+        ({128, 256}, True, {"v is what k was before its norm": 1}),
+        (set(), False, {"native decode attention does not take these heads": 2}),
+    ],
+)
+def test_decode_attention_takes_the_layers_whose_heads_it_takes(
+    widths: set[int], joined: bool, whys: dict[str, int]
+) -> None:
+    """With the norm of their values."""
+    driver = small_model("Gemma4ForCausalLM", global_head_dim=256, attention_k_eq_v=joined)
+    decode = Mock(fuses=lambda kv: kv.k.shape[-1] in widths)
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", False, ONE_ROW._replace(decode=decode))
+    assert work is not None
+    found = work.named("decode")
+    expected = driver.kv[: 2 - sum(whys.values())]
+    assert [id(node.given["kv"]) for node in found] == [id(kv) for kv in expected]
+    assert all(node.given["projection"].v_norm for node in found)
+    refused = {why: n for (rule, why), n in work.refused.items() if rule == "heads + decode"}
+    assert refused == whys
+    plain = small_model("Qwen3ForCausalLM")
+    work = gpu.RecordedForward(plain.model, plain.kv, gpu.GpuOps(attend)).rewritten("step", False, ONE_ROW)
+    assert work is not None
+    assert [node.given["projection"].v_norm for node in work.named("decode")] == [False, False]
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -12,6 +12,7 @@ from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.triton import elementwise
 
 NAME = "norms of a sum"  # of nodes that other rules look for
+COMPUTED = "the step computes the weights of a norm"
 
 
 def add_refuses(work: Work, norm: Node, add: Node) -> str | None:
@@ -26,6 +27,8 @@ def add(work: Work, norm: Node, add: Node) -> list[Node]:
 
 
 def scaled_refuses(work: Work, norm: Node, add: Node) -> str | None:
+    if not isinstance(norm.given["weight"], Tensor):
+        return COMPUTED
     scale = add.given["scale"]
     return None if isinstance(scale, Tensor) and scale.numel() == 1 else "tokens have scales of their own"
 
@@ -74,7 +77,7 @@ def beside_refuses(work: Work, norm: Node) -> str | None:
         return OTHER
     if len(maker.given["norms"]) == elementwise.NORMS:
         return f"a sum has at most {elementwise.NORMS} norms"
-    return "eps is another" if maker.given["eps"] != norm.given["eps"] else None
+    return _refuses(norm.given, {"weight": maker.given["norm"], "eps": maker.given["eps"]})
 
 
 def beside(work: Work, norm: Node) -> list[Node]:
@@ -88,6 +91,8 @@ def beside(work: Work, norm: Node) -> list[Node]:
 
 def _refuses(norm: dict[str, Any], other: dict[str, Any]) -> str | None:
     """Why a kernel does not do both norms, or None."""
+    if not all(isinstance(one["weight"], Tensor) for one in (norm, other)):
+        return COMPUTED
     if norm["eps"] != other["eps"]:
         return "eps is another"
     return None if norm["weight"].shape == other["weight"].shape else "one norm is of heads"

@@ -13,7 +13,7 @@ from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Record, Ref
 from sgla.kernels.trace import Size
 
-OTHER = "it is for something else"  # why a rule refuses, of a storage, say, that is not there: nobody is told
+OTHER = "it is for something else"  # why a rule refuses what it was not made for: nobody is told
 
 
 class Asked(NamedTuple):
@@ -123,7 +123,7 @@ class Rule:
     name: str
     pattern: tuple[Any, ...]
     refuses: Callable[..., str | None]  # of the work and the nodes of the chain
-    make: Callable[..., list[Node]]
+    make: Callable[..., list[Node]]  # none if a node that is there does the work, too
     invariant: bool = False  # a row's bits are those of the ops apart, whatever the others are
 
 

@@ -308,7 +308,8 @@ def add_rms_norm(
 
 
 class Second(NamedTuple):
-    """What a norm is added to: that of ``x``, and the ``weight`` of the norm of both."""
+    """What a norm is added to, that of ``x`` by the weights ``norm``, and ``both``, those of the norm of the
+    sum."""
 
     x: Tensor
     norm: Tensor
