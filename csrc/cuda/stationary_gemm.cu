@@ -85,6 +85,7 @@ constexpr int WORD_BYTES = OWN * KB * ROW_BYTES, OF_ROW = KB * HELD * 4;
 constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
 constexpr int SHARE = (COLS + SLICES - 1) / SLICES;  // columns that a block finishes
+static_assert(SHARE * (SLICES - 1) < COLS, "each block of a cluster finishes columns");
 constexpr int OWNED = GATED ? 2 * SHARE : SHARE;     // and their weight rows
 constexpr int SUMS = (NT * 8 * W_ROWS + THREADS - 1) / THREADS;  // of a slice, that a thread adds up
 constexpr int PER_THREAD = (NT * 8 * SHARE + THREADS - 1) / THREADS;

@@ -86,8 +86,19 @@ def test_the_kernel_equals_the_oracle(
     assert (out.float() - y).norm() < 5e-3 * y.norm()
 
 
+@pytest.mark.parametrize("kind", ["int4g128", "int4m64", "nf4"])
+def test_no_block_of_a_cluster_is_without_columns(kind: str) -> None:
+    """It would wait for ever."""
+    bits, group, codes = integer_gemm.packing(kind)
+    for epilogue, slices in ((ADD, (5, 7)), (SILU, (5, 6, 7))):
+        shape = Shape(16, 4096, 4096, bits, group, True, epilogue, codes=codes)
+        for count in slices:
+            assert stationary_gemm.plan(shape, Config(1, 1, count)) is None
+        assert stationary_gemm.plan(shape, Config(1, 1, 8)) is not None
+
+
 @pytest.mark.parametrize("kind", ["int4g128", "int4m32", "int8g64", *integer_gemm.OTHERS])
-@pytest.mark.parametrize(("n", "k"), [(200, 1000), (6144, 4096), (4096, 14336)])
+@pytest.mark.parametrize(("n", "k"), [(200, 1000), (6144, 4096), (4096, 14336), (5120, 17408)])
 def test_cuts_fit_a_multiprocessor(kind: str, n: int, k: int) -> None:
     for rows in (1, 8, 16):
         for epilogue, columns in ((ADD, n), (SILU, n // 2)):
@@ -98,5 +109,7 @@ def test_cuts_fit_a_multiprocessor(kind: str, n: int, k: int) -> None:
             made = stationary_gemm.plan(shape, cut)
             assert made is not None
             assert cut.resident * (made.shared + 1024) <= stationary_gemm.SHARED
+            columns_of_tile = shape.columns(cut)
+            assert -(-columns_of_tile // cut.slices) * (cut.slices - 1) < columns_of_tile
             covered = made.defines["WK"] * cut.blocks * cut.slices
             assert covered >= shape.blocks > covered - made.defines["WK"] * cut.blocks

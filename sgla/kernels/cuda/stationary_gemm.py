@@ -90,6 +90,9 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         return None
     if config.slices > 1 and (config.slices - 1) * deep * config.blocks >= shape.blocks:
         return None
+    each = -(-shape.columns(config) // config.slices)  # columns that a block finishes
+    if each * (config.slices - 1) >= shape.columns(config):
+        return None  # one would have none, and wait for nothing, which never comes
     of_zeros = 2 * BLOCK // shape.group if shape.codes == INTEGERS else 0
     registers = groups * config.blocks * (16 + of_zeros) + groups * (12 if groups == 1 else 8)
     registers += 40 + 40 * (of_zeros > 2) + 16 * (shape.bits == 8)
@@ -97,7 +100,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
         return None
     sums = 2 * deep * groups * 8 * (config.weight_rows + 4) * 4
     passing = max(sums, (warps if config.beside == 1 else deep * groups * config.blocks) * PASSING)
-    share = -(-shape.columns(config) // config.slices) * (2 if shape.gated else 1)
+    share = each * (2 if shape.gated else 1)
     shared = passing + (KEPT * config.slices * groups * 8 * share * 4 if config.slices > 1 else 0)
     shared += TABLE_BYTES if shape.codes == TABLE else 0
     stage = warps * config.tiles * 16 * config.blocks * (16 * shape.bits + 4 * held)

@@ -47,7 +47,8 @@ def few(work: Work, *chain: Node) -> list[Node]:
 
 
 def _few(x: Tensor, weight: Any, **given: Any) -> Tensor:
-    x = x if x.stride(1) == 1 else x.contiguous()
+    aligned = x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0
+    x = x if aligned else x.clone(memory_format=torch.contiguous_format)
     stationary = (
         stationary_gemm.refuses(x.shape[0], weight.n, weight.k, *integer_gemm.packing(weight.kind)) is None
     )
