@@ -53,8 +53,9 @@ async def test_prompts_that_ranks_share_out_equal_those_of_one(model: str, chang
     expected = run(one(source, **alike), wanted)
     found = await through(source, wanted, **changes)
     assert found.tokens() == expected.tokens()
+    close = 1e-3 if "native_kernels" in changes else 1e-4  # whose products round x together with other rows
     for rid, values in scores(expected).items():
-        assert scores(found)[rid] == pytest.approx(values, abs=1e-4)
+        assert scores(found)[rid] == pytest.approx(values, abs=close)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 4), st.randoms())
