@@ -113,6 +113,11 @@ class Runner(ABC):
         """Some copy has not been told of by ``moved``."""
         return self.copies.under_way
 
+    @property
+    def queueing(self) -> bool:
+        """A copy goes on as somebody calls ``moved``, not by threads."""
+        return False
+
     @torch.inference_mode()
     def moved(self) -> list[Moved]:
         """The copies that have ended since the last call."""
