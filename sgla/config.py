@@ -390,10 +390,7 @@ class EngineSettings(ModelSettings, kw_only=True):
             "field of the request"
         ),
     ] = "fcfs"
-    depth: Annotated[
-        int | None,
-        Doc(description="steps in flight: 1 = no overlap, 2, 3"),
-    ] = None
+    depth: Annotated[int | None, Doc(description="steps in flight: 1 = no overlap, 2, 3")] = None
     brief_depth: Annotated[
         int | None,
         Doc(

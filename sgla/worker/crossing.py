@@ -210,12 +210,8 @@ class Lane:
         """The next chunk. Beside decode steps it is fewer units, whose rows cross one by one, where they may;
         not where a step ``hurries``, for which that is too slow."""
         chunk, begin, crossing = self._waiting.popleft()
-        route, rows = (
-            self._route,
-            None if hurries or not (chunk.rows and self._toll.runs) else self._route.rows,
-        )
-        count = max(1, ROWS // max(1, chunk.rows))
-        if rows is not None and len(chunk.units) > count:
+        rows = self._route.rows if chunk.rows and self._toll.runs and not hurries else None
+        if rows is not None and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
             chunk, rest = chunk.parted(count)
             self._waiting.appendleft((rest, begin, crossing))
         assert crossing.index is not None
@@ -230,7 +226,7 @@ class Lane:
         end = self._stage(chunk, begin, index) if rows is None else self._cross(chunk, begin, rows)
         if chunk.closes:
             crossing.ends.append(end)
-        toll = chunk.nbytes * (route.toll if rows is None else route.rows_toll)
+        toll = chunk.nbytes * (self._route.toll if rows is None else self._route.rows_toll)
         self._queued.append(Queued(crossing, end, chunk.nbytes, toll))
         self._toll.take(self, sum(queued.toll for queued in self._queued))
 

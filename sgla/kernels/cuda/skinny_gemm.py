@@ -170,6 +170,11 @@ def _choose(m: int, n: int, k: int, gated: bool) -> Config:
     return Config(1, k % 128 == 0, 5, 2)
 
 
+def aligned(x: Tensor) -> bool:
+    """Whether kernels can load 16 bytes of a row of bf16 ``[m, k]`` at a time."""
+    return bool(x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,

@@ -118,7 +118,7 @@ def by(work: Work, *chain: Node) -> list[Node]:
 
 def _run_gated(x: Tensor, by: Tensor, heads: Tensor | None, eps: float, silu: bool, **given: Any) -> Tensor:
     beside = x.flatten(1), by.flatten(1)
-    if all(y.stride(1) == 1 and y.stride(0) % 8 == y.data_ptr() % 16 == 0 for y in beside):
+    if all(map(skinny_gemm.aligned, beside)):
         return _run(beside[0], gate=skinny_gemm.Gate(beside[1], heads, eps, silu), norm=None, **given)
     if heads is None:
         return _run(elementwise.sigmoid_mul(*beside), norm=None, **given)

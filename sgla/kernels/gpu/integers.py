@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels.cuda import integer_gemm, stationary_gemm
+from sgla.kernels.cuda import integer_gemm, skinny_gemm, stationary_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import OTHER, Work
@@ -47,8 +47,7 @@ def few(work: Work, *chain: Node) -> list[Node]:
 
 
 def _few(x: Tensor, weight: Any, **given: Any) -> Tensor:
-    aligned = x.stride(1) == 1 and x.stride(0) % 8 == x.data_ptr() % 16 == 0
-    x = x if aligned else x.clone(memory_format=torch.contiguous_format)
+    x = x if skinny_gemm.aligned(x) else x.clone(memory_format=torch.contiguous_format)
     stationary = (
         stationary_gemm.refuses(x.shape[0], weight.n, weight.k, *integer_gemm.packing(weight.kind)) is None
     )
