@@ -147,6 +147,7 @@ class Card(NamedTuple):
 
 CARDS = {
     "A100": Card((8, 0), 108),
+    "RTX 3090": Card((8, 6), 82),
     "L40S": Card((8, 9), 142),
     "H100": Card((9, 0), 132),
     "H200": Card((9, 0), 132),

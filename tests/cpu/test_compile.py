@@ -152,6 +152,47 @@ def test_kernels_of_other_layers_compile(card: str) -> None:
         assert max(answer["shared"].values()) <= limit, (name, answer["shared"])
 
 
+MODELOPT = {"fp8": "FP8", "blocks": "FP8_PB_WO", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+STORED = {name: {"quant_method": "modelopt", "quant_algo": kind} for name, kind in MODELOPT.items()}
+STORED |= {
+    kind: {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    for kind in ("nf4", "fp4")
+}
+STORED["awq"] = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+OLDER = {"RTX 3090": (8, 6)}  # has no e4m3, and less memory for a block than an A100
+PACKED = llama(4, 2, 64, 256, num_hidden_layers=1)
+PACKED_EXPERTS = PACKED | MIXTURE | {"num_experts": 8, "num_experts_per_tok": 2}
+
+
+def compile_or_refuse(card: str, kinds: list[str], models: list[Model]) -> None:
+    """Layers and experts as checkpoints have them; where there is no e4m3 fp8 is refused by name."""
+    device = nvidia(card, OLDER.get(card) or CARDS[card])
+    few = {"step_tokens": 64, "context_length": 64}
+    pairs = [(kind, model) for kind in kinds for model in models]
+    cases = [
+        {"card": card, "model": model | {"quantization_config": STORED[kind]}, "config": few, "compile": True}
+        for kind, model in pairs
+    ]
+    for (kind, _), answer in zip(pairs, start(cases, BASE), strict=True):
+        if kind in ("fp8", "blocks") and not device.fp8:
+            assert "no 8-bit floating point" in answer["error"], kind
+            assert not answer["loaded"]
+        else:
+            assert "error" not in answer, (kind, answer)
+            assert max(answer["shared"].values()) <= device.shared, (kind, answer["shared"])
+
+
+def test_weights_in_e4m3_compile_or_are_refused_where_no_card_has_such_numbers() -> None:
+    compile_or_refuse("RTX 3090", ["fp8"], [PACKED])
+    compile_or_refuse("RTX 3090", ["nvfp4", "mxfp8"], [PACKED_EXPERTS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [*CARDS, *OLDER])
+def test_weights_in_few_bits_compile_or_are_refused(card: str) -> None:
+    compile_or_refuse(card, list(STORED), [PACKED, PACKED_EXPERTS])
+
+
 @pytest.mark.slow
 def test_every_file_of_cuda_compiles() -> None:
     """Where NVRTC is installed: ``pip install -e '.[nvrtc]'``."""

@@ -224,6 +224,21 @@ def test_a_layer_that_is_packed_is_a_mixture_of_one(rows, biased, fixed, kind, m
         assert torch.equal(found[2:3], e2m1.linear(x[2:3].contiguous(), w, bias, fixed))
 
 
+@pytest.mark.parametrize("kind", ["fp8g128", "mxfp8", "nvfp4"])
+def test_cards_without_e4m3_read_the_same_numbers(kind, monkeypatch) -> None:
+    """All of them, but NaN."""
+    w, x = pack(torch.randn(64, 1024), kind), torch.randn(2, 1024)
+    [numbers] = [t.view(torch.uint8) for t in w.tensors if t.dtype == torch.float8_e4m3fn]
+    codes = torch.tensor([code for code in range(256) if code & 127 < 127], dtype=torch.uint8)
+    numbers.copy_(codes[torch.arange(numbers.numel()) % len(codes)].view_as(numbers))
+    found = []
+    for arch in ((8, 9), (8, 6)):
+        monkeypatch.setattr(device, "_this", [nvidia("", arch, 82)])
+        found.append(e2m1.linear(x, w))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
 @pytest.fixture
 def poisoned():
     """Memory that nobody has written to is NaN, or the largest integer."""

@@ -33,6 +33,7 @@ LIFT = tl.constexpr(2.0**64)  # what sums are too small by: see ``quant/e2m1.py`
 MXFP4, NVFP4, CODED = tl.constexpr(0), tl.constexpr(2), tl.constexpr(6)
 E4M3, MXFP8 = tl.constexpr(1), tl.constexpr(3)  # odd: a byte for each number
 OTHERS = {"mxfp4": 0, "fp8g128": 1, "nvfp4": 2, "mxfp8": 3, "nf4": 6, "fp4": 6}
+E4M3_LIFT = tl.constexpr(2.0**120)  # what its bits are too small by where float32 has its own
 FACTOR = tl.constexpr(2.0**62)  # of NVFP4's scales, so that numbers times these are as small
 # Sign and lower bits of two codes, where bfloat16 has them, as int32.
 SIGNS, LOWER = tl.constexpr(0x80008000 - (1 << 32)), tl.constexpr(0x01C001C0)
@@ -232,6 +233,15 @@ def _coded(words, table, scales, N: tl.constexpr):
 
 
 @triton.jit
+def _numeric(x):
+    """Numbers in e4m3, or of their bytes, which GPUs without such numbers read: float32. None is NaN."""
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.int32)
+        x = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * E4M3_LIFT
+    return x
+
+
+@triton.jit
 def _gate(gate, up, alpha, limit, more, KIND: tl.constexpr):
     """See ``ops.gated``."""
     if KIND == 2:
@@ -280,18 +290,18 @@ def _times(
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     elif BITS == NVFP4:
         scales = tl.load(constants[:, None] + tl.arange(0, 8)[None, :], inside[:, None], other=0.0)
-        w = _scaled_block(tl.load(numbers, inside[:, None]), scales.to(tl.float32), N, BF16)
+        w = _scaled_block(tl.load(numbers, inside[:, None]), _numeric(scales).to(tl.float32), N, BF16)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     elif BITS == E4M3:
         here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
-        w = tl.load(numbers, here, other=0.0).to(a.dtype)
+        w = _numeric(tl.load(numbers, here, other=0.0)).to(a.dtype)
         acc += tl.dot(w, tl.trans(a), input_precision="ieee") * tl.load(constants, inside, other=0.0)[:, None]
     elif BITS == MXFP8:
         here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
         exponents = tl.load(constants[:, None] + tl.arange(0, 4)[None, :], inside[:, None], other=127)
         scales = tl.exp2(exponents.to(tl.float32) - 127.0)
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 32]), [N, 128])
-        w = (tl.load(numbers, here, other=0.0).to(tl.float32) * scales).to(a.dtype)
+        w = (_numeric(tl.load(numbers, here, other=0.0)).to(tl.float32) * scales).to(a.dtype)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     elif BITS == CODED:
         scales = tl.load(constants[:, None] + tl.arange(0, 2)[None, :], inside[:, None], other=0.0)
@@ -459,6 +469,8 @@ def _parts(w: Packed, dtype: torch.dtype) -> _Parts:
         factors = coded.values(words.device)
         if dtype == torch.bfloat16:
             factors = _bytes_of(tuple(coded.table), words.device)
+    if not this_device().fp8:
+        words, constants = map(_as_bytes, (words, constants))
     if w.kind == "mxfp8":
         return _Parts(words, constants, factors, bits, 32, constants.shape[1] // 4)
     if w.kind == "fp8g128":
@@ -467,6 +479,10 @@ def _parts(w: Packed, dtype: torch.dtype) -> _Parts:
         constants = constants.view(torch.int32)
     each = 4 * bits if w.kind in KINDS else 16
     return _Parts(words, constants, factors, bits, group, words.shape[1] // each)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 @lru_cache(8)
