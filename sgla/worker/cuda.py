@@ -24,6 +24,7 @@ from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
 from sgla.worker.gpu_experts import GpuExperts
 from sgla.worker.gpu_steps import Launched
+from sgla.worker.graphs import NOBODY
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
@@ -31,7 +32,6 @@ from sgla.worker.state import column
 from sgla.worker.verify import DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
-NOBODY = np.zeros(0, np.int32)
 NO_STATES = StateColumns(NOBODY, NOBODY, np.zeros((0, 3), np.int32))
 
 

@@ -24,6 +24,7 @@ from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.verify import Verify
 
 REPLAYS = 4  # of a graph that is timed
+NOBODY = np.zeros(0, np.int32)
 
 
 def fewer_sizes(sizes: list[int]) -> list[int]:
@@ -194,30 +195,40 @@ class DecodeGraphs:
     def capture(self, capture: Capture) -> None:
         """Large to small, so that the small ones fit into the memory of the large. The KV pool is there."""
         self._steps.forward.prepare(self._steps.attention.decode.fused)
-        nobody = np.zeros(0, np.int32)
-        self._send(nobody, nobody, self.limit)
-        self._graphs[self.limit] = capture(partial(self._forward, self.limit))
+        first, more = (partial(self._captured, how) for how in (capture, capture.unrun))
+        self._graphs[self.limit] = first(self._forward, self.limit)
         for size in reversed(self.sizes[:-1]):
-            self._graphs[size] = capture.unrun(partial(self._forward, size))
+            self._graphs[size] = more(self._forward, size)
         for size in reversed(self._cascade_sizes):
-            self._cascades[size] = capture.unrun(partial(self._forward, size, True))
+            self._cascades[size] = more(partial(self._forward, cascade=True), size)
         for size in reversed(self._alone_sizes):
-            self._alone[size] = capture.unrun(partial(self._forward, size, alone=True))
-        if (adapted := self._steps.adapted) is not None:
-            largest = partial(self._forward_adapted, adapted, self.limit)
-            self._adapted[self.limit] = capture(largest)
+            self._alone[size] = more(partial(self._forward, alone=True), size)
+        if self._steps.adapted is not None:
+            forward = partial(self._forward_adapted, self._steps.adapted)
+            self._adapted[self.limit] = first(forward, self.limit)
             for size in reversed(self.sizes[:-1]):
-                self._adapted[size] = capture.unrun(partial(self._forward_adapted, adapted, size))
+                self._adapted[size] = more(forward, size)
             for size in reversed(self._apart_sizes):
-                self._apart[size] = capture.unrun(partial(self._forward_adapted, adapted, size, apart=True))
+                self._apart[size] = more(partial(forward, apart=True), size)
+
+    def _captured(
+        self,
+        capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph],
+        forward: Callable[[int], None],
+        size: int,
+    ) -> torch.cuda.CUDAGraph:
+        """Who captures may run it before, for which its columns must be there: out of those of another size
+        it would read anything as the place where its tokens land."""
+        self._send(NOBODY, NOBODY, size)
+        return capture(partial(forward, size))
 
     def times(self, most: int) -> tuple[list[int], list[float]]:
         """Sizes up to the first that ``most`` rows fit in, and the seconds of their graphs. All slots are
         free."""
         end = next((i for i, size in enumerate(self.sizes) if size >= most), len(self.sizes) - 1)
-        sizes, nobody, seconds = self.sizes[: end + 1], np.zeros(0, np.int32), []
+        sizes, seconds = self.sizes[: end + 1], []
         for size in sizes:
-            self._send(nobody, nobody, size)
+            self._send(NOBODY, NOBODY, size)
             seconds.append(seconds_of(self._graphs[size]))
         return sizes, seconds
 

@@ -4,11 +4,11 @@ and a launch only says that it was.
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``,
 the model's under ``model``, those of one that guesses under ``draft``, of the ``card``, an H200), sends it
 steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its
-rehearsal asked for and what was launched besides, its context, its pages, its ledger and its notes; or the
-error that ended it. With ``compile`` Triton's
-kernels are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they
-take is told. ``free``: bytes of the GPU; ``looks``: steps of a module look at values on the host. Kernels are
-known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+rehearsal asked for and what was launched besides, its context, its pages, its ledger and its notes, and which
+decode graphs ran with columns of another size; or the error that ended it. With ``compile`` Triton's kernels
+are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they take is
+told. ``free``: bytes of the GPU; ``looks``: steps of a module look at values on the host. Kernels are known
+by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ from sgla.messages import SAMPLE, StepPlan
 from sgla.worker import gpu_model
 from sgla.worker.chains import Chains
 from sgla.worker.cuda import CudaRunner
+from sgla.worker.graphs import DecodeGraphs
 
 ROWS = 24
 GPU = torch.device("cuda", 0)
 LOADED: list[bool] = []  # not empty: weights were asked for
+ASKEW: list[int] = []  # sizes of decode graphs that have run with columns of another size
 
 
 class OnCpu(TorchFunctionMode):
@@ -352,6 +354,22 @@ def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
     )
 
 
+def note_askew() -> None:
+    """From now on."""
+    send, forward, sent = DecodeGraphs._send, DecodeGraphs._forward, [0]
+
+    def sends(graphs: DecodeGraphs, slots: Any, starts: Any, size: int, *more: Any) -> int:
+        sent[0] = size
+        return send(graphs, slots, starts, size, *more)
+
+    def runs(graphs: DecodeGraphs, size: int, *args: Any, **how: Any) -> None:
+        if size != sent[0] and not under_way():
+            ASKEW.append(size)
+        forward(graphs, size, *args, **how)
+
+    DecodeGraphs._send, DecodeGraphs._forward = sends, runs  # type: ignore[method-assign]
+
+
 def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     rehearse, asked = gpu_model.rehearse, set()
 
@@ -403,14 +421,17 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         "pages": facts.groups[0].pages,
         "ledger": facts.ledger,
         "notes": facts.notes,
+        "askew": ASKEW,
     }
 
 
 if __name__ == "__main__":
     pretend()
+    note_askew()
     launches = Launches()
     for case in json.loads(sys.argv[1]):
         LOADED.clear()
+        ASKEW.clear()
         try:
             found = check(case, launches)
         except ConfigError as error:
