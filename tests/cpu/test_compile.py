@@ -3,6 +3,7 @@ one, and fit the shared memory of its blocks; as do those of CUDA where they run
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -193,16 +194,20 @@ def test_weights_in_few_bits_compile_or_are_refused(card: str) -> None:
     compile_or_refuse(card, list(STORED), [PACKED, PACKED_EXPERTS])
 
 
-@pytest.mark.slow
-def test_every_file_of_cuda_compiles() -> None:
-    """Where NVRTC is installed: ``pip install -e '.[nvrtc]'``."""
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
-    from sgla.kernels.cuda import build
-
+@pytest.fixture
+def nvrtc() -> None:
+    """Where it is installed: ``pip install -e '.[nvrtc]'``."""
+    found = pytest.importorskip("cuda.bindings.nvrtc")
     try:
-        nvrtc.nvrtcVersion()
+        found.nvrtcVersion()
     except RuntimeError as error:
         pytest.skip(f"NVRTC is not installed: {error}")
+
+
+@pytest.mark.slow
+def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
+    from sgla.kernels.cuda import build
+
     cases = [published(name, **more) for name in ("qwen3-0.6b", "qwen3-30b-a3b") for more in ({}, FP8)]
     cases += [published("qwen3-8b", quantization=kind) for kind in ("int4", "int8")]
     limit = nvidia("H200", CARDS["H200"]).shared
@@ -224,8 +229,6 @@ def test_every_file_of_cuda_compiles() -> None:
             for int8, int4 in ((0, 0), (1, 0), (1, 1))
         ],
         "batch_gemm.cu": [{"SEND": 2, "SPLIT": 4}]
-        + [{"E4M3": 1, "GROUPED": 1, "BN": 128, "SPLIT": 2, "EPILOGUE": gated} for gated in (0, 2)]
-        + [{"E4M3": 1, "GROUPED": 1, "BM": 192, "BN": 64, "EPILOGUE": gated} for gated in (0, 2)]
         + [{"E4M3": 1, "GROUPED": 1, "BN": 256, "PER_SM": 1}],
         "prompt_gemm.cu": [{"EPILOGUE": 6}],
         "prompt_attention.cu": [{"HD": 72, "GROUP": 1, "STAGES": 3, "WHOLE": 1}],
@@ -253,8 +256,28 @@ def test_every_file_of_cuda_compiles() -> None:
             {"CODES": 2, "GROUP": 16},
         ],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}],
+        "act_mul.cu": [{"GELU": gelu} for gelu in (0, 1)],
     }
     for file, cases in apart.items():
         for defines in cases:
             assert build._nvrtc(build.source_of(file, tuple(defines.items()), "sm_90a")[0], file, "sm_90a")
     assert {path.name for path in source_folder("cuda").glob("*.cu")} == files | set(apart)
+
+
+@pytest.mark.slow
+def test_every_cut_with_scales_of_groups_has_registers(nvrtc: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sums of two groups beside those of all."""
+    from sgla.kernels.cuda import batch_gemm, build
+
+    found: set[tuple[tuple[str, int], ...]] = set()
+    monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
+    monkeypatch.setattr(batch_gemm, "Kernel", lambda *kernel: found.add(tuple(kernel[2].items())))
+    rows, widths = (9, 33, 65, 97, 129, 4096), (128, 512, 1024, 1536, 3072, 4096, 6144, 12288, 18432, 24576)
+    for m, n, k, gated in itertools.product(rows, widths, (1024, 4096), (False, True)):
+        config = batch_gemm.grouped_config(m, n, k, gated)
+        epilogue = batch_gemm.SILU if gated else batch_gemm.STORE
+        size = batch_gemm.rows_of(config, m)
+        batch_gemm._kernel.__wrapped__(config, size, epilogue, False, True, 0, True, False)
+    assert len(found) > 20
+    for defines in found:
+        assert build._nvrtc(build.source_of("batch_gemm.cu", defines, "sm_90a")[0], "batch_gemm.cu", "sm_90a")
