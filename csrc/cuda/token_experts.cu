@@ -8,7 +8,11 @@
 // come through its own ring in shared memory, which the copy engine fills, so that it waits for nobody else,
 // and loads run on from one output to the next. What needs no earlier result is asked for before the wait:
 // gate and up of experts that all tokens have, and all of down, whose experts are chosen by then. Blocks of
-// both products, or of one and of the next layer, fit on a multiprocessor together.
+// both products, or of one and of the next layer, fit on a multiprocessor together. Rows that are too long
+// for two stages of each warp come in PARTS.
+//
+// Weights may be e4m3 (E4M3) with a scale for each row; x is not rounded. A lane takes 16 of a row, so of x
+// two pieces of 8, which lie apart in shared memory: all first ones, then all second ones.
 #include "common.cuh"
 
 #ifndef DOWN
@@ -23,8 +27,14 @@
 #ifndef ROWS  // of weights in a stage: neighbouring outputs of down
 #define ROWS 1
 #endif
+#ifndef PARTS  // in which a row comes, if a stage has one
+#define PARTS 1
+#endif
 #ifndef STAGES
 #define STAGES 3
+#endif
+#ifndef E4M3
+#define E4M3 0
 #endif
 #ifndef TOP_K  // experts of a token
 #define TOP_K 8
@@ -40,30 +50,65 @@
 #endif
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-constexpr int ROW_BYTES = WIDTH * 2, STAGE_BYTES = ROWS * ROW_BYTES;
+constexpr int SIZE = E4M3 ? 1 : 2;  // bytes of a weight
+constexpr int PART = WIDTH / PARTS, PART_BYTES = PART * SIZE, STAGE_BYTES = ROWS * PART_BYTES;
 constexpr int CHOSEN = TOP_K - COMMON;
-constexpr int PIECES = DOWN ? TOP_K : 2;  // of an output (or of ROWS), each of which fills a stage
+constexpr int PIECES = (DOWN ? TOP_K : 2) * PARTS;  // of an output (or of ROWS), each of which fills a stage
+constexpr int EACH = 16 / SIZE;                     // weights that a lane loads at a time
+static_assert(PART % EACH == 0 && WIDTH % EACH == 0 && (ROWS == 1 || PARTS == 1));
+
+#if E4M3
+typedef unsigned char weight;
+#else
+typedef bf16 weight;
+#endif
 
 struct Params {
   const bf16* x;            // [tokens, WIDTH]; DOWN: [pairs, WIDTH]
   const float* p;           // [pairs], of the chosen experts
   const volatile int* ids;  // [pairs]; down reads them before its wait, when the L1 cache may have older ones
-  const bf16* w;            // [experts * 2 OUTPUTS, WIDTH], gate then up; DOWN: [experts * OUTPUTS, WIDTH]
+  const weight* w;          // [experts * 2 OUTPUTS, WIDTH], gate then up; DOWN: [experts * OUTPUTS, WIDTH]
+  const float* scale;       // E4M3: of the rows of w
   bf16* out;
   int tokens, experts;
 };
 
-__device__ __forceinline__ float dot(u32 w, u32 x, int lane) {
-  float sum = 0.f;
+// Two of float16.
+__device__ __forceinline__ void floats(u32 x, float& lo, float& hi) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+      : "=f"(lo), "=f"(hi)
+      : "r"(x));
+}
+// Adds the products of four weights with four of x to as many sums.
+__device__ __forceinline__ void add4(float (&sums)[4], u32 w, u32 x, u32 y) {
+  u32 a, b;
+  float w0, w1, w2, w3;
+  halves(w, a, b);
+  floats(a, w0, w1), floats(b, w2, w3);
+  sums[0] = fmaf(w0, lo2f(x), sums[0]), sums[1] = fmaf(w1, hi2f(x), sums[1]);
+  sums[2] = fmaf(w2, lo2f(y), sums[2]), sums[3] = fmaf(w3, hi2f(y), sums[3]);
+}
+// Where in a row of x in shared memory, of any place that is a multiple of 8, it lies.
+__device__ __forceinline__ int place_of(int k) { return E4M3 ? k / 8 % 2 * WIDTH + k / 16 * 16 : k * 2; }
+
+// A part of a row of weights, from ``first`` on, times a row of x.
+__device__ __forceinline__ float dot(u32 w, u32 x, int first, int lane) {
+  float sum = 0.f, sums[4] = {};
 #pragma unroll
-  for (int i = 0; i < (WIDTH + 255) / 256; ++i) {
-    const int k = (i * 32 + lane) * 8;
-    if (WIDTH % 256 && k >= WIDTH) break;
-    const uint4 a = lds128(w + k * 2), b = lds128(x + k * 2);
+  for (int i = 0; i < (PART + 32 * EACH - 1) / (32 * EACH); ++i) {
+    const int k = (i * 32 + lane) * EACH;
+    if (PART % (32 * EACH) && k >= PART) break;
+    const uint4 a = lds128(w + k * SIZE), b = lds128(x + place_of(first + k));
+#if E4M3
+    const uint4 c = lds128(x + place_of(first + k + 8));
+    add4(sums, a.x, b.x, b.y), add4(sums, a.y, b.z, b.w);
+    add4(sums, a.z, c.x, c.y), add4(sums, a.w, c.z, c.w);
+#else
     sum += lo2f(a.x) * lo2f(b.x) + hi2f(a.x) * hi2f(b.x) + lo2f(a.y) * lo2f(b.y) + hi2f(a.y) * hi2f(b.y) +
            lo2f(a.z) * lo2f(b.z) + hi2f(a.z) * hi2f(b.z) + lo2f(a.w) * lo2f(b.w) + hi2f(a.w) * hi2f(b.w);
+#endif
   }
-  return sum;
+  return E4M3 ? (sums[0] + sums[1]) + (sums[2] + sums[3]) : sum;
 }
 __device__ __forceinline__ float sum_of_warp(float v) {
 #pragma unroll
@@ -111,12 +156,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
   auto load = [&]() {
     int pair, row;
     find(asked / PIECES, pair, row);
-    const int part = asked % PIECES;
-    const int expert = __shfl_sync(~0u, id, DOWN ? pair + part : pair);
-    const long long at = (long long)(DOWN ? expert : 2 * expert + part) * OUTPUTS + row;
+    const int which = asked % PIECES / PARTS, part = asked % PARTS;
+    const int expert = __shfl_sync(~0u, id, DOWN ? pair + which : pair);
+    const long long at = (long long)(DOWN ? expert : 2 * expert + which) * OUTPUTS + row;
     if (lane == 0) {
       barrier_expect(bars + to * 8, STAGE_BYTES);
-      copy_bytes(ring + to * STAGE_BYTES, p.w + at * WIDTH, STAGE_BYTES, bars + to * 8, policy);
+      copy_bytes(ring + to * STAGE_BYTES, p.w + at * WIDTH + part * PART, STAGE_BYTES, bars + to * 8, policy);
     }
     ++asked;
     to = to + 1 == STAGES ? 0 : to + 1;
@@ -150,21 +195,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
       while (asked < min(STAGES, pieces)) load();
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (place(i) < all_x) sts128(staged + place(i) * 2, v[i]);
+      if (place(i) < all_x)
+        sts128(staged + place(i) / WIDTH * (WIDTH * 2) + place_of(place(i) % WIDTH), v[i]);
   }
   __syncthreads();
 
   int from = 0;
   u32 parity = 0;
-  // What a stage's rows make of x, in ``sums``; then the stage is asked for again.
+  // What the rows of some stages make of x, in ``sums``; then the stages are asked for again.
   auto take = [&](int row_of_x, float (&sums)[ROWS]) {
-    barrier_wait(bars + from * 8, parity);
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-      sums[r] += dot(ring + from * STAGE_BYTES + r * ROW_BYTES, staged + row_of_x * ROW_BYTES, lane);
-    __syncwarp();
-    if (asked < pieces) load();
-    if (++from == STAGES) from = 0, parity ^= 1;
+    for (int part = 0; part < PARTS; ++part) {
+      barrier_wait(bars + from * 8, parity);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+        sums[r] += dot(ring + from * STAGE_BYTES + r * PART_BYTES, staged + row_of_x * (WIDTH * 2),
+                       part * PART, lane);
+      __syncwarp();
+      if (asked < pieces) load();
+      if (++from == STAGES) from = 0, parity ^= 1;
+    }
   };
   for (int i = 0; i < own; ++i) {
     int pair, row;
@@ -172,8 +222,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
     if (DOWN) {
       bf16* to_out = p.out + (long long)(pair / TOP_K) * OUTPUTS + row + lane;
       const float kept = ADD && lane < ROWS ? bf2f(*to_out) : 0.f;
-      float sums[ROWS] = {};
-      for (int j = 0; j < TOP_K; ++j) take(pair + j, sums);
+      const int expert = __shfl_sync(~0u, id, pair + lane);  // of the pair ``pair + lane``
+      float sums[ROWS] = {}, by[ROWS];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+        by[r] = E4M3 && lane < TOP_K ? p.scale[(long long)expert * OUTPUTS + row + r] : 1.f;
+      for (int j = 0; j < TOP_K; ++j) {
+        float of_expert[ROWS] = {};
+        take(pair + j, of_expert);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+          sums[r] += E4M3 ? of_expert[r] * __shfl_sync(~0u, by[r], j) : of_expert[r];
+      }
       float y = 0.f;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
@@ -182,10 +242,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
       }
       if (lane < ROWS) *to_out = f2bf(y + kept);
     } else {
-      float g[ROWS] = {}, up[ROWS] = {};
-      take(pair / TOP_K, g);
-      take(pair / TOP_K, up);
-      const float y = gate<GELU>(sum_of_warp(g[0]), sum_of_warp(up[0])) * __shfl_sync(~0u, factor, pair);
+      const int expert = __shfl_sync(~0u, id, pair);
+      const float by = E4M3 && lane < 2 ? p.scale[(2ll * expert + lane) * OUTPUTS + row] : 1.f;
+      float sums[2][ROWS] = {};
+      take(pair / TOP_K, sums[0]);
+      take(pair / TOP_K, sums[1]);
+      float g = sum_of_warp(sums[0][0]), up = sum_of_warp(sums[1][0]);
+      if (E4M3) g *= __shfl_sync(~0u, by, 0), up *= __shfl_sync(~0u, by, 1);
+      const float y = gate<GELU>(g, up) * __shfl_sync(~0u, factor, pair);
       if (lane == 0) p.out[(long long)pair * OUTPUTS + row] = f2bf(y);
     }
   }

@@ -205,6 +205,7 @@ inline unsigned half_of_e4m3(unsigned byte) {
   const float size = exponent ? std::ldexp(8.f + rest, exponent - 10) : std::ldexp(float(rest), -9);
   return half_of(byte & 128 ? -size : size);
 }
+inline void floats(unsigned x, float& lo, float& hi) { lo = half2f(x & 65535), hi = half2f(x >> 16); }
 inline void halves(unsigned w, unsigned& lo, unsigned& hi) {
   lo = half_of_e4m3(w & 255) | half_of_e4m3(w >> 8 & 255) << 16;
   hi = half_of_e4m3(w >> 16 & 255) | half_of_e4m3(w >> 24) << 16;

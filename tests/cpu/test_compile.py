@@ -248,7 +248,12 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
             {"DOWN": 1, "CHANNELS": 768, "OUTPUTS": 2048, "ADD": 1},
             {"BITS": 8, "GROUP": 32},
         ],
-        "token_experts.cu": [{"COMMON": 1}, {"DOWN": 1, "WIDTH": 1408, "OUTPUTS": 2048, "ROWS": 2, "ADD": 1}],
+        "token_experts.cu": [
+            {"COMMON": 1},
+            {"DOWN": 1, "WIDTH": 1408, "OUTPUTS": 2048, "ROWS": 2, "ADD": 1},
+            {"E4M3": 1, "WIDTH": 4096, "COMMON": 1},
+            {"E4M3": 1, "DOWN": 1, "WIDTH": 8192, "OUTPUTS": 5120, "PARTS": 2, "STAGES": 2},
+        ],
         "stationary_gemm.cu": [
             {"NORM": 1, "EPILOGUE": 2},
             {"NT": 1, "BITS": 8, "SLICES": 3, "EPILOGUE": 1},

@@ -545,6 +545,18 @@ def test_norms_around_the_stream_are_one_kernel(
     assert any(rule == "norm, added" for rule, _ in work.refused) is deterministic
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_come_with_their_layer_norms(deterministic: bool) -> None:
+    """All but the first, which is of no sum."""
+    driver = small_model("Starcoder2ForCausalLM")
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend, deterministic))
+    asked = rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}, deterministic=deterministic)
+    work = forward.rewritten("step", True, asked)
+    assert work is not None
+    assert len(work.named(norms.SUM)) == work.taken["norm of a sum"] == (0 if deterministic else 4)
+    assert len(work.named(ops.layer_norm)) == (5 if deterministic else 1)
+
+
 @needs_interpreter
 @pytest.mark.parametrize(("computed", "joined"), [(None, [2, 1]), (0, []), (1, [0]), (2, [1, 1])])
 def test_norms_whose_weights_are_computed_are_not_joined(computed: int | None, joined: list[int]) -> None:

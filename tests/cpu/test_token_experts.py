@@ -14,7 +14,7 @@ from emulated_cuda import HERE, compile_kernel
 from sgla.kernels.cuda import integer_experts, token_experts
 from sgla.kernels.cuda.token_experts import Chosen, Cut
 from sgla.kernels.integers import are_integers
-from sgla.quant.weight import pack
+from sgla.quant.weight import Weight, pack
 
 D, F, EXPERTS = 264, 56, 7
 SIZES = ((12 * 2 * 136, 304), (12 * 304, 136))  # of experts in integers
@@ -42,32 +42,55 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         module._kernel.cache_clear()
 
 
-def assert_products(x: torch.Tensor, pairs: Chosen, p: torch.Tensor, ids: torch.Tensor, experts: int) -> None:
-    (tokens, top_k), named = p.shape, {"rtol": 1e-2, "atol": 1e-2}
-    w, v = torch.randn(experts, 2 * F, D).bfloat16() / 16, torch.randn(experts, D, F).bfloat16() / 8
-    inner = token_experts.gate_up(x, pairs, w.view(-1, D), F, "silu")
-    g, up = torch.einsum("td,tkfd->tkf", x.float(), w.float()[ids]).chunk(2, -1)
+def assert_products(x: torch.Tensor, pairs: Chosen, f: int, w: Weight, v: Weight) -> None:
+    """``w`` and ``v``: gate and up, and down, of all experts."""
+    (tokens, d), top_k, named = x.shape, pairs.ids.shape[1], {"rtol": 1e-2, "atol": 1e-2}
+    ids, p = pairs.ids, pairs.probabilities
+    inner = token_experts.gate_up(x, pairs, w.data, f, "silu", w.scale)
+    g, up = torch.einsum("td,tkfd->tkf", x.float(), w.dequant().view(-1, 2 * f, d)[ids]).chunk(2, -1)
     expected = torch.nn.functional.silu(g) * up * p[:, :, None]
-    torch.testing.assert_close(inner.float().view(tokens, top_k, F), expected, **named)
-    summed = torch.einsum("tkf,tkdf->td", inner.float().view(tokens, top_k, F), v.float()[ids])
-    alone = token_experts.down(inner, pairs, v.view(-1, F), D)
+    torch.testing.assert_close(inner.float().view(tokens, top_k, f), expected, **named)
+    of_down = v.dequant().view(-1, d, f)[ids]
+    summed = torch.einsum("tkf,tkdf->td", inner.float().view(tokens, top_k, f), of_down)
+    alone = token_experts.down(inner, pairs, v.data, d, scale=v.scale)
     torch.testing.assert_close(alone.float(), summed, **named)
-    residual = torch.randn(tokens, D).bfloat16()
-    added = token_experts.down(inner, pairs, v.view(-1, F), D, residual.clone())
+    residual = torch.randn(tokens, d).bfloat16()
+    added = token_experts.down(inner, pairs, v.data, d, residual.clone(), v.scale)
     torch.testing.assert_close(added.float(), summed + residual.float(), **named)
 
 
 @pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "common"), [(2, 4, 2), pytest.param(2, 3, 0, marks=pytest.mark.slow)]
+    ("kind", "tokens", "top_k", "common", "room"),
+    [
+        ("bf16", 2, 4, 2, 113 << 10),
+        ("fp8", 2, 4, 1, 113 << 10),
+        ("fp8", 1, 3, 0, 6 << 10),
+        pytest.param("bf16", 2, 3, 0, 113 << 10, marks=pytest.mark.slow),
+    ],
 )
-def test_the_kernel_equals_the_products(emulated: None, tokens: int, top_k: int, common: int) -> None:
-    """Rows that fill no whole number of a warp's reads, warps with several outputs, and with none."""
+def test_the_kernel_equals_the_products(
+    emulated: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    tokens: int,
+    top_k: int,
+    common: int,
+    room: int,
+) -> None:
+    """Rows that fill no whole number of a warp's reads, warps with several outputs, and with none. Where
+    there is little ``room`` rows come in parts."""
     torch.manual_seed(0)
-    x, p = torch.randn(tokens, D).bfloat16(), torch.rand(tokens, top_k)
+    monkeypatch.setattr(token_experts, "SHARED", (0, room))
+    d, f = (D, F) if kind == "bf16" else (544, 64)
+    if room < 20 << 10:
+        d, f = (544, 288)
+    assert (token_experts.cut(d, f, tokens, False, 1 + (kind == "bf16")).parts > 1) == (room < 20 << 10)
+    x, p = torch.randn(tokens, d).bfloat16(), torch.rand(tokens, top_k)
     ids = torch.stack([torch.randperm(EXPERTS - common)[:top_k].int() for _ in range(tokens)])
     ids[:, top_k - common :] = EXPERTS - common + torch.arange(common)
-    assert_products(x, Chosen(p, ids, common), p, ids, EXPERTS)
+    w, v = pack(torch.randn(EXPERTS * 2 * f, d) / 16, kind), pack(torch.randn(EXPERTS * d, f) / 8, kind)
+    assert_products(x, Chosen(p, ids, common), f, w, v)
 
 
 @pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
@@ -97,11 +120,16 @@ def test_integers_are_multiplied_as_they_are(emulated: None, kind: str, tokens: 
     torch.testing.assert_close(added.float(), summed + residual.float(), **named)
 
 
-def test_two_blocks_fit_on_a_multiprocessor() -> None:
-    assert token_experts.cut(2048, 512, 1, False) == Cut(1, 3, 8 * 3 * 4104 + 4096)
-    assert token_experts.cut(512, 2048, 9, True) == Cut(2, 6, 8 * 6 * 2056 + 9216)
+def test_two_blocks_fit_on_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_experts, "LARGE", 4 << 20)
+    assert token_experts.cut(2048, 512, 1, False) == Cut(1, 1, 3, 8 * 3 * 4104 + 4096)
+    assert token_experts.cut(512, 2048, 9, True) == Cut(2, 1, 6, 8 * 6 * 2056 + 9216)
+    assert token_experts.cut(8192, 5120, 2, True, 1) == Cut(1, 2, 2, 8 * 2 * 4104 + 32768)
     assert token_experts.refuses(2, 9, 2048, 512) is token_experts.refuses(2, 8, 2048, 1408) is None
+    assert token_experts.refuses(1, 9, 4096, 3072, 1) is token_experts.refuses(2, 2, 5120, 8192, 1) is None
     assert token_experts.refuses(1, 8, 7168, 2048) is not None
+    assert token_experts.refuses(2, 9, 4096, 3072, 1) is not None
+    assert token_experts.refuses(1, 10, 2048, 512, 1) is not None
     assert token_experts.refuses(2, 17, 2048, 512) is not None
 
 

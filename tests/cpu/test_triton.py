@@ -370,8 +370,28 @@ def test_norms_and_activations() -> None:
         torch.testing.assert_close(out, expected)
     for kind in ("silu", "gelu_tanh"):
         torch.testing.assert_close(elementwise.act_mul(x, kind), ops.act_mul(x, kind), rtol=1e-5, atol=1e-6)
+    for kind in ("silu", "gelu_tanh", "gelu", "relu", "relu2"):
+        torch.testing.assert_close(elementwise.activate(x, kind), ops.activate(x, kind), rtol=1e-5, atol=1e-6)
     rows = torch.tensor([4, 0, 0], dtype=torch.int32)
     torch.testing.assert_close(elementwise.take_rows(x, rows, 2.0), ops.gather(x, rows) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norms(dtype: torch.dtype) -> None:
+    """Of rows that lie apart, of heads, and of sums, which are rounded first."""
+    x, y = (torch.randn(5, 120, dtype=dtype)[:, :96] + 3 for _ in range(2))
+    w, b, named = torch.rand(96), torch.rand(96), {"rtol": 1e-2, "atol": 1e-2} if dtype.itemsize == 2 else {}
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        return ops.layer_norm(x.float(), w, b, 1e-5).to(dtype)
+
+    torch.testing.assert_close(elementwise.layer_norm(x, w, b, 1e-5), expected(x), **named)
+    heads = x.reshape(5, 2, 48).contiguous()
+    of_heads = ops.layer_norm(heads.float(), w[:48], b[:48], 1e-5).to(dtype)
+    torch.testing.assert_close(elementwise.layer_norm(heads, w[:48], b[:48], 1e-5), of_heads, **named)
+    total, normed = elementwise.sum_layer_norm(x.contiguous(), y.contiguous(), w, b, 1e-5)
+    torch.testing.assert_close(total, x + y, **named)
+    torch.testing.assert_close(normed, expected(total), **named)
 
 
 @pytest.mark.parametrize(

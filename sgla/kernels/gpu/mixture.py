@@ -73,7 +73,7 @@ class Few:
             return moe.few_down(self.inner, self.down.data, self.down.scale, self.pairs, self.width, out)
         if are_integers(self.down):
             return integer_experts.down(self.inner, self.pairs, self.down, self.width, out)
-        return token_experts.down(self.inner, self.pairs, self.down.data, self.width, out)
+        return token_experts.down(self.inner, self.pairs, self.down.data, self.width, out, self.down.scale)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +156,7 @@ def run(
     if alone:
         assert common is not None
         chosen = token_experts.Chosen(sent.probabilities, sent.ids, common)
-        inner = token_experts.gate_up(sent.x, chosen, gate_up.data, down.k, activation)
+        inner = token_experts.gate_up(sent.x, chosen, gate_up.data, down.k, activation, gate_up.scale)
         return Few(inner, chosen, down, x.shape[1])
     return _products(sent, count, common or 0, gate_up, down, activation, rounded)
 
@@ -392,9 +392,10 @@ def _one_kernel(x: Tensor, down: Weight, pairs: int, count: int) -> bool:
 
 def _alone(x: Tensor, top_k: int, down: Weight) -> bool:
     """Whether kernels of CUDA read each token's experts."""
-    if down.kind != "bf16" or x.dtype != torch.bfloat16 or len(x) > FEW:
+    if down.kind not in ("bf16", "fp8") or x.dtype != torch.bfloat16 or len(x) > FEW:
         return False
-    return this_device().wgmma and token_experts.refuses(len(x), top_k, x.shape[1], down.k) is None
+    shape = len(x), top_k, x.shape[1], down.k, down.data.itemsize
+    return this_device().wgmma and token_experts.refuses(*shape) is None
 
 
 def _few_integers(x: Tensor, top_k: int, down: Weight) -> bool:

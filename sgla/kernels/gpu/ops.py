@@ -374,7 +374,13 @@ class GpuOps:
 
     @LOWERINGS.of(ops.layer_norm)
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+        return elementwise.layer_norm(
+            x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous(), weight, bias, eps
+        )
+
+    @LOWERINGS.of(ops.activate)
+    def activate(self, x: Tensor, kind: str) -> Tensor:
+        return elementwise.activate(x.contiguous(), kind)
 
     @LOWERINGS.of(ops.moe)
     def moe(

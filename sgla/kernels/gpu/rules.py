@@ -174,6 +174,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.rms_norm), summed_refuses, summed),
         Rule("norm beside", (ops.rms_norm,), norms.beside_refuses, norms.beside),
     ),
+    ops.layer_norm: (Rule("norm of a sum", (ops.layer_norm,), norms.layer_refuses, norms.layer),),
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
     ),

@@ -51,6 +51,29 @@ def _add_rms_norm(x, residual, weight, out, total, d, eps, PDL: tl.constexpr, BL
 
 
 @triton.jit
+def _layer_norm(
+    x, y, weight, bias, out, total, d, eps, s_x, SUM: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of x, or of the ``SUM`` of x and y. Weights are there before the kernel ahead is done."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    w = tl.load(weight + i, mask=i < d, other=0.0).to(tl.float32)
+    b = tl.load(bias + i, mask=i < d, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + row * s_x + i, mask=i < d, other=0.0).to(tl.float32)
+    if SUM:
+        v += tl.load(y + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+        h = v.to(total.dtype.element_ty)
+        tl.store(total + row * d + i, h, mask=i < d)
+        v = h.to(tl.float32)
+    v = tl.where(i < d, v - tl.sum(v) / d, 0.0)
+    tl.store(out + row * d + i, v * tl.rsqrt(tl.sum(v * v) / d + eps) * w + b, mask=i < d)
+
+
+@triton.jit
 def _normed(x, weight, d, eps, element: tl.constexpr):
     """Rounded, as where a norm is a kernel of its own."""
     return (x * tl.rsqrt(tl.sum(x * x) / d + eps) * weight).to(element).to(tl.float32)
@@ -153,6 +176,23 @@ def _act_mul(x, out, f, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constex
     gate = tl.load(x + row * 2 * f + i, mask=i < f, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * f + f + i, mask=i < f, other=0.0).to(tl.float32)
     tl.store(out + row * f + i, _activate(gate, GELU) * up, mask=i < f)
+
+
+@triton.jit
+def _activated(x, out, d, KIND: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin_early(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+    if KIND == "gelu":
+        v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+    elif KIND == "relu" or KIND == "relu2":
+        v = tl.where(v < 0.0, 0.0, v)  # which keeps what is no number
+        if KIND == "relu2":
+            v *= v
+    else:
+        v = _activate(v, KIND == "gelu_tanh")
+    tl.store(out + row * d + i, v, mask=i < d)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -307,6 +347,32 @@ def add_rms_norm(
     return out, total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """See ``ops.layer_norm``; x as that of ``rms_norm``."""
+    return _layer_norms(x, None, weight, bias, eps)[0]
+
+
+def sum_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + y``, both contiguous, and its ``layer_norm``."""
+    out, total = _layer_norms(x, y, weight, bias, eps)
+    return total, out
+
+
+def _layer_norms(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = out if y is None else torch.empty_like(out)
+    d = x.shape[-1]
+    apart = x.stride(0) if x.dim() == 2 else d
+    block = next_power_of_2(d)
+    _layer_norm[(x.numel() // d,)](
+        x, x if y is None else y, weight, bias, out, total, d, eps, apart, SUM=y is not None, BLOCK=block,
+        num_warps=_warps(block), **_pdl(),
+    )  # fmt: skip
+    return out, total
+
+
 class Second(NamedTuple):
     """What a norm is added to, that of ``x`` by the weights ``norm``, and ``both``, those of the norm of the
     sum."""
@@ -388,6 +454,14 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     _sigmoid_mul[(tokens, cdiv(d, block))](
         x, gate, out, d, x.stride(0), gate.stride(0), BLOCK=block, **_pdl()
     )
+    return out
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """See ``ops.activate``; x contiguous."""
+    out, d = torch.empty_like(x), x.shape[-1]
+    block = min(1024, next_power_of_2(d))
+    _activated[(x.numel() // d, cdiv(d, block))](x, out, d, KIND=kind, BLOCK=block, num_warps=4, **_pdl())
     return out
 
 
