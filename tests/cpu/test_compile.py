@@ -228,8 +228,7 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
             for fused in (0, 1)
             for int8, int4 in ((0, 0), (1, 0), (1, 1))
         ],
-        "batch_gemm.cu": [{"SEND": 2, "SPLIT": 4}]
-        + [{"E4M3": 1, "GROUPED": 1, "BN": 256, "PER_SM": 1}],
+        "batch_gemm.cu": [{"SEND": 2, "SPLIT": 4}, {"E4M3": 1, "GROUPED": 1, "BN": 256, "PER_SM": 1}],
         "prompt_gemm.cu": [{"EPILOGUE": 6}],
         "prompt_attention.cu": [{"HD": 72, "GROUP": 1, "STAGES": 3, "WHOLE": 1}],
         "skinny_gemm.cu": [
