@@ -920,8 +920,10 @@ def check(config: Config) -> None:
         check_replicas(config)
     if "" in config.served_model_name or not config.model:
         raise ConfigError("--model and --served-model-name cannot be empty", param="model")
-    if "" in (*config.api_key, *config.admin_api_key):
-        raise ConfigError("--api-key is empty; leave it out to serve without one", param="api_key")
+    for name in ("api_key", "admin_api_key"):
+        if "" in getattr(config, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is empty; leave it out to serve without one", param=name)
     if config.isolate_keys and not config.api_key:
         raise ConfigError(
             "--isolate-keys needs --api-key, by which clients are told apart", param="isolate_keys"

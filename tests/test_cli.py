@@ -128,6 +128,10 @@ def test_nothing_asks_for_help() -> None:
         (["bench", "--url", "127.0.0.1:9"], "no server at http://127.0.0.1:9: Connection refused;"),
         (["help"], "use 'sgla --help'"),
         (["serve", "--executor", "fake", "--host", "256.0.0.1"], "choose another --host"),
+        (["serve", "--served-model-name", "[1]"], "--served-model-name: it begins as a JSON list of strings"),
+        (["serve", "--hicache-size", "inf"], "argument --hicache-size: 'inf' is no number"),
+        (["serve", "--hicache-size", "nan"], "argument --hicache-size: 'nan' is no number"),
+        (["serve", "--admin-api-key", ""], "--admin-api-key is empty"),
         (["serve", ""], "--model and --served-model-name cannot be empty"),
     ],
 )

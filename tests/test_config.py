@@ -246,6 +246,16 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("port: 1\nhost: a\nport: 2", r"c\.yaml: port is given twice"),
         ("- port", "expected lines of 'key: value'"),
         ("port: [", "is not YAML"),
+        ("port: " + "[" * 3000, "is not YAML: "),
+        ("model: 2026-13-45", "is not YAML: month must be in 1"),
+        ("port: !!int ''", "is not YAML: "),
+        ("port: !!timestamp now", "is not YAML: "),
+        ("port: !!bool maybe", "is not YAML: "),
+        ("model: 2026-11-30", r"model: expected a text, .* quote it"),
+        ("model-path: 2026-11-30", r"model-path: expected a text, .* quote it"),
+        ("hf_overrides: {a: 2026-11-30}", r"hf_overrides: expected a text, .* quote it"),
+        ("default_chat_template_kwargs: &a {b: *a}", "default_chat_template_kwargs: expected a text"),
+        ("hicache-size: .inf", "hicache-size: 'Infinity' is no number"),
     ],
 )
 def test_mistakes_in_a_file_name_the_key(tmp_path: Path, text: str, message: str) -> None:

@@ -190,7 +190,10 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
     given = [*([Given("MODEL", "model", model)] if model is not None else []), *given]
     for flag, name, value in _strong(_named_models(given)):
         if isinstance(value, list):
-            fields.setdefault(name, []).extend(part for word in value for part in parse_list(name, word))
+            try:
+                fields.setdefault(name, []).extend(part for word in value for part in parse_list(name, word))
+            except ValueError as error:
+                parser.error(f"argument {flag}: {error}")
         elif flags.setdefault(name, flag) == flag or fields[name] == value:
             fields[name] = value
         elif name == "model":

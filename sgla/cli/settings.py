@@ -163,7 +163,12 @@ def _value(alias: Alias, text: str) -> Any:
     """Raises ValueError."""
     if text in alias.words:
         return alias.words[text]
-    return int(float(text) * alias.unit) if alias.unit else value_of(alias.field, text)
+    if not alias.unit:
+        return value_of(alias.field, text)
+    try:
+        return int(float(text) * alias.unit)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"'{text}' is no number") from error
 
 
 def _fields(alias: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,22 +216,11 @@ def nearest(name: str) -> str:
 def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
     """Fields and values of a ``--config`` file, whose keys are flags with ``_`` or ``-``;
     ``say`` is told about other servers' flags."""
-    import yaml
-
-    try:
-        text = Path(path).expanduser().read_text()
-        top, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
-    if top is None:  # nothing but comments
+    values = read_yaml("--config", Path(path).expanduser())
+    if values is None:  # nothing but comments
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of 'key: value'")
-    keys = [key.value for key, _ in top.value]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ConfigError(f"--config {path}: {twice} is given twice", param=twice)
     found: dict[str, Any] = {}
     for key, value in values.items():
         try:
@@ -241,22 +235,49 @@ def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
     return found
 
 
+def read_yaml(flag: str, path: Path) -> Any:
+    """What the file says that ``flag`` names. Raises ConfigError, also where its first level has a key
+    twice."""
+    import yaml
+
+    param = flag.removeprefix("--")
+    try:
+        text = path.read_text()
+        top, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}", param=param) from error
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # Not UTF-8, a 32nd of May, a tag that a text does not fit, brackets in brackets without end.
+        raise ConfigError(f"{flag} {path} is not YAML: {error}", param=param) from error
+    keys = [key.value for key, _ in top.value] if isinstance(top, yaml.MappingNode) else []
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ConfigError(f"{flag} {path}: {twice} is given twice", param=param)
+    return values
+
+
 def settings(key: str, value: Any, say: Say) -> dict[str, Any]:
     """The fields and values of a line of a file. Raises ValueError."""
     name, flag = key.replace("-", "_"), key.replace("_", "-")
+    written = value if isinstance(value, str | bool | None) else _text(value)
     if name in Config.__struct_fields__:
         return {name: value_of(name, value, say) if isinstance(value, str) else value}
     if flag in ALIASES:
         if value is not False:
             say(hint(flag))
-        if value is not None and not isinstance(value, str | bool):
-            value = json.dumps(value)
-        return alias_values(flag, "" if value is None else value)
+        return alias_values(flag, "" if written is None else written)
     if other := refusal(flag):
         if value is None or value is False or value in ("", [], {}):  # what it is without the line
             return {}
         raise ValueError(f"not supported: {other}")
     raise ValueError(f"unknown key{nearest(key)}")
+
+
+def _text(value: Any) -> str:
+    """What the value of a file is as a flag's. Raises ValueError for what YAML alone has, as dates."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError("expected a text, a number, a list or an object of these; quote it") from error
 
 
 def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sgla.cli.settings import Say, complain, settings
+from sgla.cli.settings import Say, complain, read_yaml, settings
 from sgla.config import AdapterSettings, Config
 from sgla.errors import ConfigError
 from sgla.hub.demo import DEMO, choose_model
@@ -80,20 +80,9 @@ def in_folder(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def in_file(path: Path, say: Say) -> list[tuple[str, dict[str, Any]]]:
     """``name: MODEL``, or ``name:`` with the flags of ``sgla serve`` below it."""
-    import yaml
-
-    try:
-        text = path.read_text()
-        top, entries = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"--models {path}: {error.strerror}", param="models") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--models {path} is not YAML: {error}", param="models") from error
+    entries = read_yaml("--models", path)
     if not isinstance(entries, dict) or not entries:
         raise ConfigError(f"--models {path}: expected 'NAME: MODEL', or a name with flags", param="models")
-    keys = [key.value for key, _ in top.value] if top is not None else []
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ConfigError(f"--models {path}: two models are named {twice}", param="models")
     return [(str(name), values_of(path, str(name), entry, say)) for name, entry in entries.items()]
 
 
