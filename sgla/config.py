@@ -365,6 +365,13 @@ class EngineSettings(ModelSettings, kw_only=True):
         Literal["int8", "int4"] | None,
         Doc(description="weights of --speculative-model, if not as --dtype says"),
     ] = None
+    speculative_head_quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Doc(
+            description="weights of the output layer that mtp, eagle, eagle3 and dflash guess with, a copy; "
+            "guesses are verified by the model's own"
+        ),
+    ] = None
     speculative_token_map: Annotated[
         str | None,
         Doc(

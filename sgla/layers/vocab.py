@@ -96,6 +96,12 @@ class LMHead:
         made.own, made.vocab = range(len(rows)), len(rows)
         return made
 
+    def stored_as(self, kind: str) -> LMHead:
+        """The same layer with its weight in another storage."""
+        made = copy(self)
+        made.weight = self.weight.stored_as(kind)
+        return made
+
     def part(self, hidden: Tensor) -> Tensor:
         """The logits of this rank's part ``own`` of the vocabulary."""
         logits = ops.logits(hidden, self.weight, None, added(hidden, self.stack, self.rows))

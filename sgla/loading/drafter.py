@@ -10,6 +10,7 @@ import torch
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Values
+from sgla.layers.vocab import LMHead
 from sgla.loading.checkpoint import FileTensor
 from sgla.loading.load import OnProgress, decoder_build, load_weights, mending, renaming
 from sgla.model.base import Decoder
@@ -17,7 +18,7 @@ from sgla.model.dflash import DFlash
 from sgla.model.drafting import BlockSpec, EagleSpec, MedusaSpec, predictor_layer, predictor_names
 from sgla.model.eagle import Eagle, Eagle3
 from sgla.model.medusa import Medusa
-from sgla.model.predictor import Predictor
+from sgla.model.predictor import Head, Predictor
 from sgla.quant.weight import SourceTensor
 
 EVERYTHING = ("",)  # a prefix of all names
@@ -28,6 +29,15 @@ def narrow(head: Predictor | Eagle, tokens: list[int] | None) -> None:
     if tokens is not None:
         own, ids = head.out.own, torch.tensor(tokens)
         head.ids, head.out = ids[(ids >= own.start) & (ids < own.stop)], head.out.only(ids)
+
+
+def repack(head: Head | DFlash, kind: str | None) -> LMHead | None:
+    """Have it guess with an output layer in another storage, if one is given; the layer that this was made
+    of, if there is one and its products are the logits."""
+    if kind is None:
+        return None
+    exact, head.out = head.out, head.out.stored_as(kind)
+    return exact if exact.plain and exact.weight.kind in ("bf16", "f32") else None
 
 
 def load_predictor(

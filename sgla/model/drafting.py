@@ -22,7 +22,7 @@ from sgla.model.registry import DFLASH, EAGLE3, family_of
 from sgla.model.sizes import Kinds, kinds_of, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
-from sgla.quant.formats import FORMATS
+from sgla.quant.formats import FORMATS, ON_CPU, ON_GPU
 
 NAMES = {  # as SGLang and vLLM have them
     "NGRAM": "ngram",
@@ -36,6 +36,9 @@ NAMES = {  # as SGLang and vLLM have them
 FLAG = "--speculative-algorithm"
 # Algorithms whose weights are not the model's own.
 OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
+# Those that guess with an output layer which may be quantized by itself: the model's, or one of their own.
+BY_MODELS_HEAD = ("mtp", "eagle", "dflash")
+BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 APART = {  # settings that guesses cannot be beside, and why
     "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
@@ -108,7 +111,12 @@ def check_settings(config: Config, device: str) -> None:
     this ``device``."""
     name, plain = config.speculative_algorithm, Config()
     if name is None:
-        for field in ("speculative_num_draft_tokens", "speculative_quantization", "speculative_token_map"):
+        for field in (
+            "speculative_num_draft_tokens",
+            "speculative_quantization",
+            "speculative_head_quantization",
+            "speculative_token_map",
+        ):
             if getattr(config, field):
                 raise _refused(field, f"needs {FLAG}")
     if (name is None or (name == "ngram" and device != "cpu")) and not config.speculative_adaptive:
@@ -126,6 +134,10 @@ def check_settings(config: Config, device: str) -> None:
     for field in ("speculative_model", "speculative_quantization"):
         if name not in OTHER_FILES and getattr(config, field) != getattr(plain, field):
             raise _refused(field, f"is for {FLAG} {' and '.join(OTHER_FILES)}; leave one of them out")
+    if config.speculative_head_quantization is not None and name not in BY_A_HEAD:
+        raise _refused(
+            "speculative_head_quantization", f"is for {FLAG} {', '.join(BY_A_HEAD)}; leave one of them out"
+        )
     if config.speculative_token_map is not None and name not in ("mtp", "eagle"):
         raise _refused("speculative_token_map", f"is for {FLAG} mtp and eagle; leave one of them out")
     if config.speculative_token_map is not None and device == "cpu" and config.tp > 1:
@@ -382,16 +394,34 @@ def _unfit(why: str) -> ConfigError:
 
 
 def draft_bytes(
-    config: Config, draft: Guessing | None, dtype: str, device: str = "cpu", ranks: int = 1
+    config: Config, draft: Guessing | None, target: ModelSpec, dtype: str, device: str = "cpu", ranks: int = 1
 ) -> int:
-    """Of a rank's weights of what guesses, on this kind of device."""
+    """Of a rank's weights of what guesses for ``target``, on this kind of device."""
     if draft is None:
         return 0
     own = config.speculative_algorithm not in OTHER_FILES
     asked = config.quantization if own else config.speculative_quantization
     if isinstance(draft, MedusaSpec):
         return _medusa_bytes(draft, kinds_of(dtype, asked, None, device), ranks)
-    return weight_bytes(draft, dtype, draft.quantized(asked, device), ranks, device)
+    whole = weight_bytes(draft, dtype, draft.quantized(asked, device), ranks, device)
+    return whole + _copied_bytes(config, target, dtype, device, ranks)
+
+
+def head_kind(config: Config, device: str) -> str | None:
+    """The storage of the output layer that guesses, if not that of the layer it is made of."""
+    asked = config.speculative_head_quantization
+    return None if asked is None else (ON_CPU if device == "cpu" else ON_GPU)[asked]
+
+
+def _copied_bytes(config: Config, target: ModelSpec, dtype: str, device: str, ranks: int) -> int:
+    """Of what a rank copies of the model's output layer, to guess with that."""
+    kind, some = head_kind(config, device), config.speculative_token_map is not None
+    if config.speculative_algorithm not in BY_MODELS_HEAD or not (kind or some):
+        return 0
+    tokens = read_tokens(config, target.vocab)
+    rows = target.vocab if tokens is None else len(tokens)
+    kind = kind or kinds_of(dtype, target.quantized(config.quantization, device), target.method, device).vocab
+    return int(rows * target.hidden * FORMATS[kind].bytes / ranks)
 
 
 def _medusa_bytes(medusa: MedusaSpec, kinds: Kinds, ranks: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgla.kernels.cpu.panels import Kind, Panels
 from sgla.quant.formats import FORMATS
 
+TOGETHER = 1 << 22  # values that are brought into another storage at a time
 OF_PANELS = {"fixed": "bf16", "e4m3": "fp8g128"}  # storages of formats of panels with other names
 # (shape, type) -> an uninitialized tensor
 Make = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -124,6 +125,18 @@ class Weight(ABC):
         """A new weight of these output channels, int64 on the CPU."""
         held = self._plain()
         return type(held)(len(rows), self.k, *(t[rows.to(t.device)] for t in held.tensors))
+
+    def stored_as(self, kind: str) -> Weight:
+        """A new weight of the same numbers, rounded to another storage."""
+        if kind == self.kind:
+            return self
+        with torch.device(self.data.device):
+            made = storage(kind).empty(self.n, self.k)
+        step = max(1, TOGETHER // self.k // 128) * 128  # rows that share scales come together
+        for start in range(0, self.n, step):
+            some = self._slice(start, min(start + step, self.n))
+            made._write(start, made.pack(some.dequant()))
+        return made
 
     def cut(self, columns: range | None) -> Self:
         """``columns``, or the whole weight. Raises ConfigError if it cannot be cut there."""

@@ -138,13 +138,26 @@ class DeviceSampler:
         into ``out`` and the token table. Capturable."""
         self._draw(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
 
-    def guess(self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor, first: int) -> None:
+    def guess(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        out: Tensor,
+        first: int,
+        exact: sampling.Exact | None = None,
+    ) -> None:
         """``draw`` by temperature, top-k, top-p and min-p, from the whole vocabulary; with several ranks by
-        temperature alone, each from its part, which begins at ``first``. Capturable."""
+        temperature alone, each from its part, which begins at ``first``. ``exact``: what the logits are
+        rounded of; they are changed. Capturable."""
         thresholds = None
         if self._shard.size == 1:
             thresholds = fast.find_thresholds(
                 logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps
+            )
+        if exact is not None:
+            sampling.sharpen(
+                logits, slots, positions, self.seeds, self.temperatures, exact, thresholds, first
             )
         self._draw(logits, slots, positions, out, first, thresholds)
 

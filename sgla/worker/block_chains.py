@@ -12,6 +12,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts, step
+from sgla.layers.vocab import LMHead
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.dflash import DFlash
 from sgla.model.spec import ModelSpec
@@ -27,14 +28,14 @@ class BlockModel(CausalLM):
 
     def __init__(self, head: DFlash, target: Decoder, spec: ModelSpec, hand: Hand, reads: bool) -> None:
         self.spec, self.shard, self.positions = spec, target.shard, target.positions
-        self.embed, self.lm_head = target.embed, target.lm_head
+        self.embed, self.lm_head = target.embed, head.out
         self._head, self._hand, self._reads = head, hand, reads
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         head = self._head
         if not self._reads:
             assert rows is not None
-            return head.forward(batch, kv, rows)
+            return self._hand.show(head.forward(batch, kv, rows))
         given = ops.call(self._hand.give, head.embed(batch.ids), head.target_width)
         made = head.keep(given, batch, kv)
         return made if rows is None else ops.gather(made, rows)
@@ -54,8 +55,9 @@ class BlockChains(HeadChains):
         hand: Hand,
         hidden: TargetHidden,
         mask: int,
+        exact: LMHead | None = None,
     ) -> None:
-        super().__init__(steps, target, state, most, adaptive, first, hand, hidden, None)
+        super().__init__(steps, target, state, most, adaptive, first, hand, hidden, None, exact)
         room = len(self._slots)
         self._mask = mask
         self._until, self._where, self._places, self._drawn = torch.zeros(
@@ -80,7 +82,7 @@ class BlockChains(HeadChains):
         batch, last = self._block(slots, starts, until, size), self._guesses[size, count]
         logits = self.steps.forward.step(batch, last, self.steps.logits[: size * count]).logits
         own, begin = self._of_target(logits)
-        self._target.sampler.guess(own, where, places, drawn, begin)
+        self._target.sampler.guess(own, where, places, drawn, begin, self._exact(size * count))
 
     def _block(self, slots: Tensor, starts: Tensor, until: Tensor, size: int) -> DeviceBatch:
         """Tokens of blocks, each of which sees ``until`` int32[*]."""

@@ -7,12 +7,20 @@ from dataclasses import replace
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow
+from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow, repack
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
-from sgla.model.drafting import EagleSpec, Guessing, MedusaSpec, read_block, read_eagle, read_tokens
-from sgla.model.eagle import Eagle
+from sgla.model.drafting import (
+    EagleSpec,
+    Guessing,
+    MedusaSpec,
+    head_kind,
+    read_block,
+    read_eagle,
+    read_tokens,
+)
+from sgla.model.eagle import Eagle, Eagle3
 from sgla.model.predictor import Head, Predictor
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make
@@ -84,11 +92,14 @@ def load_chains(
     if config.speculative_algorithm == "dflash":
         return _load_blocks(config, source, spec, kernels, sizes, target, report)
     head = _load_head(config, source, target.model, dtype, report, seed)
+    exact = repack(head, head_kind(config, "cuda"))
     hand = Hand(ROWS[-1], head.width, kernels.dtype)
+    if exact is not None and isinstance(head, Eagle3):  # which goes on with another state
+        hand.show_rows(ROWS[-1])
     spec = replace(spec, vocab=target.model.spec.vocab)
     first, further = (HeadModel(head, target.model, spec, hand, reads) for reads in (True, False))
     steps = GpuSteps(further, kernels, sizes, tables=target.tables)
-    return HeadChains(steps, *common, first, hand, target.hidden, head.ids)
+    return HeadChains(steps, *common, first, hand, target.hidden, head.ids, exact)
 
 
 def _load_blocks(
@@ -107,12 +118,15 @@ def _load_blocks(
     assert target.hidden is not None
     block, kind = read_block(source.draft.config, model.spec), config.speculative_quantization
     head = load_block(source.draft, model, block, dtype_of(config), kind, model.positions, report, seed)
+    exact = repack(head, head_kind(config, "cuda"))
     hand = Hand(ROWS[-1], head.width, kernels.dtype)
+    if exact is not None:
+        hand.show_rows(2 * VERIFIED)
     spec = replace(spec, vocab=model.spec.vocab)
     first, blocks = (BlockModel(head, model, spec, hand, reads) for reads in (True, False))
     steps = GpuSteps(blocks, kernels, sizes._replace(rows=2 * VERIFIED), tables=target.tables)
     common = target, target.drafts, drafts_of(config), config.speculative_adaptive
-    return BlockChains(steps, *common, first, hand, target.hidden, head.mask)
+    return BlockChains(steps, *common, first, hand, target.hidden, head.mask, exact)
 
 
 def _load_medusa(

@@ -53,7 +53,7 @@ def take_kv(
     ranks = shard.of_mlps.size
     whole = with_copies(config, spec)
     weights = weight_bytes(whole, dtype, config.quantization, ranks, heads_over=shard.size)
-    weights += draft_bytes(config, guessing, dtype, ranks=shard.size)
+    weights += draft_bytes(config, guessing, spec, dtype, ranks=shard.size)
     check_weights(weights, place.free() - taken)
     own = shared_out(state_of(spec, shard.size, shard.rank), config.dcp)
     state = with_draft(own, draft_state(guessing, shard.size, shard.rank))

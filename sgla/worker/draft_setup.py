@@ -11,12 +11,12 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
-from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow
+from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow, repack
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.dflash import DFlash
-from sgla.model.drafting import read_block, read_eagle, read_medusa, read_tokens
+from sgla.model.drafting import head_kind, read_block, read_eagle, read_medusa, read_tokens
 from sgla.model.eagle import Eagle
 from sgla.model.medusa import Medusa
 from sgla.model.predictor import Head
@@ -93,6 +93,9 @@ class DraftSetup:
                 if isinstance(self._head, Eagle):
                     narrow(self._head, read_tokens(config, self._vocab))
                 self._hook(target, eagle.layers)
+        for head in (self._head, self._block):
+            if head is not None:
+                repack(head, head_kind(config, "cpu"))
 
     def _hook(self, target: Decoder, layers: Sequence[int]) -> None:
         """Keep what goes into these ``layers``; without any, the final hidden states."""

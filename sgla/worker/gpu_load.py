@@ -154,6 +154,6 @@ def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: Guessing |
         place.device.fp8 and not whole,
         () if whole else splits(spec, torch.cuda.device_count()),
         config.cpu_offload_gb * GIB,
-        draft_bytes(config, guessing, dtype_of(config), "cuda", place.shard.size),
+        draft_bytes(config, guessing, spec, dtype_of(config), "cuda", place.shard.size),
         place.shard.size,
     )

@@ -15,6 +15,8 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.gpu import RecordedForward
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
+from sgla.kernels.triton.sampling import Exact
+from sgla.layers.vocab import LMHead
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.predictor import Head
@@ -31,18 +33,32 @@ from sgla.worker.verify import DeviceDrafts
 
 class Hand:
     """``given``: hidden states that the next step reads, [at least T, *]; ``kept`` [rows, width]: those that
-    it makes of the tokens whose logits are wanted."""
+    it makes of the tokens whose logits are wanted; ``shown``: what these logits are made of, if that is
+    something else and wanted, too (``show_rows``)."""
 
     given: Tensor
+    shown: Tensor | None = None
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
         self.kept = torch.zeros(rows, width, dtype=dtype, device="cuda")
+
+    def show_rows(self, rows: int) -> None:
+        self.shown = self.kept.new_zeros(rows, self.kept.shape[1])
 
     def give(self, x: Tensor, out: Tensor) -> None:
         out.copy_(self.given[: len(out)])
 
     def keep(self, x: Tensor) -> None:
         self.kept[: len(x)].copy_(x)
+
+    def show(self, x: Tensor) -> Tensor:
+        if self.shown is None:
+            return x
+        return ops.inplace(self._show, x)
+
+    def _show(self, x: Tensor) -> None:
+        assert self.shown is not None
+        self.shown[: len(x)].copy_(x)
 
 
 class HeadModel(CausalLM):
@@ -65,12 +81,12 @@ class HeadModel(CausalLM):
             hidden = ops.gather(hidden, rows)
             shown = hidden if alike else ops.gather(shown, rows)
         hidden = ops.inplace(hand.keep, hidden)
-        return hidden if alike else shown
+        return hidden if alike else hand.show(shown)
 
 
 class HeadChains(ModelChains):
     """``steps``: of the head behind the first guess; ``first``: the model that reads the target's ``hidden``
-    states. ``ids``: of the head."""
+    states. ``ids``: of the head; ``exact``: what its output layer was rounded of."""
 
     shift, reads_prompts = 1, True
 
@@ -85,15 +101,22 @@ class HeadChains(ModelChains):
         hand: Hand,
         hidden: TargetHidden,
         ids: Tensor | None,
+        exact: LMHead | None = None,
     ) -> None:
         super().__init__(steps, target, state, most, adaptive)
         self._first_model, self._hand, self._hidden = first, hand, hidden
         room, width = len(self._slots), hidden.latest.shape[1]
         self._taken = torch.zeros(room, width, dtype=hidden.latest.dtype, device="cuda")
         self._ids_of = None if ids is None else ids.cuda()
+        vocab = target.model.spec.vocab
         if self._ids_of is not None:
-            vocab = target.model.spec.vocab
             self._whole = torch.full((ROWS[-1], vocab), -torch.inf, device="cuda")
+
+        self._exact_weight, self._exact_rows = None if exact is None else exact.weight.data, None
+        if exact is not None and self._ids_of is not None:
+            ids = self._ids_of[exact.own.start : exact.own.stop]
+            self._exact_rows = torch.zeros(vocab, dtype=torch.int32, device="cuda")
+            self._exact_rows[ids] = torch.arange(len(ids), dtype=torch.int32, device="cuda")
 
     def take(self, kv: list[Layer]) -> None:
         super().take(kv)
@@ -162,3 +185,9 @@ class HeadChains(ModelChains):
             return logits, own.start
         whole = self._whole[: len(logits)]
         return whole.index_copy_(1, self._ids_of[own.start : own.stop], logits), 0
+
+    def _exact(self, count: int) -> Exact | None:
+        if self._exact_weight is None:
+            return None
+        made_of = self._hand.kept if self._hand.shown is None else self._hand.shown
+        return Exact(made_of[:count], self._exact_weight, self._exact_rows)

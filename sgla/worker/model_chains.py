@@ -18,6 +18,7 @@ from sgla.attention import DeviceBatch
 from sgla.kernels.cuda.batch_gemm import ROWS as TILES
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
+from sgla.kernels.triton.sampling import Exact
 from sgla.messages import StepPlan
 from sgla.worker.batch import eager_order
 from sgla.worker.chains import Chains
@@ -197,7 +198,7 @@ class ModelChains(Chains):
         batch, out = self._batch(slots, starts), self.steps.logits[:size]
         logits = self._further(batch, out) if ahead else self._first(batch, self._last[width][:size], out)
         own, begin = self._of_target(logits)
-        sampler.guess(own, rows, ends, self._out[:size], begin)
+        sampler.guess(own, rows, ends, self._out[:size], begin, self._exact(size))
 
     def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Tensor:
         """Logits of the tokens ``last`` int32[S] of a chain's first step, if possible in ``out``."""
@@ -211,6 +212,10 @@ class ModelChains(Chains):
         """Those of tokens of the target, and the first of these tokens."""
         own = self.steps.model.lm_head.own
         return logits[:, : self._target.model.spec.vocab - own.start].contiguous(), own.start
+
+    def _exact(self, count: int) -> Exact | None:
+        """What the logits of so many rows were rounded of, if they were."""
+        return None
 
     def _batch(self, slots: Tensor, starts: Tensor, shift: int | None = None) -> DeviceBatch:
         """Decode rows."""

@@ -101,7 +101,13 @@ LATENT = deepseek(
     vocab_size=VOCAB,
     max_position_embeddings=256,
 )
-WINDOW_MTP = MIMO | {"vocab_size": VOCAB, "max_position_embeddings": 256, "num_hidden_layers": 2}
+WINDOW_MTP = MIMO | {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 2,
+    "hybrid_layer_pattern": [0, 1],
+    "moe_layer_freq": [0, 1],
+}
 EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 200}
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2}  # fewer than may be guessed
 DFLASH = DECODER | {
@@ -110,6 +116,7 @@ DFLASH = DECODER | {
     "block_size": DRAFTS + 1,
     "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 7},
 }
+ROUNDED = {"speculative_head_quantization": "int4"}
 DEEPER = DECODER | {"num_hidden_layers": 4}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
 # model, settings, those of the GPU alone, limits of the scheduler
@@ -126,6 +133,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "convolutions": (CONVOLUTIONS, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "a scan beside attention": (BESIDE, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "hybrid": (STATES_KEPT, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
+    "rounded": (DEEPER, {"step_tokens": 16}, {"attention_backend": "torch"} | ROUNDED, {"depth": 2}),
+    "rounded blocks": (DEEPER, {"step_tokens": 16}, {"attention_backend": "triton"} | ROUNDED, {"depth": 2}),
+    "rounded and narrowed": (
+        DECODER,
+        {"step_tokens": 16},
+        {"attention_backend": "torch"} | ROUNDED,
+        {"depth": 2},
+    ),
     "narrowed": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "a window of its own": (WINDOW_MTP, SMALL_STEPS, {"attention_backend": "torch"}, {"depth": 2}),
     "medusa": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
@@ -137,6 +152,9 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "model": ("draft_model", SHALLOW),
     "itself": ("draft_model", WINDOWS),
     "eagle3": ("eagle3", DECODER | EAGLE),
+    "rounded": ("eagle3", DECODER | EAGLE),
+    "rounded blocks": ("dflash", DFLASH),
+    "rounded and narrowed": ("eagle", SHALLOW),
     "eagle": ("eagle", SHALLOW),
     "latent": ("mtp", None),
     "hybrid": ("mtp", None),
@@ -145,7 +163,7 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "medusa": ("medusa", MEDUSA),
     "dflash": ("dflash", DFLASH),
 }
-HEADS = "eagle3", "eagle", "latent", "hybrid", "narrowed", "a window of its own", "medusa", "dflash"
+HEADS = MODELS.keys() - {"model", "itself"}
 NARROWED = [*range(0, VOCAB, 3)]  # tokens that a head may guess
 
 
@@ -228,7 +246,7 @@ def guessed(runner: Any, case: str) -> dict[str, Any]:
         return {"tokens": tokens, "rights": rights}
     core: Core = make_core(runner.facts, **limits)
     found = shown(run(runner, wanted(case), core, executor=executor))
-    assert executor.held > 0 or case in (*HEADS, "model") or runner.shard.rank
+    assert executor.held > 0 or case in MODELS.keys() - {"itself"} or runner.shard.rank
     stats = core.stats()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 
@@ -253,7 +271,7 @@ def main() -> None:
     def make(maker: Any, case: str, **own: Any) -> Any:
         model, common, _, _ = CASES[case]
         with tempfile.NamedTemporaryFile() as file:
-            if case == "narrowed" and "speculative_algorithm" in own:
+            if case in ("narrowed", "rounded and narrowed") and "speculative_algorithm" in own:
                 own["speculative_token_map"] = file.name
                 Path(file.name).write_text(json.dumps(NARROWED))
             config = tiny_config(**settings | common | own | ({"tp": 2} if ranks and "device" in own else {}))
@@ -287,6 +305,7 @@ def main() -> None:
     chains.Chains.rehearse = chains.Chains.time = lambda *args: None  # type: ignore[method-assign, assignment]
     attention.splits_for = lambda *args: 1
     thresholds.find_thresholds = sampling.find_thresholds
+    sampling.NEAR = 1  # so that tokens of a small vocabulary are pieces of their own
     for case, (_, _, own, _) in CASES.items():
         algorithm = MODELS[case][0] if case in MODELS else "ngram"
         guessing = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": DRAFTS}

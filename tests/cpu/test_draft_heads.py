@@ -23,7 +23,7 @@ from sgla.config import Config
 from sgla.device import H200
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
-from sgla.loading.drafter import load_predictor
+from sgla.loading.drafter import load_predictor, repack
 from sgla.loading.load import _Dummy
 from sgla.loading.source import configured_source, drafting
 from sgla.messages import StepPlan
@@ -34,6 +34,7 @@ from sgla.model.registry import EAGLE3, HEADS
 from sgla.model.stages import stages_of
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
+from sgla.worker import draft_setup
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.draft_head import of_target
 from sgla.worker.ngrams import Both, NGrams
@@ -145,6 +146,29 @@ def test_a_head_that_guesses_some_tokens_alone(case: str, tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=said) as caught:
             runner_of(case, speculative_token_map=str(tmp_path / "map.json"))
         assert caught.value.param == "speculative_token_map"
+
+
+@pytest.mark.parametrize("case", ["latent", "eagle", "eagle3", "dflash"])
+def test_a_head_guesses_with_an_output_layer_of_its_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is that of the model's layer, the guesses are those of the rounded numbers."""
+
+    def guessed(native: bool = False, **changes: Any) -> Guesses:
+        runner = runner_of(case, native_kernels=native, **changes)
+        found = Guesses(runner)
+        assert run(runner, requests()[:2], depth=2, drafts=3).tokens() == expected
+        return found
+
+    def spread(head: Any, kind: str | None) -> None:
+        repack(head, kind)
+        head.out.weight = head.out.weight.stored_as("f32")
+
+    expected = run(runner_of(case, guesses=False), requests()[:2], depth=1).tokens()
+    plain, rounded = guessed(), guessed(speculative_head_quantization="int4")
+    assert rounded != plain
+    monkeypatch.setattr(draft_setup, "repack", spread)
+    assert guessed(speculative_head_quantization="int4") == rounded
+    monkeypatch.undo()
+    assert guessed(native=case != "latent", speculative_head_quantization="int8")
 
 
 def test_n_grams_and_a_head_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,6 +475,11 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         ({"speculative_adaptive": False}, "for models that guess"),
         ({"speculative_quantization": "int8"}, "needs --speculative-algorithm"),
         ({"speculative_token_map": "x", "speculative_algorithm": "ngram"}, "is for --speculative-algorithm"),
+        ({"speculative_head_quantization": "int4"}, "needs --speculative-algorithm"),
+        (
+            {"speculative_head_quantization": "int4", "speculative_algorithm": "ngram"},
+            "--speculative-head-quantization is for --speculative-algorithm mtp, eagle, dflash, eagle3",
+        ),
     ):
         draft = EAGLE if "speculative_model" in settings else None
         with pytest.raises(ConfigError, match=said):

@@ -27,7 +27,7 @@ from sgla.device import nvidia
 from sgla.dist import Shard
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
-from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm, stationary_gemm
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import norms, rewrite, rules, tiles, tuning, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
@@ -447,6 +447,42 @@ def test_steps_of_a_kind_take_the_same_kernels(architecture: str, monkeypatch: p
             taken = [(node.op, node.rule) for node in rules.apply(record, asked).nodes.values()]
             assert seen.setdefault((forward._kind(record, m), draws), taken) == taken, m
     assert len(seen) < 120
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("rows", "kernel"), [(1, integer_gemm), (4, integer_gemm), (12, stationary_gemm)])
+def test_few_rows_of_an_output_layer_of_4_bits(
+    rows: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels make float32 logits, where they are wanted."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    for each in (integer_gemm, stationary_gemm):
+        monkeypatch.setattr(each, "processors", lambda: 132)
+        monkeypatch.setattr(each, "linear", Mock())
+    kernel.linear.side_effect = lambda x, w, out, **given: out.copy_(x.float() @ w.dequant().t())
+    w = pack(torch.randn(256, 2048) / 12, "int4g64")
+    hidden = torch.randn(rows, 2048, dtype=torch.bfloat16)
+
+    class Layer:
+        unrecorded, shard = "", Shard()
+        spec, embed = SimpleNamespace(hidden=2048), SimpleNamespace(weight=pack(hidden, "bf16"))
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            return ops.embedding(batch.ids, self.embed.weight)
+
+        def logits_part(self, hidden: Tensor) -> Tensor:
+            return ops.logits(hidden, w)
+
+    batch: Any = SimpleNamespace(
+        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
+    )
+    forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    found, drawn = forward.step(batch, None, out := torch.empty(rows, 256))
+    assert found is out
+    assert not drawn
+    torch.testing.assert_close(found, hidden.float() @ w.dequant().t(), rtol=1e-3, atol=1e-3)
+    (call,) = kernel.linear.mock_calls
+    assert call.kwargs["epilogue"] == integer_gemm.FLOAT32
 
 
 ONE_ROW = rewrite.Asked({"tokens": 1, "sampled": 0, "rows": 1}, Mock())

@@ -126,6 +126,17 @@ def test_a_head_guesses_some_tokens_alone(ranks: tuple[str, ...]) -> None:
     assert {token % 3 for guesses in found["guesses"].values() for token in guesses} == {0}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases", [("rounded",), ("--ranks", "rounded"), ("rounded blocks",), ("rounded and narrowed",)]
+)
+def test_a_head_guesses_with_an_output_layer_of_its_own(cases: tuple[str, ...]) -> None:
+    """Its numbers are rounded to 4 bits, and the guesses are those of the exact ones, since all tokens are
+    compared by these."""
+    (found,) = answers_of(*cases).values()
+    check_head(found)
+
+
 def check_head(found: dict[str, Any]) -> None:
     assert found["gpu"]["tokens"] == found["cpu"]["tokens"]
     cpu, gpu = found["guesses of a cpu"], found["guesses"]

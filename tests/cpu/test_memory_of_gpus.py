@@ -23,7 +23,7 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.layers.spec import StateTensor
-from sgla.model.drafting import draft_bytes
+from sgla.model.drafting import draft_bytes, predictor_layer
 from sgla.model.read import read_decoder, read_spec
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
@@ -64,8 +64,28 @@ def test_what_guesses_takes_as_much_as_a_gpu_keeps_of_it() -> None:
     own = Config(speculative_algorithm="draft_model")
     for kind, draft, settings in (("fp8", stored, own), ("int4", plain, asked), ("int4", stored, asked)):
         whole = weight_bytes(draft, "bfloat16", kind, 1, "cuda")
-        assert draft_bytes(settings, draft, "bfloat16", "cuda") == whole
-        assert whole < draft_bytes(own, draft, "bfloat16")
+        assert draft_bytes(settings, draft, plain, "bfloat16", "cuda") == whole
+        assert whole < draft_bytes(own, draft, plain, "bfloat16")
+
+
+def test_an_output_layer_of_guesses_counts(tmp_path: Path) -> None:
+    """A copy of the model's, split over ranks as that is; EAGLE-3 has its own instead."""
+    target = spec("qwen3.6-35b-a3b")
+    assert target.vocab * target.hidden == 248_320 * 2048
+
+    def nbytes(name: str, device: str = "cuda", ranks: int = 1, **settings: Any) -> int:
+        asked = Config(speculative_algorithm=name, **settings)
+        return draft_bytes(asked, predictor_layer(target), target, "bfloat16", device, ranks)
+
+    for name in ("mtp", "eagle", "dflash"):
+        for device, ranks, value in (("cuda", 1, 0.5625), ("cuda", 2, 0.5625), ("cpu", 1, 0.625)):
+            place = name, device, ranks
+            more = nbytes(*place, speculative_head_quantization="int4") - nbytes(*place)
+            assert more == int(target.vocab * target.hidden * value / ranks)
+    assert nbytes("eagle3", speculative_head_quantization="int4") == nbytes("eagle3")
+    (tmp_path / "map.json").write_text(json.dumps([*range(1000)]))
+    some = nbytes("mtp", speculative_token_map=str(tmp_path / "map.json"))
+    assert some - nbytes("mtp") == 1000 * target.hidden * 2
 
 
 def test_states_alone_get_what_is_free() -> None:

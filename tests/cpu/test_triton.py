@@ -658,6 +658,48 @@ def test_logits_without_a_token(ranks: int, temperature: float, cut: bool) -> No
     assert torch.equal(table[slots.long(), positions.long()], out.clamp(min=0))
 
 
+@pytest.mark.parametrize("narrowed", [False, True])
+def test_rounded_logits_are_compared_by_exact_ones(narrowed: bool) -> None:
+    """Those of the best token of each piece; what is drawn is what exact ones bring, where rounded ones bring
+    something else. Row 2 has a threshold, row 3 nothing to draw."""
+    torch.manual_seed(1)
+    rows, vocab, k = 4, 5000, 96
+    weight, hidden = torch.randn(vocab, k) / k**0.5, torch.randn(rows, k)
+    exact = hidden @ weight.t()
+    own = torch.arange(0, vocab, 3) if narrowed else torch.arange(vocab)
+    left = torch.full_like(exact, -torch.inf)
+    left[:, own] = exact[:, own]
+    rounded = left + 0.2 * torch.randn(rows, vocab)
+    rounded[3] = -torch.inf
+    which = torch.zeros(vocab, dtype=torch.int32)
+    which[own] = torch.arange(len(own)).int()
+    made_of = sampling.Exact(hidden, weight[own].contiguous(), which if narrowed else None)
+    slots, positions, seeds = torch.arange(rows).int(), torch.arange(1, rows + 1).int(), torch.arange(rows)
+    temperatures = torch.tensor([0.0, 1.0, 0.7, 1.0])
+    cuts = torch.tensor([-torch.inf, -torch.inf, 2.0, -torch.inf])
+    found = rounded.clone()
+    sampling.sharpen(found, slots, positions, seeds, temperatures, made_of, cuts)
+    kept = found > -torch.inf
+    pieces = -(-vocab // 32)
+    for piece in range(pieces):
+        tokens = [t for t in range(vocab) if t // sampling.NEAR % pieces == piece]
+        assert set(kept[:2, tokens].sum(1).tolist()) == {1}
+    assert not kept[3].any()
+    torch.testing.assert_close(found[:2][kept[:2]], exact[:2][kept[:2]])
+    assert found[2][kept[2]].min() >= 2.0
+    assert (rounded[2][kept[2]] >= 2.0).all()
+
+    def drawn(logits: torch.Tensor) -> list[int]:
+        table, out = torch.zeros(rows, rows + 1).int(), torch.zeros(rows).int()
+        sampling.sample(logits, slots, positions, seeds, temperatures, in_rows(table), out, cuts)
+        return out.tolist()
+
+    wanted = drawn(torch.cat([left[:3], rounded[3:]]))
+    got = drawn(found)
+    assert [*got[:2], got[3]] == [*wanted[:2], wanted[3]]
+    assert drawn(rounded)[:2] != wanted[:2]
+
+
 def test_a_mask_hides_no_broken_logits() -> None:
     """Where all that is allowed is NaN, or a part of it; not where it is allowed not."""
     logits = torch.randn(3, 5000)

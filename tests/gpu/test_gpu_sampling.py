@@ -8,6 +8,7 @@ from draws import DISTRIBUTIONS, possible
 from test_gpu_kernels import BF16, relative
 from token_tables import in_rows
 
+from sgla.quant.weight import pack
 from sgla.sampling.draw import Distribution, draw
 
 pytest.importorskip("triton")
@@ -207,3 +208,34 @@ def test_draws_are_those_of_the_cpu(vocab: int, each: Distribution) -> None:
     asked = list(zip(logits.cpu().numpy(), seeds.tolist(), out.tolist(), strict=True))
     assert all(token in possible(row, each, seed, position) for row, seed, token in asked)
     assert sum(token == draw(row, each, seed, position) for row, seed, token in asked) >= rows - 2
+
+
+@pytest.mark.parametrize("kind", ["int4g64", "int8g128"])
+def test_the_best_of_rounded_logits_are_compared_by_exact_ones(kind: str) -> None:
+    """Of a wide vocabulary, greedy and drawn."""
+    from sgla.kernels.triton import sampling
+
+    torch.manual_seed(2)
+    rows, vocab, k = 32, 150_000, 2048
+    hidden = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(vocab, k, device="cuda", dtype=torch.bfloat16) * (4 / k**0.5)
+    exact = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    rounded = torch.mm(hidden, pack(weight, kind).dequant(torch.bfloat16).t(), out_dtype=torch.float32)
+    slots, positions = torch.arange(rows, device="cuda").int(), torch.arange(1, rows + 1, device="cuda").int()
+    seeds, temperatures = torch.arange(rows, device="cuda"), torch.full((rows,), 0.8, device="cuda")
+    temperatures[::2] = 0
+
+    def drawn(logits: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros(rows, rows + 1, dtype=torch.int32, device="cuda")
+        out = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        sampling.sample(logits, slots, positions, seeds, temperatures, in_rows(table), out)
+        return out
+
+    wanted, coarse, given = drawn(exact), drawn(rounded), (slots, positions, seeds, temperatures)
+    sampling.sharpen(rounded, *given, sampling.Exact(hidden, weight))
+    torch.cuda.synchronize()
+    kept = rounded > -torch.inf
+    assert set(kept.sum(1).tolist()) == {-(-vocab // sampling.PIECE)}
+    torch.testing.assert_close(rounded[kept], exact[kept], rtol=1e-3, atol=1e-2)
+    assert (drawn(rounded) == wanted).sum() >= rows - 2
+    assert kind != "int4g64" or (coarse == wanted).sum() < rows - 2

@@ -46,6 +46,7 @@ BLOCKS = TINY | {
     "dflash_config": {"target_layer_ids": [0], "mask_token_id": 7},
 }
 BY_HEAD = BY_MODEL | {"speculative_algorithm": "eagle3", "draft": EAGLE}
+ROUNDED = {"speculative_head_quantization": "int4"}
 # Model, settings, those of who guesses. One that guesses for itself is right where no rule is in the way.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "float32": (TINY, {"dtype": "float32"}, GUESSING),
@@ -56,6 +57,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a model, the same bits": (TINY, {"deterministic": True}, BY_MODEL | {"draft": TINY}),
     "a model, windows": (WINDOWS, {"dtype": "float32"}, BY_MODEL | {"draft": TINY}),
     "a head": (TINY, {"dtype": "float32"}, BY_HEAD),
+    "a head of 4 bits": (TINY, {"dtype": "float32"}, BY_HEAD | ROUNDED),
+    "a head of 4 bits, the same bits": (TINY, {"deterministic": True}, BY_HEAD | ROUNDED),
     "blocks": (TINY, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "dflash", "draft": BLOCKS}),
     "medusa": (TINY, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "medusa", "draft": MEDUSA}),
     "states": (STATES, {"dtype": "float32"}, GUESSING),

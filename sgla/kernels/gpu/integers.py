@@ -46,6 +46,11 @@ def few(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _few, made, linear.results, linear.rows)]
 
 
+def few_logits(work: Work, linear: Node) -> list[Node]:
+    [node] = few(work, linear)
+    return [node.but({"epilogue": integer_gemm.FLOAT32, "out": work.input("out")})]
+
+
 def _few(x: Tensor, weight: Any, **given: Any) -> Tensor:
     x = x if skinny_gemm.aligned(x) else x.clone(memory_format=torch.contiguous_format)
     stationary = (

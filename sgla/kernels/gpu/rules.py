@@ -142,6 +142,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("tiles + logits", (ops.logits,), tiles.logits_refuses, tiles.logits),
         Rule("norm + few rows + logits", (ops.rms_norm, ops.logits), few.refuses, few.logits),
         Rule("few rows + logits", (ops.logits,), few.refuses, few.logits),
+        Rule("few integers + logits", (ops.logits,), integers.few_refuses, integers.few_logits),
     ),
     EXPAND: (Rule("beside", (tiles.NAME, EXPAND), tiles.beside_refuses, tiles.beside),),
     ops.act_mul: (

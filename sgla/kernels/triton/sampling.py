@@ -28,6 +28,8 @@ from sgla.kernels.triton.tokens import TokenTable, _token
 
 CHUNK = 4096  # logits a program masks
 LOGITS = 2048  # that a program bounds
+# Logits of a piece, at most and at least, and neighbours among them; pieces of a row, if these are enough.
+PIECE, NEAR, PIECES = 512, 8, 256
 COLD = tl.constexpr(1e-5)  # temperatures below are greedy
 LOG2_E = tl.constexpr(1.4426950408889634)
 WORST = -(1 << 63)  # key of a rank that has no candidate
@@ -204,6 +206,39 @@ def _use_keys(
     tl.store(at, tl.maximum(token, 0), mask=position > 0)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "hidden"])
+def _sharpen(
+    logits, slots, positions, seeds, temperatures, thresholds, hidden, weight, rows, vocab, k, stride, pieces,
+    first, HAS_THRESHOLDS: tl.constexpr, HAS_ROWS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    PIECE: tl.constexpr, NEAR: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    _begin(PDL)
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    threshold = tl.load(thresholds + row) if HAS_THRESHOLDS else float("-inf")
+    e = tl.arange(0, PIECE)
+    i = (e // NEAR * pieces + piece) * NEAR + e % NEAR
+    x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
+    x = _usable(x, threshold)
+    if temperature >= COLD:
+        h = _hash(tl.load(seeds + slot), tl.load(positions + row), first + i)
+        x = x * (LOG2_E / temperature) - _noise(h, FAST)
+    top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    best = (at // NEAR * pieces + piece) * NEAR + at % NEAR
+    there = top > float("-inf")
+    source = tl.where(there, best, 0)
+    source = tl.load(rows + source) if HAS_ROWS else source
+    line = weight + source.to(tl.int64) * k
+    total = tl.zeros([K], dtype=tl.float32)
+    for start in range(0, k, K):
+        c = start + tl.arange(0, K)
+        a = tl.load(hidden + row * stride + c, mask=c < k, other=0.0).to(tl.float32)
+        total += a * tl.load(line + c, mask=c < k, other=0.0).to(tl.float32)
+    exact = tl.where(there, tl.maximum(tl.sum(total, 0), threshold), float("-inf"))
+    tl.store(logits + row * vocab + i, tl.where(i == best, exact, float("-inf")), mask=i < vocab)
+
+
 @triton.jit
 def _ordered(x):
     """float32 -> uint32 in the same order."""
@@ -343,6 +378,40 @@ def find_thresholds(
         num_warps=8,
     )
     return thresholds
+
+
+class Exact(NamedTuple):
+    """What logits are rounded of: those of a token are ``hidden`` [S, k] times a row of ``weight`` [*, k],
+    the one with its number, or that which ``rows`` int32[V] has there."""
+
+    hidden: Tensor
+    weight: Tensor
+    rows: Tensor | None = None
+
+
+def sharpen(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperatures: Tensor,
+    exact: Exact,
+    thresholds: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """Leave in each of many pieces of ``logits`` float32[S, V] the token that would be drawn from it, with
+    its exact logit, which is not below the threshold. A piece is taken from all over the vocabulary, whose
+    first tokens are the frequent ones. The rest is as in ``sample``."""
+    count, vocab = logits.shape
+    size = min(PIECE, next_power_of_2(max(NEAR, vocab // PIECES)))
+    pieces = cdiv(vocab, size)
+    hidden, weight, rows = exact
+    _sharpen[(count, pieces)](
+        logits, slots, positions, seeds, temperatures, logits if thresholds is None else thresholds, hidden,
+        weight, logits if rows is None else rows, vocab, weight.shape[1], hidden.stride(0), pieces, first,
+        HAS_THRESHOLDS=thresholds is not None, HAS_ROWS=rows is not None, FAST=logits.is_cuda, PIECE=size,
+        NEAR=NEAR, K=1024, num_warps=4, **_pdl(),
+    )  # fmt: skip
 
 
 class Landing(NamedTuple):
