@@ -93,6 +93,9 @@
 #ifndef AT_ONCE  // tiles that are fetched together, where fetching them one by one would take longest
 #define AT_ONCE (FP8 || INT8 ? 8 : PER_SM == 1 && HD <= 128 ? 4 : 1)
 #endif
+#ifndef SCALED  // FUSED: q is multiplied by factors when it is rotated
+#define SCALED 0
+#endif
 #ifndef V_NORM  // FUSED: v has an RMSNorm, without weights
 #define V_NORM 0
 #endif
@@ -156,8 +159,11 @@ struct Params {
   float* k_scales;        // INT8: of page p, head h, token i at p * scale_page + h * scale_head + i
   u32* v_scales;          // the same, floats; INT4: [page, head, GROUPS, token]
   const int* positions;   // TURNED: [R], of the rotation of q and the new k; else they follow from kv_len
+  const float* by;        // SCALED: of a row's dim at row * by_row + dim * by_dim
+  const float* also;      // SCALED: as many, or null
   long long page_stride, head_stride, scale_page, scale_head;
   int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: Hkv * SHARE
+  int by_row, by_dim;
   float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
   float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's
@@ -429,8 +435,8 @@ __device__ __forceinline__ float q_integers(u32 (&qf)[ACC][2], const float (&x)[
 }
 
 // q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T; INT8: its scale.
-__device__ __forceinline__ float prepare_q(const Params& p, const bf16* q, int position, int t, bool live,
-                                           u32 (&qf)[ACC][2]) {
+__device__ __forceinline__ float prepare_q(const Params& p, const bf16* q, int row, int position, int t,
+                                           bool live, u32 (&qf)[ACC][2]) {
   float x[ACC][4];
   float sum = 0.f;
 #pragma unroll
@@ -473,6 +479,15 @@ __device__ __forceinline__ float prepare_q(const Params& p, const bf16* q, int p
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[i][j] = a[j], x[i + FAR][j] = b[j];
+  }
+  if constexpr (SCALED) {
+#pragma unroll
+    for (int i = 0; i < ACC; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = row * p.by_row + (i * 16 + q_dim(t, j / 2) + j % 2) * p.by_dim;
+        x[i][j] = round_bf(x[i][j]) * (p.also ? p.by[at] * p.also[at] : p.by[at]);
+      }
   }
   if constexpr (INT8) {
 #pragma unroll
@@ -731,7 +746,7 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
     float scale = 1.f;
     if (FUSED) {
       Fresh fresh(p, x, memory.slot[x.row], lane);
-      scale = prepare_q(p, q, turned_by(p, x), t, live, qf);
+      scale = prepare_q(p, q, x.row, turned_by(p, x), t, live, qf);
       memory.wait(MERGED, u - QUERIES);
       if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256);
     } else {

@@ -304,10 +304,12 @@ def qk_norm_rope_store(
 
 
 @op
-def scale_queries(q: Tensor, by: Tensor) -> Tensor:
-    """q ``[T, Hq * hd]`` of ``qk_norm_rope_store`` times ``by``: float32[hd] of each head, or [T, 1]. A body
-    may write it where q is, as attention of whole prompts may read k and v beside it. Nobody reads q then."""
-    return (heads_of(q, by) * by).to(q.dtype).view(q.shape)
+def scale_queries(q: Tensor, by: Tensor, also: Tensor | None = None) -> Tensor:
+    """q ``[T, Hq * hd]`` of ``qk_norm_rope_store`` times ``by``: float32[hd] of each head, or [T, 1]; and
+    ``also``, of the same shape. A body may write it where q is, as attention of whole prompts may read k and
+    v beside it. Nobody reads q then."""
+    scaled = heads_of(q, by) * by
+    return (scaled if also is None else scaled * also).to(q.dtype).view(q.shape)
 
 
 def heads_of(q: Tensor, by: Tensor) -> Tensor:

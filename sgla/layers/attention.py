@@ -118,7 +118,7 @@ class SelfAttention:
             qkv, positions, cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
         )
         if self.late is not None:
-            q = ops.scale_queries(q, self.late[0] * self.late[1])
+            q = ops.scale_queries(q, *self.late)
         if self.growth is not None:
             q = ops.scale_queries(q, self.growth[batch.positions.long()][:, None])
         return q

@@ -18,13 +18,13 @@ from sgla.quant.weight import SourceTensor
 
 @op
 def xielu(x: Tensor, shape: Tensor) -> Tensor:
-    """xIELU (arXiv 2411.13010): a parabola above 0, an exponential below. ``shape`` float32[4]: what their
-    coefficients are made of, the slope at 0, and where the exponential ends."""
+    """xIELU (arXiv 2411.13010): a parabola above 0, an exponential below. ``shape`` float32[4]: the
+    coefficient of the one, that of the other less the slope at 0, this slope, and where the exponential
+    ends."""
     above, below, slope, end = shape
     f = x.float()
-    rising = F.softplus(above) * f * f
-    falling = (torch.expm1(torch.minimum(f, end)) - f) * (slope + F.softplus(below))
-    return (torch.where(f > 0, rising, falling) + slope * f).to(x.dtype)
+    rising, bent = f * f * above, torch.expm1(torch.minimum(f, end)) - f
+    return (torch.where(f > 0, rising, bent * below + bent * slope) + slope * f).to(x.dtype)
 
 
 class ApertusMLP(PlainMLP):
@@ -37,7 +37,8 @@ class ApertusMLP(PlainMLP):
             build.declare(f"{name}.act_fn.{part}", size, partial(self._take, i))
 
     def _take(self, at: int, source: SourceTensor) -> None:
-        self.shape[at] = source.dense().float().flatten()[0]
+        value = source.dense().float().flatten()[0]
+        self.shape[at] = F.softplus(value) if at < 2 else value
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(xielu(self.up(x), self.shape))

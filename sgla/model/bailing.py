@@ -35,7 +35,7 @@ class BailingDelta(KimiDelta):
         if not self.layer.least:
             return super()._decay(fading)
         f = (fading.float() + self.dt_bias).unflatten(1, (-1, self.layer.dim))
-        return self.layer.least * torch.sigmoid(-self.rates * f)
+        return self.layer.least * torch.sigmoid(-(self.rates * f))
 
 
 class GatedLatent(LatentAttention):

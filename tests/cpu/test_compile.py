@@ -224,9 +224,12 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
         ],
         "grouped_gemm.cu": [{"GATED": gated, "GELU": 0, "STAGES": 4} for gated in (0, 1)],
         "decode_attention.cu": [
-            {"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused, "INT8": int8, "INT4": int4}
-            for fused in (0, 1)
-            for int8, int4 in ((0, 0), (1, 0), (1, 1))
+            {"FUSED": 1, "SCALED": 1},
+            *(
+                {"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused, "INT8": int8, "INT4": int4}
+                for fused in (0, 1)
+                for int8, int4 in ((0, 0), (1, 0), (1, 1))
+            ),
         ],
         "batch_gemm.cu": [{"SEND": 2, "SPLIT": 4}, {"E4M3": 1, "GROUPED": 1, "BN": 256, "PER_SM": 1}],
         "prompt_gemm.cu": [{"EPILOGUE": 6}],

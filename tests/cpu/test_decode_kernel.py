@@ -86,9 +86,11 @@ def test_rows_of_a_slot_are_as_torch_has_them(
         torch.testing.assert_close(out[r].float(), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("v_norm", [False, True])
+@pytest.mark.parametrize(("v_norm", "scaled"), [(False, ""), (True, ""), (False, "heads"), (False, "rows")])
 @pytest.mark.parametrize("lengths", [[200], [2600], [40, 7, 0, 300]], ids=["short", "long", "several"])
-def test_rows_from_the_projection(lengths: list[int], v_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_from_the_projection(
+    lengths: list[int], v_norm: bool, scaled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their new tokens are stored on the way."""
     group, blocks = 2, 16
     monkeypatch.setattr(decode_attention, "processors", lambda: blocks)
@@ -109,6 +111,12 @@ def test_rows_from_the_projection(lengths: list[int], v_norm: bool, monkeypatch:
     made = store(qkv[live], at.int(), cos_sin, norms[0], norms[1], 1e-6, expected_kv, places.int())
     kernel = kernel_of(rows, group)
     projection = decode_attention.Projection(cos_sin, norms[0], norms[1], 1e-6, v_norm)
+    if scaled == "heads":
+        by, also = torch.rand(2, DIM) + 0.5
+        made, projection = ops.scale_queries(made, by, also), projection._replace(by=by, also=also)
+    elif scaled:
+        by = torch.rand(rows, 1) * 3
+        made, projection = ops.scale_queries(made, by[live]), projection._replace(by=by)
     slots = torch.arange(rows, dtype=torch.int32)
     paged = k.transpose(1, 2), v.transpose(1, 2)
     out = kernel(qkv, *paged, table, slots, length, cum, DIM**-0.5, projection=projection)

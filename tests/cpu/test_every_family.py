@@ -14,10 +14,12 @@ import test_mixtures
 import torch
 from checkpoints import Eager, random_prompts, save_checkpoint
 from parity import LAYOUTS
+from test_gpu_ops import computed
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.errors import ConfigError
 from sgla.hub.source import open_source
+from sgla.kernels.gpu.record import Recorder
 from sgla.loading.load import load_model
 from sgla.worker.cpu import CpuRunner
 
@@ -50,6 +52,18 @@ async def test_chunks_caches_and_ranks_change_nothing(name: str, tmp_path: Path)
             await over_two_ranks(source, requests)
         return
     assert (await over_two_ranks(source, requests)).tokens() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_is_computed_while_it_is_recorded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of ``test_gpu_ops.py``, where some have it for each commit."""
+    monkeypatch.setattr(Recorder, "device", torch.device("cpu"))  # where indices are already
+    model_type, changes = FAMILIES[name]
+    save_checkpoint(tmp_path, model_type, **changes)
+    assert not computed(open_source(tmp_path))
 
 
 @pytest.mark.slow

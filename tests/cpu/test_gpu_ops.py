@@ -108,6 +108,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 10,
     },
+    "HunYuanDenseV1ForCausalLM": {"model_type": "hunyuan_v1_dense"},
+    "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"},
     "Olmo2ForCausalLM": {"model_type": "olmo2", "head_dim": None},
     "Starcoder2ForCausalLM": {"model_type": "starcoder2"},
     "Qwen2MoeForCausalLM": {
@@ -239,21 +241,25 @@ def tensors_of(node: Any) -> list[Tensor]:
     return [x for x in tree_leaves(list(node.given.values())) if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("architecture", [*MODELS, *STATES])
-def test_nothing_is_computed_while_a_model_is_recorded(architecture: str) -> None:
-    """A record may be made while a graph is captured: what is computed then has no value yet, and would stay
-    as it is when weights are exchanged."""
-    config = SHAPE | {"architectures": [architecture]} | (MODELS | STATES)[architecture]
-    config = {key: value for key, value in config.items() if value is not None}
-    source = ModelSource("dummy", Path("dummy"), (), config, {})
+def computed(source: ModelSource) -> list[Any]:
+    """What reads tensors that were made while a model was recorded."""
     driver = Eager(load_model(source))
     driver._allocate(2, 8)
     known = {x.untyped_storage().data_ptr() for x in gc.get_objects() if type(x) is Tensor}
     forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
     record = forward._record("step", True)
     assert record is not None, forward.notes
-    found = [x for node in record.nodes for x in tensors_of(node) if x.device.type != "meta"]
-    assert all(x.untyped_storage().data_ptr() in known for x in found)
+    there = ((node, x) for node in record.nodes for x in tensors_of(node) if x.device.type != "meta")
+    return [node.op for node, x in there if x.untyped_storage().data_ptr() not in known]
+
+
+@pytest.mark.parametrize("architecture", [*MODELS, *STATES])
+def test_nothing_is_computed_while_a_model_is_recorded(architecture: str) -> None:
+    """A record may be made while a graph is captured: what is computed then has no value yet, and would stay
+    as it is when weights are exchanged."""
+    config = SHAPE | {"architectures": [architecture]} | (MODELS | STATES)[architecture]
+    config = {key: value for key, value in config.items() if value is not None}
+    assert not computed(ModelSource("dummy", Path("dummy"), (), config, {}))
 
 
 @needs_interpreter
@@ -622,6 +628,13 @@ def test_norms_whose_weights_are_computed_are_not_joined(computed: int | None, j
     assert [len(node.given["norms"]) for node in program.work.named(norms.NAME)] == joined
 
 
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.1,
+}
 SIGMOIDS = {
     "model_type": "glm4_moe",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
@@ -679,6 +692,30 @@ def test_decode_attention_takes_heads_that_are_rotated_in_part(factor: float, wh
     assert work is not None
     assert ("heads + decode" in work.taken) is not bool(why)
     assert any(why in reason for rule, reason in work.refused if rule == "heads + decode") is bool(why)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("HunYuanDenseV1ForCausalLM", {}),
+        ("Ministral3ForCausalLM", {"model_type": "ministral3", "rope_parameters": GROWING}),
+    ],
+)
+def test_decode_attention_scales_queries(architecture: str, more: dict[str, Any]) -> None:
+    """By two norms' weights, and by a factor of each token."""
+    driver = small_model(architecture, **more)
+    decode = Mock(fuses=lambda kv: True, forward=lambda q, projection, **given: projection)
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", False, ONE_ROW._replace(decode=decode))
+    assert work is not None
+    assert work.taken["heads, scaled + decode"] == 2  # layers
+    assert not work.named(ops.scale_queries)
+    node = work.named("decode")[0]
+    factors = {name: node.given[name] for name in ("by", "also")}
+    assert node.fn is not None
+    made = node.fn(**node.given | {"q": None})
+    assert {name: getattr(made, name) for name in factors} == factors
+    assert (factors["also"] is None) is ("rope_parameters" in more)
 
 
 @pytest.mark.parametrize(
@@ -863,10 +900,12 @@ def test_scaled_queries_stay_beside_keys_and_values(each: str) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 4 * 16 + 2 * 32).bfloat16()
     q, beside = qkv.split([64, 64], dim=1)
-    by = torch.rand(5, 1) if each == "token" else torch.rand(16)
-    expected, kept = ops.scale_queries.body(q, by), beside.clone()
-    found = gpu.GpuOps(attend).scale_queries(q, by)
-    assert torch.equal(found, expected)
+    by, also = torch.rand(2, 5, 1) if each == "token" else torch.rand(2, 16)
+    for factors in ((by,), (by, also)):
+        expected, kept = ops.scale_queries.body(q, *factors), beside.clone()
+        found = gpu.GpuOps(attend).scale_queries(q, *factors)
+        assert torch.equal(found, expected) or len(factors) > 1
+        torch.testing.assert_close(found, expected)
     assert found.data_ptr() == qkv.data_ptr()
     assert found.stride() == q.stride()
     assert torch.equal(beside, kept)

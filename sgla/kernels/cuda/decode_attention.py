@@ -45,6 +45,8 @@ POINTERS = [
     "k_scales",
     "v_scales",
     "positions",
+    "by",
+    "also",
 ]
 
 
@@ -55,24 +57,28 @@ class _Params(ctypes.Structure):
         *((name, P) for name in POINTERS),
         *((name, ctypes.c_longlong) for name in ("page_stride", "head_stride", "scale_page", "scale_head")),
         *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
+        *((name, ctypes.c_int) for name in ("by_row", "by_dim")),
         *(
             (name, ctypes.c_float)
             for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
         ),
-        ("pad", ctypes.c_int),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 11),  # tensor maps are aligned to 64 bytes
     )
 
 
 class Projection(NamedTuple):
     """What turns the projection's output into q, k and v: see ``ops.qk_norm_rope_store``, or, with
     ``v_norm``, ``ops.qkv_norm_rope_store``.
-    ``cos_sin`` covers whole heads, or as many of their first dims as ``rotates`` allows."""
+    ``cos_sin`` covers whole heads, or as many of their first dims as ``rotates`` allows. ``by`` and ``also``:
+    see ``ops.scale_queries``."""
 
     cos_sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
     v_norm: bool = False
+    by: Tensor | None = None
+    also: Tensor | None = None
 
 
 def rotates(width: int, head_dim: int) -> bool:
@@ -158,6 +164,7 @@ def _kernel(
     rotated: int,
     turned: bool,
     v_norm: bool = False,
+    scaled: bool = False,
 ) -> Kernel:
     """``kind``: of v; with uint8, two numbers a byte, k is int8."""
     int4 = kind == torch.uint8
@@ -193,6 +200,7 @@ def _kernel(
     defines |= {"ROT": rotated} if rotated != head_dim else {}
     defines |= {"TURNED": 1} if turned else {}
     defines |= {"V_NORM": 1} if v_norm else {}
+    defines |= {"SCALED": 1} if scaled else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
@@ -264,10 +272,15 @@ class DecodeAttention:
         group = share(width // (kv_heads * dim))
         out = q.new_empty(q.shape[0], width)
         extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-        eps = 0.0
+        by, also, eps, steps = None, None, 0.0, (0, 0)
         if projection is not None:
             assert rotates(projection.cos_sin.shape[1], dim)
             extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps
+            by, also = projection.by, projection.also
+            if by is not None:
+                assert by.dtype == torch.float32
+                steps = (by.stride(0), 0) if by.dim() == 2 else (0, by.stride(0))
+                assert also is None or (also.dtype == by.dtype and also.stride() == by.stride())
         assert prefix is None or not window
         assert scales is None or all(x.is_contiguous() for x in scales)
         tensors = (
@@ -287,6 +300,8 @@ class DecodeAttention:
             sinks,
             *(scales or (None, None)),
             positions,
+            by,
+            also,
         )
         log2e = 1.4426950408889634
         k_scale, v_scale = kv_scales
@@ -299,7 +314,7 @@ class DecodeAttention:
             k.stride(0), k.stride(2), *(scales[0].stride()[:2] if scales else (0, 0)),
             q.stride(0), page_table.stride(0),
             slots.shape[0], kv_heads * group.parts,
-            window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
+            window, *steps, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale,
         )  # fmt: skip
         cut = self.cut or default_cut(dim, slots.shape[0] * kv_heads * group.parts, k.dtype)
@@ -316,6 +331,7 @@ class DecodeAttention:
             dim if projection is None else projection.cos_sin.shape[1],
             positions is not None,
             projection is not None and projection.v_norm,
+            by is not None,
         )
         kernel.launch(processors() * cut.per_sm, cut.threads, params)
         return out

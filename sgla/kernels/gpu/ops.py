@@ -191,8 +191,8 @@ class GpuOps:
         return q if self.attend.in_place else q.contiguous()
 
     @LOWERINGS.of(ops.scale_queries)
-    def scale_queries(self, q: Tensor, by: Tensor) -> Tensor:
-        ops.heads_of(q, by).mul_(by)
+    def scale_queries(self, q: Tensor, by: Tensor, also: Tensor | None = None) -> Tensor:
+        ops.heads_of(q, by).mul_(by if also is None else by * also)
         return q
 
     @LOWERINGS.of(ops.qkv_norm_rope_store)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda.decode_attention import rotates
+from sgla.kernels.cuda.decode_attention import Projection, rotates
 from sgla.kernels.gpu import (
     convolution,
     delta,
@@ -44,6 +44,23 @@ def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
     if not rotates(rotated, dim) or (rotated < dim and heads.given["kv"].scales is not None):
         return f"{rotated} of the {dim} dims of heads are rotated"
     return None
+
+
+def scaled_query_refuses(work: Work, heads: Node, scaled: Node, attention: Node) -> str | None:
+    return query_refuses(work, heads, attention)
+
+
+def scaled_query(work: Work, heads: Node, scaled: Node, attention: Node) -> list[Node]:
+    [node] = query(work, heads, attention)
+    factors = {name: scaled.given[name] for name in ("by", "also")}
+    return [Node(node.op, _scaled_query, node.given | factors | {"decode": node.fn}, node.results, node.rows)]
+
+
+def _scaled_query(
+    decode: Any, projection: Projection, by: Tensor, also: Tensor | None, **given: Any
+) -> Tensor:
+    made: Tensor = decode(projection=projection._replace(by=by, also=also), **given)
+    return made
 
 
 def query(work: Work, heads: Node, attention: Node) -> list[Node]:
@@ -119,6 +136,7 @@ def _always(work: Work, *chain: Node) -> None:
 
 
 GATED_HEADS = (ops.gated_rms_norm, torch.Tensor.flatten, ops.linear)
+SCALED_HEADS = (ops.qk_norm_rope_store, ops.scale_queries, ops.attention)
 BOTH = (ops.add, ops.rms_norm, ops.scaled_add)
 RULES: dict[Any, tuple[Rule, ...]] = {
     ops.linear: (
@@ -181,6 +199,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     ),
     ops.attention: (
         Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),
+        Rule("heads, scaled + decode", SCALED_HEADS, scaled_query_refuses, scaled_query),
         Rule("heads + decode", (ops.qkv_norm_rope_store, ops.attention), query_refuses, query),
     ),
     ops.causal_conv: (Rule("convolved", convolution.CHAIN, convolution.refuses, convolution.make),),
