@@ -402,14 +402,20 @@ def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
 
 @pytest.mark.parametrize("name", ["hunyuan-7b", "ministral-3-8b"])
 def test_scaled_queries_find_keys_and_values_beside_them(name: str) -> None:
-    """Whole prompts that a step reads eagerly, where the projection left them, and from the pages."""
+    """Whole prompts that a step reads eagerly, where the projection left them, and from the pages; decode
+    rows by a kernel that scales on the way, and by one behind. Graphs go by weights that come later."""
     config = json.loads((Path(__file__).parents[2] / "bench/models" / name / "config.json").read_text())
     model = config | {"num_hidden_layers": 2, "vocab_size": 5000}
     prompts = {slot: prompt(slot, 60 + slot) for slot in range(16)}
     found = []
     for backend in ("native", "triton"):
-        made = make(model, prefill_attention_backend=backend)
-        assert made.steps.attention.extend.name == backend
+        made = make(model, attention_backend=backend)
+        assert made.steps.attention.extend.name == made.steps.attention.decode.name == backend
+        torch.manual_seed(0)
+        for block in made.steps.model.blocks:
+            for factors in block.attention.late or (block.attention.growth,):
+                with torch.inference_mode():
+                    factors.uniform_(0.2, 3)
         found.append(generate(made, prompts, 6, True))
         del made
         torch.cuda.empty_cache()
@@ -484,6 +490,8 @@ STABLELM = GROUPED | {"architectures": ["StableLmForCausalLM"], "model_type": "s
 STABLELM |= {"qk_layernorm": True, "use_parallel_residual": True}
 TOY = GROUPED | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
 TOY_LATENT = HEADS | {"architectures": ["ToyLatentForCausalLM"], "model_type": "toy_latent", "head_dim": 32}
+HUNYUAN = GROUPED | {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
+APERTUS = GROUPED | {"architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
 LLAMA = GROUPED | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TERNARY = LLAMA | {"quantization_config": {"quant_method": "toy-ternary"}}
 
@@ -498,6 +506,8 @@ TERNARY = LLAMA | {"quantization_config": {"quant_method": "toy-ternary"}}
             COHERE | {"use_qk_norm": True}, "triton decode, triton prefill", {}, id="LayerNorm of each head"
         ),
         pytest.param(STABLELM, "triton decode, triton prefill", {}, id="the same side by side"),
+        pytest.param(HUNYUAN, "triton decode, triton prefill", {}, id="norms behind the rotation"),
+        pytest.param(APERTUS, "triton decode, triton prefill", {}, id="an activation that is learned"),
         pytest.param(TOY, "triton decode, triton prefill", {}, id="a family of its own"),
         pytest.param(TOY_LATENT, "triton decode, triton prefill", {}, id="latents of its own"),
         pytest.param(
