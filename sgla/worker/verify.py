@@ -24,6 +24,8 @@ from sgla.worker.others import BITS, PRIME, ROOM, RUN
 from sgla.worker.rewind import Units
 from sgla.worker.state import Int32s, column
 
+LAYOUTS = 4  # kept: those of steps with guesses, and of the steps between them that have none
+
 
 class DeviceDrafts:
     """What ``NGrams`` and ``SlotTables`` know of each slot on a CPU, int32[slots + 1] each on the GPU.
@@ -32,7 +34,6 @@ class DeviceDrafts:
     text, which ``DeviceOutputs`` fills."""
 
     units: Units | None = None
-    _layout: tuple[tuple[bytes, ...], Layout] | None = None  # the last one, and what it was made of
 
     def __init__(self, tables: DeviceTables, searches: bool) -> None:
         self.tokens, self.padding, self.searches = tables.tokens, tables.tokens.slots - 1, searches
@@ -46,6 +47,7 @@ class DeviceDrafts:
             torch.zeros(slots, VERIFIED + 2, dtype=torch.int32, device="cuda"),
             (RUN, BITS, PRIME),
         )
+        self._layouts: dict[tuple[bytes, ...], Layout] = {}  # the latest ones, by what they were made of
         self._behind = np.zeros(slots, bool)  # slots whose ``computed`` is of an earlier step
 
     def admit(self, rows: list[NewRow]) -> None:
@@ -77,9 +79,11 @@ class DeviceDrafts:
             assert self.host.unit is not None
             units = self.host.unit[column(plan.slots)].tobytes()
         made_of = plan.slots, plan.q_lens, plan.flags, plan.drafts, units
-        if self._layout is None or self._layout[0] != made_of:
-            self._layout = made_of, Layout(self, plan)
-        return self._layout[1]
+        layout = self._layouts.pop(made_of, None) or Layout(self, plan)
+        if len(self._layouts) == LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[made_of] = layout
+        return layout
 
     def begin(self, slots: Int32s, starts: Int32s) -> None:
         """Rows of ``slots`` guess. Those that did not in their step before begin at ``starts``."""
