@@ -56,6 +56,7 @@ ROUTINGS = {  # and experts, bias of the logits, bias of the choice
     "DeepSeek-V2-Lite with its shared expert": (Routing(6, shared="always", parts=2), 24, False, False),
     "one with a gate, five times as wide": (Routing(4, shared="gated", parts=5), 16, False, False),
     "Llama 4": (Routing(1, "sigmoid"), 16, False, False),
+    "Phi-3.5": (Routing(2, "sparsemixer", jitter=0.3), 12, False, False),
 }
 
 

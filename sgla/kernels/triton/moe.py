@@ -151,8 +151,9 @@ def _ordered(x):
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits, bias, correction, factor, homes, ids, probabilities, done, tokens, experts, top_k, places, least,
-    scale, s_logits,
-    PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+    scale, s_logits, jitter,
+    PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr,
+    BIAS: tl.constexpr,
     CORRECTION: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
     HELD: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, EARLY: tl.constexpr,
@@ -160,8 +161,9 @@ def _route(
 ):  # fmt: skip
     """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and so many
     more, with the sigmoid of the logit behind the others' if they are GATED. The first program clears
-    ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE. HELD: experts
-    become their places on this rank, as ``homes`` has them, and those whose turn is another rank's -1."""
+    ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE. SPARSE: by ``sparsemixer``,
+    whose ``jitter`` is doubled. HELD: experts become their places on this rank, as ``homes`` has them, and
+    those whose turn is another rank's -1."""
     if EARLY and PDL:
         tl.extra.cuda.gdc_launch_dependents()
     _begin(PDL)
@@ -178,8 +180,9 @@ def _route(
         v += tl.load(bias + i, mask=i < experts, other=0.0)[None, :]
     ranked = v  # in the order of the scores, and finer
     scores = v
-    BY_LOGITS: tl.constexpr = not CORRECTION and GROUPS == 0  # only those of the chosen ones are wanted then
-    if not BY_LOGITS:
+    # Only those of the chosen ones are wanted then.
+    BY_LOGITS: tl.constexpr = not CORRECTION and GROUPS == 0 and not SPARSE
+    if not BY_LOGITS and not SPARSE:
         if SIGMOID:
             scores = tl.sigmoid(v)
         else:
@@ -203,6 +206,9 @@ def _route(
             score = tl.sum(tl.where(own, scores, 0.0), 1)[:, None]
         else:
             score = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
+        if SPARSE:
+            out = (score - v) / tl.maximum(tl.abs(v), score) > jitter
+            score = 1 / tl.sum(tl.where(out | (order == -0x80000000), 0.0, tl.exp(v - score)), 1)[:, None]
         chosen = tl.where(column == j, expert, chosen)
         p = tl.where(column == j, score, p)
         order = tl.where(own, -0x80000000, order)
@@ -540,7 +546,7 @@ def route_refuses(routing: Routing) -> str | None:
     """Why ``route`` does not choose so, or None."""
     if routing.score == "sqrtsoftplus" or routing.zeros:
         return "scores are roots, or experts of other groups count as 0"
-    return "experts are chosen one after the other" if routing.score == "sparsemixer" else None
+    return None
 
 
 def route(
@@ -563,9 +569,10 @@ def route(
     places = 0 if done is None else done.numel()
     _route[(cdiv(tokens, each),)](
         logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts,
-        routing.top_k, places, routing.least, routing.scale, logits.stride(0),
+        routing.top_k, places, routing.least, routing.scale, logits.stride(0), 2 * routing.jitter,
         PLACES=next_power_of_2(places) if places else 0,
-        NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid", BIAS=biases.logits is not None,
+        NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid",
+        SPARSE=routing.score == "sparsemixer", BIAS=biases.logits is not None,
         CORRECTION=biases.correction is not None, FACTOR=biases.factor is not None,
         SHARED=shared, GATED=routing.shared == "gated",
         GROUPS=max(2, next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
