@@ -31,7 +31,7 @@ import pytest
 import sgla
 from sgla import SamplingParams, cli
 from sgla.bench import load, report, workloads
-from sgla.cli import chat, conversation, doctor, serve, show, terminal
+from sgla.cli import chat, conversation, doctor, run_batch, serve, show, terminal
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.serve import ready_text
 from sgla.config import Config
@@ -667,6 +667,26 @@ def test_a_batch_without_lines_is_found_before_the_model_loads(tmp_path: Path) -
         message = f"sgla: --input-file {given} has no lines; each line is a request as JSON\n"
         assert run("run-batch", "-i", str(given), "-o", str(output), "no/model") == (2, "", message)
     assert list(tmp_path.iterdir()) == [given]
+
+
+def test_the_output_of_a_batch_stays_the_kind_of_file_that_it_is(tmp_path: Path) -> None:
+    """A pipe or a device is written, not replaced by a file, and of a link what it leads to."""
+    file, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    file.write_text("old")
+    link.symlink_to(file)
+    with run_batch.written(str(link)) as output:
+        output.write(b"new")
+        assert file.read_text() == "old"
+    assert (link.is_symlink(), file.read_text()) == (True, "new")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with run_batch.written(str(pipe)) as output:
+        output.write(b"line")
+    assert (os.read(reader, 9), pipe.is_fifo()) == (b"line", True)
+    os.close(reader)
+    with pytest.raises(ConfigError, match="Is a directory"), run_batch.written(str(tmp_path)):
+        pass
+    assert sorted(tmp_path.iterdir()) == [link, pipe, file]
 
 
 # chat

@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
     return int(batch.seen["status"] != "completed" or batch.failed > 0)
 
 
-def opened(path: str, mode: str, flag: str, suffix: str = "") -> BinaryIO:
-    """Raises ConfigError."""
+def opened(path: str, mode: str, flag: str, place: Path | None = None) -> BinaryIO:
+    """``path``, or what becomes it at ``place``. Raises ConfigError."""
     try:
-        return cast(BinaryIO, open(path + suffix, mode))
+        return cast(BinaryIO, open(place or path, mode))
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from error
 
@@ -98,20 +98,27 @@ def check_lines(given: BinaryIO) -> None:
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[BinaryIO]:
-    """The output, which has its name once it is whole. Raises ConfigError."""
-    with opened(path, "wb", "--output-file", PART) as file:
+    """The output, which has its name once it is whole; what is no plain file, as a pipe, is written as it
+    is. Raises ConfigError."""
+    place = Path(path).resolve()
+    if Path(path).exists() and not Path(path).is_file():
+        with opened(path, "wb", "--output-file") as file:
+            yield file
+        return
+    with opened(path, "wb", "--output-file", place.with_name(place.name + PART)) as file:
         try:
             yield file
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
-    Path(file.name).replace(path)
+    Path(file.name).replace(place)
 
 
 async def work(config: Config, given: BinaryIO, output: BinaryIO, progress: ProgressPrinter) -> Batch:
     """The batch when it has ended. Raises SglaError."""
     return_memory_early()
-    with tempfile.TemporaryDirectory(prefix=".sgla-", dir=Path(output.name).parent) as folder:
+    beside = Path(output.name).parent if Path(output.name).is_file() else None
+    with tempfile.TemporaryDirectory(prefix=".sgla-", dir=beside) as folder:
         config = msgspec.structs.replace(config, state_path=folder, files_bytes=UNBOUNDED)
         system = System(config, progress)
         app = web.AppRunner(make_app(system.ingress, config, system.metrics))
