@@ -91,7 +91,7 @@ struct Params {
   const float* bias;  // [n] or null
   void* out;          // [m, out_stride]
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
-  float eps;
+  float eps, factor;  // of what is stored or added
 #if EPILOGUE == 5
   const float* taps;                    // [channels, TAPS]
   bf16* state;                          // [units, channels, TAPS - 1], the last inputs
@@ -591,6 +591,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         up *= f;
       }
       if (!GATED && p.bias) y += p.bias[n];
+      if (EPILOGUE < 2) y *= p.factor;
       const long long o = (long long)row * p.out_stride + n;
       if (EPILOGUE == 3) {
         static_cast<float*>(p.out)[o] = y;

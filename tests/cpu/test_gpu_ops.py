@@ -312,13 +312,14 @@ def skinny_linear(
     epilogue: int = skinny_gemm.STORE,
     out: Tensor | None = None,
     config: Any = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """``skinny_gemm.linear`` in torch's operations."""
     with using(None):
         rows = x.float() if norm is None else ops.rms_norm(x.float(), norm, eps)
         if gate is not None:
             rows = gated_rows(rows, gate)
-        y = rows @ w.float().t() + (0 if bias is None else bias)
+        y = (rows @ w.float().t() + (0 if bias is None else bias)) * factor
         if epilogue == skinny_gemm.ADD:
             assert out is not None
             return out.add_(y)
@@ -643,6 +644,42 @@ SIGMOIDS = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 64,
 }
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "taken"),
+    [
+        (
+            "GraniteForCausalLM",
+            {"model_type": "granite", "intermediate_size": 128},
+            {"few rows + scaled + added": 4},
+        ),
+        (
+            "GraniteMoeForCausalLM",
+            {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2},
+            {"few rows + scaled + added": 2, "experts added": 2},
+        ),
+    ],
+)
+def test_what_joins_the_stream_is_scaled_on_the_way(
+    model: str, more: dict[str, Any], taken: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts by their weights, which are computed as before with more rows."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    driver = small_model(model, **more | {"residual_multiplier": 0.5})
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", True, rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}))
+    assert work is not None
+    assert {name: work.taken[name] for name in taken} == taken
+    assert not work.named(torch.Tensor.mul)
+    factors = [node.given["factor"] for node in work.nodes.values() if "factor" in node.given]
+    assert factors == [0.5] * taken["few rows + scaled + added"]
+    scales = [node.given["routing"].scale for node in work.named("mixture")]
+    assert scales == [0.5] * taken.get("experts added", 0)
+    many = forward.rewritten("step", True, rewrite.Asked({"tokens": 50, "sampled": 50, "rows": 50}))
+    assert many is not None
+    assert [node.given["routing"].scale for node in many.named("mixture")] == [1.0] * len(scales)
+    assert len(many.named(torch.Tensor.mul)) == 4
 
 
 def test_routers_of_any_rule_are_joined_with_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:

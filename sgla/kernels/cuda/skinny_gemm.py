@@ -23,7 +23,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         *((name, P) for name in ("x", "w", "scale", "norm", "by", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "factor")),
     )
 
 
@@ -188,15 +188,17 @@ def linear(
     out: Tensor | None = None,
     config: Config | None = None,
     convolution: Convolution | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """``epilogue(norm(x) @ weight.T + bias)``:
+    """``epilogue((norm(x) @ weight.T + bias) * factor)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
     With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128; or float32
     ``[n, k / 128]``, of as many channels; or uint8 ``[n, k / 32]``: exponents of MXFP8. ``norm``
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
-    multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
-    ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the ``convolution``, and silu.
+    multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place (others have no ``factor``); SILU,
+    GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the
+    ``convolution``, and silu.
     """
     m, k = x.shape
     gated = epilogue in (SILU, GELU)
@@ -220,7 +222,7 @@ def linear(
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0),
-        by.stride(0) if by is not None else 0, out.stride(0), eps,
+        by.stride(0) if by is not None else 0, out.stride(0), eps, factor,
     )  # fmt: skip
     if convolution is not None:
         taps, state, *units = convolution

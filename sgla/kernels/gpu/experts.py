@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +11,9 @@ from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS
 from sgla.kernels.gpu import mixture, tiles
 from sgla.kernels.gpu.e4m3 import NAME as ROUNDED
-from sgla.kernels.gpu.few import norm_apart
+from sgla.kernels.gpu.few import factor_of, norm_apart
 from sgla.kernels.gpu.record import Node, Ref
-from sgla.kernels.gpu.rewrite import Work
+from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.ops import AddedNorm, Together
 from sgla.kernels.triton import elementwise
 
@@ -88,6 +89,25 @@ def add(work: Work, *chain: Node) -> list[Node]:
 
 def _mixture_add(residual: Tensor, **given: Any) -> tuple[mixture.Outputs, Tensor]:
     return _mixture(residual=residual, **given), residual
+
+
+def scale_refuses(work: Work, summed: Node, scaled: Node) -> str | None:
+    mixture = work.maker(summed.given["x"])
+    if factor_of(scaled) is None or mixture is None:
+        return OTHER
+    if not work.few_rows(scaled):
+        return f"the router of more than {skinny_gemm.MAX_ROWS} rows scales nothing"
+    return "a shared expert is among them" if mixture.given["routing"].shared else None
+
+
+def scale(work: Work, summed: Node, scaled: Node) -> list[Node]:
+    """What the sum is multiplied by, the experts' weights are."""
+    mixture, factor = work.maker(summed.given["x"]), factor_of(scaled)
+    assert mixture is not None
+    assert factor is not None
+    routing = mixture.given["routing"]
+    mixture.given |= {"routing": replace(routing, scale=routing.scale * factor)}
+    return [summed.but({}, scaled.results)]
 
 
 def sum_refuses(work: Work, summed: Node, add: Node) -> str | None:

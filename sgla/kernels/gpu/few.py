@@ -11,11 +11,11 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.gpu.record import Node, Ref
-from sgla.kernels.gpu.rewrite import Work
+from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.gpu.tuning import Product, algorithm_for
 from sgla.kernels.triton import delta, elementwise
 
-NAME = "few rows"  # of nodes that other rules look for
+NAME, SCALED = "few rows", "few rows, scaled"  # of nodes that other rules look for
 E4M3 = "fp8", "fp8g128", "mxfp8"  # storages
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
 GATES = {"silu": skinny_gemm.SILU, "gelu_tanh": skinny_gemm.GELU}
@@ -94,6 +94,22 @@ def norm_apart(normed: int, total: int, add: Node) -> Node:
     """The norm of ``add_rms_norm``, where the sum is there."""
     given = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"]}
     return Node(ops.rms_norm, None, given, [normed], add.rows)
+
+
+def scale_refuses(work: Work, linear: Node, scaled: Node) -> str | None:
+    factor = factor_of(scaled)
+    return OTHER if factor is None or linear.given["epilogue"] != skinny_gemm.STORE else None
+
+
+def scale(work: Work, linear: Node, scaled: Node) -> list[Node]:
+    given = linear.given | {"factor": factor_of(scaled)}
+    return [Node(SCALED, linear.fn, given, scaled.results, linear.rows, rule=linear.rule)]
+
+
+def factor_of(scaled: Node) -> float | None:
+    """The number that ``torch.Tensor.mul`` multiplies by, if it is one."""
+    factor = scaled.given.get("_1")
+    return factor if isinstance(factor, float) and len(scaled.given) == 2 else None
 
 
 def by_refuses(work: Work, *chain: Node) -> str | None:

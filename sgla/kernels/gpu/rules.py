@@ -162,6 +162,10 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("few rows + logits", (ops.logits,), few.refuses, few.logits),
         Rule("few integers + logits", (ops.logits,), integers.few_refuses, integers.few_logits),
     ),
+    torch.Tensor.mul: (
+        Rule("scaled", (few.NAME, torch.Tensor.mul), few.scale_refuses, few.scale),
+        Rule("experts scaled", (experts.NAME, torch.Tensor.mul), experts.scale_refuses, experts.scale),
+    ),
     EXPAND: (Rule("beside", (tiles.NAME, EXPAND), tiles.beside_refuses, tiles.beside),),
     ops.act_mul: (
         Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
@@ -173,6 +177,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     ),
     ops.add_rms_norm: (
         Rule("added", (few.NAME, ops.add_rms_norm), few.add_refuses, few.add),
+        Rule("added", (few.SCALED, ops.add_rms_norm), few.add_refuses, few.add),
         Rule("added", (integers.NAME, ops.add_rms_norm), few.add_refuses, few.add),
         Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
         Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
