@@ -611,6 +611,24 @@ def test_bench_reports_failures(server: str) -> None:
     assert "failed" in err
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b'{"error": {"message": "no such route"}}', "no such route"),
+        (b"<html>", "<html>"),
+        (b'["a"]', '["a"]'),
+        (b'{"data": ["a"]}', '{"data": ["a"]}'),
+        (b'{"data": []}', '{"data": []}'),
+    ],
+)
+def test_bench_says_what_a_server_of_something_else_answers(
+    server: str, monkeypatch: pytest.MonkeyPatch, answer: bytes, said: str
+) -> None:
+    monkeypatch.setattr(StandIn, "do_GET", lambda self: self._send(200, answer))
+    found = run("bench", "--url", server, "--requests", "1")
+    assert found == (2, "", f"sgla: {server} is no OpenAI-style server; its /v1/models says: {said}\n")
+
+
 def test_summary_numbers() -> None:
     records = [
         load.Record(start=0.0, end=1.0, chunks=[0.2, 0.4, 0.6, 1.0], prompt_tokens=10, completion_tokens=4),

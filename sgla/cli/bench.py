@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from sgla.bench import load, workloads
 from sgla.bench.report import summarize
@@ -121,25 +122,44 @@ def sessions_of(args: argparse.Namespace, rng: random.Random) -> list[workloads.
     return workloads.random_sessions(rng, count, *sizes, spread=args.spread, text=text)
 
 
+class Model(msgspec.Struct):
+    id: str
+    owned_by: str | None = None
+    max_model_len: int | None = None
+
+
+class Models(msgspec.Struct):
+    """What is read of a server's list of models."""
+
+    data: list[Model]
+
+
+class Version(msgspec.Struct):
+    version: str = "unknown"
+
+
 async def describe(url: str, key: str | None = None) -> dict[str, Any]:
     """Engine, version, first model of a server and its context, as far as it tells."""
     headers = load.Target(url=url, key=key).headers
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10), headers=headers) as client:
         try:
             async with client.get(f"{url}/v1/models") as response:
-                listed = await response.json(content_type=None)
+                listed = await response.read()
             async with client.get(f"{url}/version") as response:
-                version = (await response.json(content_type=None)) if response.status == 200 else {}
+                told = await response.read() if response.status == 200 else b""
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConfigError(f"no server at {url}: {reason(error)}; start one with 'sgla serve'") from error
-        except ValueError as error:
-            raise ConfigError(f"{url} is no OpenAI-style server: {error}") from error
-    if not listed.get("data"):
-        raise ConfigError(f"{url}/v1/models: {listed.get('error', listed)}")
-    model = listed["data"][0]
+    try:
+        model = msgspec.json.decode(listed, type=Models).data[0]
+    except (msgspec.DecodeError, IndexError) as error:
+        text = error_text(listed)[:200]
+        raise ConfigError(f"{url} is no OpenAI-style server; its /v1/models says: {text}") from error
+    version = Version()
+    with contextlib.suppress(msgspec.DecodeError):
+        version = msgspec.json.decode(told, type=Version)
     return {
-        "engine": model.get("owned_by") or "unknown",
-        "version": version.get("version", "unknown"),
-        "model": model["id"],
-        "context": model.get("max_model_len"),
+        "engine": model.owned_by or "unknown",
+        "version": version.version,
+        "model": model.id,
+        "context": model.max_model_len,
     }

@@ -26,9 +26,10 @@ from sgla.loading.gguf_tensors import weights_of_file
 from sgla.loading.load import model_of
 from sgla.loading.stacks import lie_turned, matrices, of_experts
 from sgla.messages import Progress
+from sgla.model.encoder import EncoderSpec
 from sgla.model.family import Family
 from sgla.model.generic_spec import GenericSpec
-from sgla.model.read import read_decoder
+from sgla.model.read import read_spec
 from sgla.model.registry import family_of
 from sgla.quant.encode import Recipe
 from sgla.quant.weight import SourceTensor, Weight
@@ -86,7 +87,9 @@ Solve = Callable[[Job, OnProgress], Iterator[tuple[int, dict[str, Tensor], Round
 
 def plan(source: ModelSource, format: str) -> Job:
     """What is to be done. Raises ConfigError for a model that cannot be quantized."""
-    spec = read_decoder(source.config)
+    spec = read_spec(source.config)
+    if isinstance(spec, EncoderSpec):
+        raise ConfigError("only decoders are quantized, and this is an encoder", param="model")
     if isinstance(spec, GenericSpec):
         raise ConfigError(
             f"{spec.architecture} runs by transformers' module, whose layers are not known here"

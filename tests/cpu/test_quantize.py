@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sgla.cli import main
 from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource
 from sgla.loading.calibrate import calibration, gptq
 from sgla.loading.load import load_model
 from sgla.loading.quantize import nearest, plan, write
@@ -179,3 +180,13 @@ def test_flags_that_do_not_go_together_are_refused(
         assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert json.loads((tmp_path / "model/config.json").read_text())
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    config = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config |= {"vocab_size": 9, "max_position_embeddings": 16, "type_vocab_size": 2, "layer_norm_eps": 1e-5}
+    source = ModelSource(
+        "dummy", tmp_path, (), {"architectures": ["BertModel"], "hidden_act": "gelu", **config}, {}
+    )
+    with pytest.raises(ConfigError, match="only decoders are quantized"):
+        plan(source, "fp8")
