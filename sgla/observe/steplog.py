@@ -294,7 +294,7 @@ def read(data: bytes) -> StepLog:
         raise ConfigError("this is not a step log")
     try:
         log = msgspec.msgpack.decode(data[len(MAGIC) :], type=StepLog)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, AssertionError) as error:  # AssertionError: limits that cannot be
         raise ConfigError(f"the step log cannot be read: {error}") from error
     for chapter in log.chapters:
         prompt: list[int] = []
@@ -320,8 +320,8 @@ def replay(chapter: Chapter) -> Replay:
     """Play the calls on a copy of the scheduler. Raises ConfigError for a snapshot of another version."""
     try:
         core = thaw(chapter.snapshot)
-    except (pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(f"the snapshot is of another version of sgla: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"the snapshot is damaged, or of another version of sgla: {error}") from error
     told = Replay()
     for call in chapter.calls:
         told.calls += 1

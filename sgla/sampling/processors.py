@@ -35,7 +35,7 @@ def load(paths: Iterable[str]) -> dict[str, Factory]:
         module, _, name = path.partition(":")
         try:
             kind = getattr(importlib.import_module(module), name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"--logits-processors {path}: give MODULE:CLASS with a module on PYTHONPATH: {error}",
                 param="logits_processors",
@@ -79,7 +79,7 @@ class Custom:
             if self._process is None:
                 self._process = self._kind(**self._asked.arguments)
             self._process(self._tokens[self._prompt_len : position], logits)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ProcessorFailed(f"logit processor {name}: {type(error).__name__}: {error}") from error
         if np.isnan(logits).any() or logits.max() == np.inf:
             raise ProcessorFailed(f"logit processor {name} has made logits that are no numbers")

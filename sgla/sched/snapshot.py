@@ -56,12 +56,15 @@ def scheduled(sampling: RowSampling) -> RowSampling:
 def thaw(data: bytes) -> Core:
     """The copy. Raises pickle.UnpicklingError for bytes that ``freeze`` has not made;
     runs no code that they name."""
-    state, links = _Reader(io.BytesIO(data)).load()
     core = Core.__new__(Core)
-    vars(core).update(state)
-    for node, child in links:
-        child.parent = node
-        node.children[child.edge] = child
+    try:
+        state, links = _Reader(io.BytesIO(data)).load()
+        vars(core).update(state)
+        for node, child in links:
+            child.parent = node
+            node.children[child.edge] = child
+    except Exception as error:  # of any kind, where bytes are damaged
+        raise pickle.UnpicklingError(str(error)) from error
     return core
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class Count:
     def __call__(self, output: Any, logits: Any) -> None:
         if self.start == 40:
             raise RuntimeError("no more")
+        if self.start == 41:
+            sys.exit("and no worker")
         assert not output.flags.writeable
         chosen = self.start + len(output)
         logits[:] = -np.inf
@@ -87,6 +90,7 @@ async def test_wrong_processors_end_their_request_alone(folder: Path) -> None:
             ({"vllm_xargs": {"odd": {}}}, "logits_processors", "'odd'"),
             ({"logits_processors": ["Count"]}, None, "missing 1 required positional argument"),
             ({"vllm_xargs": {"Count": {"start": 40}}}, None, "no more"),
+            ({"vllm_xargs": {"Count": {"start": 41}}}, None, "SystemExit: and no worker"),
             ({"logits_processors": ["Spoil"]}, None, "no numbers"),
         ):
             status, reply = await site.post("/v1/completions", {**ASK, **more})

@@ -233,6 +233,22 @@ def test_other_files_are_refused(data: bytes) -> None:
         read(data)
 
 
+def test_damaged_snapshots_are_no_snapshots() -> None:
+    """Of the exceptions that bytes lead to, one comes out."""
+    simulation = Recorded(make_limits(), check=False)
+    simulation.offer(make_submit("r", [1, 2, 3, 4, 5], max_new=2))
+    whole, chance = freeze(simulation.core), Random(0)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            thaw(bytes(data))
+        except pickle.UnpicklingError:
+            refused += 1
+    assert refused > 30
+
+
 class Hostile:
     def __reduce__(self) -> Any:
         return print, ("ran",)
