@@ -30,8 +30,8 @@ KINDS = {  # by the kernel's name, the first that fits
     "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",  # noqa: E501
     "part of a product": r"splitKreduce",
     "linear": r"gemm|nvjet|cutlass|cublas|^_linear",
-    "add and norm": r"rms_norm|^_norms_of_sum",
-    "activation": r"^_act_mul",
+    "add and norm": r"rms_norm|^_norms_of_sum|^_layer_norm",
+    "activation": r"^_act_mul|^_activated",
     "norm of heads, rotation, store": r"^_qk_norm_rope_store",
     "draw": r"^_bound_scores|^_finish",
     "end of the draw in the output layer": r"^_make_keys|^_use_keys",

@@ -120,16 +120,15 @@ def test_integers_are_multiplied_as_they_are(emulated: None, kind: str, tokens: 
     torch.testing.assert_close(added.float(), summed + residual.float(), **named)
 
 
-def test_two_blocks_fit_on_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_experts, "LARGE", 4 << 20)
+def test_two_blocks_fit_on_a_multiprocessor() -> None:
     assert token_experts.cut(2048, 512, 1, False) == Cut(1, 1, 3, 8 * 3 * 4104 + 4096)
     assert token_experts.cut(512, 2048, 9, True) == Cut(2, 1, 6, 8 * 6 * 2056 + 9216)
     assert token_experts.cut(8192, 5120, 2, True, 1) == Cut(1, 2, 2, 8 * 2 * 4104 + 32768)
     assert token_experts.refuses(2, 9, 2048, 512) is token_experts.refuses(2, 8, 2048, 1408) is None
-    assert token_experts.refuses(1, 9, 4096, 3072, 1) is token_experts.refuses(2, 2, 5120, 8192, 1) is None
+    for tokens, d, f in ((2, 5120, 8192), (1, 4096, 14336), (2, 4096, 6400)):
+        assert token_experts.refuses(tokens, 2, d, f, 1) is None
     assert token_experts.refuses(1, 8, 7168, 2048) is not None
-    assert token_experts.refuses(2, 9, 4096, 3072, 1) is not None
-    assert token_experts.refuses(1, 10, 2048, 512, 1) is not None
+    assert token_experts.refuses(1, 9, 4096, 3072, 1) is not None
     assert token_experts.refuses(2, 17, 2048, 512) is not None
 
 

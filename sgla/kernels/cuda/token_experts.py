@@ -14,8 +14,8 @@ from sgla.kernels.cuda.build import SHARED, Kernel, processors
 WARPS = 8
 MOST = 32  # pairs of token and expert
 FULL = 3 << 10  # bytes of a stage of down, about, if one row is less
-MOST_PARTS = 4  # of a row
-LARGE = 1 << 40  # weights of an expert's matrix in e4m3: off until a GPU has run it
+MOST_PARTS = 8  # of a row
+LARGE = 16 << 20  # weights of an expert's matrix, at least, in e4m3: of fewer Triton's kernels are faster
 P = ctypes.c_void_p
 
 

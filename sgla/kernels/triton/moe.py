@@ -79,13 +79,16 @@ class Few(NamedTuple):
 
 
 ROUTER = Cut(4, 2048, 4)  # fewer experts where a row is wider
+LARGE = 4 << 20  # weights of an expert's matrix: fewer rows at a time in e4m3, and more of each
 EARLY = 2  # tokens up to which shared experts are loaded before it is known who else is chosen
 
 
-def few_cuts(tokens: int, top_k: int, f: int, size: int) -> Few:
-    """As measured on an H200 with nine experts of 512, eight of 1408 and five of 1536 (``bench/gpu_moe.py
-    layers``). ``size``: bytes of a weight."""
+def few_cuts(tokens: int, top_k: int, f: int, d: int, size: int) -> Few:
+    """As measured on an H200 with nine experts of 512, eight of 1408 and five of 1536, and in e4m3 nine of
+    1408 and 3072 in models of the width 4096 (``bench/gpu_moe.py layers``). ``size``: bytes of a weight."""
     full, narrow = top_k == next_power_of_2(top_k), f <= 512
+    if size == 1 and f * d >= LARGE:
+        return Few(Cut(2, 4096, 4), Cut(1, 4096, 2), True)
     if size == 2 and full and top_k > 4:
         return Few(down=Cut(1, 4096, 1))
     if size == 2 and narrow:
@@ -689,7 +692,7 @@ def few_gate_up(
     last of all."""
     (tokens, d), top_k = x.shape, ids.shape[1]
     out = torch.empty(ids.numel(), f, dtype=x.dtype, device=x.device)
-    cut = few_cuts(tokens, top_k, f, w.element_size()).gate_up
+    cut = few_cuts(tokens, top_k, f, d, w.element_size()).gate_up
     _few_gate_up[(cdiv(f, cut.n), ids.numel())](
         x, probabilities, ids, w, w_scale if w_scale is not None else x, out, f, w.shape[0] // (2 * f),
         TOP_K=top_k, SHARED=shared if tokens <= EARLY else 0, GELU=activation == "gelu_tanh",
@@ -706,7 +709,7 @@ def few_down(
     ``[T, d]``; with ``out`` added to that in place."""
     (tokens, top_k), f = ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
-    _, cut, two = few_cuts(tokens, top_k, f, w.element_size())
+    _, cut, two = few_cuts(tokens, top_k, f, d, w.element_size())
     places, rest = split(top_k) if two else (next_power_of_2(top_k), 0)
     k = min(cut.k // places, next_power_of_2(f))
     if top_k < places and f >= 6 * k:  # as much is on its way although some places are empty
