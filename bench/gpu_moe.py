@@ -276,6 +276,7 @@ VARIANTS: dict[str, tuple[int, Few | None, str | None]] = {  # EARLY, a cut, wha
     "by Triton": (2, None, "no"),
     "by Triton, late": (0, None, "no"),
     "by Triton, one tile": (2, Few(), "no"),
+    "by Triton, few rows": (2, Few(Cut(2, 4096, 4), Cut(1, 4096, 2), True), "no"),
 }
 
 

@@ -6,7 +6,7 @@
 #   qwen3.6-35b-a3b-most   these requests in bfloat16
 #   qwen3.6-35b-a3b-first  the first token of one prompt of 8192, and steps of 1 and 16 rows behind as many tokens in bfloat16 and fp8
 # No network, random weights. Run it in the repository's root; results into $OUT (families.jsonl: a JSON line each; families.log: what was
-# printed). At most $LIMIT seconds (560); two calls with two OUTs may run at once on two GPUs.
+# printed). At most $LIMIT seconds (560); with WORKLOADS=W2 one request alone; two calls with two OUTs may run at once on two GPUs.
 #   CUDA_VISIBLE_DEVICES=0 OUT=/tmp/out0 bash bench/gpu/families.sh PART ...
 set -uo pipefail
 LIMIT=${LIMIT:-560}
@@ -33,8 +33,8 @@ for each in "$@"; do
         REPEAT=3 family "$each" 60 qwen3.6-35b-a3b "" --workloads W6 --batches 1 --lengths 8192,1 --max-model-len 9217
         part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192
         part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192 --quantization fp8 ;;
-    *-fp8) family "$each" 150 "${each%-fp8}" ', "quantization": "fp8"' --tag fp8 --workloads W2,W1 --max-model-len 4096 ;;
-    *-generic) family "$each" 150 "${each%-generic}" ', "model_impl": "transformers"' --tag generic --workloads W2,W1 --max-model-len 4096 ;;
-    *) family "$each" 130 "$each" "" --workloads W2,W1 --max-model-len 4096 ;;
+    *-fp8) family "$each" 150 "${each%-fp8}" ', "quantization": "fp8"' --tag fp8 --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096 ;;
+    *-generic) family "$each" 150 "${each%-generic}" ', "model_impl": "transformers"' --tag generic --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096 ;;
+    *) family "$each" 130 "$each" "" --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096 ;;
     esac
 done
