@@ -7,7 +7,8 @@ Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the resi
 it. Medians over replays, the slowest rank's. With ``--layers``: of a layer of Qwen3-8B without its attention,
 whose products are this rank's, in a row of so many (``summed``), with tiles that send what they make
 themselves (``sent``), and with the add and the norm alone in the place of the two sums (``apart``). Half of
-the difference is what a sum costs among products.
+the difference is what a sum costs among products. ``--own-peer`` does that on one GPU, without the link
+(``own_peer.py``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import lines
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from own_peer import join_alone
 
 from sgla.dist import Shard
 from sgla.dist.gpus import MESSAGE, join_gpus
@@ -158,9 +160,12 @@ def check(shard: Shard, rows: int, width: int) -> None:
 def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
-    shard, note = join_gpus(rank, ranks, store, message=args.message)
-    shared = symmetric.empty(4 << 20, dtype=torch.bfloat16, device=torch.device("cuda", rank))
-    symmetric.rendezvous(shared, dist.group.WORLD)
+    if args.own_peer:
+        shard, note = join_alone(message=args.message)
+    else:
+        shard, note = join_gpus(rank, ranks, store, message=args.message)
+        shared = symmetric.empty(4 << 20, dtype=torch.bfloat16, device=torch.device("cuda", rank))
+        symmetric.rendezvous(shared, dist.group.WORLD)
     base = {
         "bench": "allreduce",
         "machine": lines.gpus(ranks),
@@ -168,7 +173,7 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     }
     if rank == 0:
         print(note, flush=True)
-    for width in map(int, args.width.split(",")):
+    for width in () if args.own_peer else map(int, args.width.split(",")):
         for rows in map(int, args.rows.split(",")):
             check(shard, rows, width)
             times = {name: in_graph(op) for name, op in variants(shard, shared, rows, width).items()}
@@ -194,7 +199,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--layers-rows", default="1,2,4,16,64,128,192,256,4096,8448")
     parser.add_argument("--message", type=int, default=MESSAGE)
+    parser.add_argument("--own-peer", action="store_true", help="layers on one GPU")
     args = parser.parse_args()
+    if args.own_peer:
+        args.ranks = 1
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (args.ranks, f"{folder}/store", args), args.ranks)
 

@@ -8,7 +8,7 @@
 flight. ``step_gap_ms``: idle time of the GPU between steps. Each batch is measured twice: with a temperature
 alone, whose draw is in the graph, and with Qwen3's ``top_k`` and ``top_p`` behind the graph. ``floor_ms``:
 weights and KV that must be read, at 4.34 TB/s. With several ranks the times are those of rank 0, and
-``--profile`` tells those of each.
+``--profile`` tells those of each. ``--own-peer``: one GPU does the work of a rank of two, without the link.
 ``--guesses``: rows that n-grams guess so many tokens for, which need not be right; the graph is that of all
 decode rows, and ``finish_us``, as ``launch_us``, what the host does for a step.
 ``--profile``: see ``timeline.py``. ``--table``: whether products that are faster alone make a step faster.
@@ -33,9 +33,11 @@ import timeline
 import torch
 import torch.multiprocessing as mp
 from limits import Limits
+from own_peer import join_alone
 from timeline import Load
 
 from sgla.config import Config
+from sgla.dist import gpus
 from sgla.kernels.gpu import tuning
 from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
@@ -221,9 +223,12 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, help="with --profile: a folder to keep them in")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--own-peer", action="store_true", help="with --tp 2: one GPU, see own_peer.py")
     parser.add_argument("--table", type=Path, help="lines that count in place of the card's (see tune.py)")
     args = parser.parse_args()
-    if args.tp == 1:
+    if args.own_peer:
+        setattr(gpus, "join_gpus", join_alone)  # noqa: B010
+    if args.tp == 1 or args.own_peer:
         run(0, args, "")
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -288,7 +293,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     runner = CudaRunner(config, source, rank, args.tp, folder, lambda progress: None)
     base = {
         "bench": "step",
-        "machine": lines.gpus(args.tp),
+        "machine": lines.gpus(1 if args.own_peer else args.tp),
         "torch": torch.__version__,
         "model": Path(args.model).name,
         "context": args.context,
@@ -297,6 +302,8 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         base["quantization"] = args.quantization
     if args.table:
         base["table"] = args.table.stem
+    if args.own_peer:
+        base["own_peer"] = True
     start = {
         "s": round(time.perf_counter() - begun, 2),
         "timings": runner.facts.timings,
