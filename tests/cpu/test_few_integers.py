@@ -26,6 +26,8 @@ Few = integer_gemm.Config
         ("int4g64", 16, ADD, Config(2, 1, 4, 2)),
         ("int4m32", 11, SILU, Config(1, 1, 3)),
         ("int8g128", 9, SILU, Config(1, 1, 2, early=1, behind=True)),
+        ("int8g32", 16, ADD, Config(1, 2, 2)),
+        ("int8m32", 6, SILU, Config(2, 2, 2)),
         ("int4g128", 1, FLOAT32, Config(1, 4, 1, 1, 2, 2, late=True)),
         ("int4g128", 16, ADD, Config(2, 2, early=1, behind=True)),
         ("int4g128", 16, SILU, Config(1, 2, 2, 4)),

@@ -93,7 +93,7 @@ def test_few_rows_take_every_code(kind: str) -> None:
     torch.testing.assert_close(found, expected, rtol=rounded, atol=0.0)
 
 
-KINDS = ["int4g128", "int4g64", "int4m64", "int4m32", "int8g64", "nf4", "mxfp4", "nvfp4"]
+KINDS = ["int4g128", "int4g64", "int4m64", "int8g128", "int8m32", "nf4", "mxfp4", "nvfp4"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

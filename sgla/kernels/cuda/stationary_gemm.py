@@ -164,8 +164,6 @@ def refuses(rows: int, n: int, k: int, bits: int, group: int, codes: int = INTEG
         return f"it is faster with {FEWEST} to {MAX_ROWS} rows"
     if k < NARROW:
         return f"warps that have {NARROW} channels between them are too few"
-    if codes == INTEGERS and (bits, group) not in ((4, 64), (4, 128)):
-        return "integers were measured in 4 bits and groups of 64 and 128"
     many = padded(rows)
     shapes = [
         Shape(many, columns, k, bits, group, True, epilogue, codes=codes)
