@@ -98,8 +98,8 @@ class Route(NamedTuple):
     begin: Callable[[Chunk, Tensor, Tensor], None]
     end: Callable[[Chunk, Tensor, Tensor], None]
     toll: float
-    rows: Callable[[Chunk], None] | None = None
-    rows_toll: float = 0.0
+    rows: Callable[[Chunk], None]
+    rows_toll: float
 
 
 class Step(Protocol):
@@ -210,8 +210,8 @@ class Lane:
         """The next chunk. Beside decode steps it is fewer units, whose rows cross one by one, where they may;
         not where a step ``hurries``, for which that is too slow."""
         chunk, begin, crossing = self._waiting.popleft()
-        rows = self._route.rows if chunk.rows and self._toll.runs and not hurries else None
-        if rows is not None and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
+        by_rows = bool(chunk.rows) and self._toll.runs and not hurries
+        if by_rows and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
             chunk, rest = chunk.parted(count)
             self._waiting.appendleft((rest, begin, crossing))
         assert crossing.index is not None
@@ -223,20 +223,18 @@ class Lane:
         elif self._idle:
             crossing.begun += now - self._idle
         self._idle = 0.0
-        end = self._stage(chunk, begin, index) if rows is None else self._cross(chunk, begin, rows)
+        end = self._cross(chunk, begin) if by_rows else self._stage(chunk, begin, index)
         if chunk.closes:
             crossing.ends.append(end)
-        toll = chunk.nbytes * (self._route.toll if rows is None else self._route.rows_toll)
+        toll = chunk.nbytes * (self._route.rows_toll if by_rows else self._route.toll)
         self._queued.append(Queued(crossing, end, chunk.nbytes, toll))
         self._toll.take(self, sum(queued.toll for queued in self._queued))
 
-    def _cross(
-        self, chunk: Chunk, begin: torch.cuda.Event, rows: Callable[[Chunk], None]
-    ) -> torch.cuda.Event:
+    def _cross(self, chunk: Chunk, begin: torch.cuda.Event) -> torch.cuda.Event:
         end = torch.cuda.Event()
         with torch.cuda.stream(self._second):
             self._second.wait_event(begin)
-            rows(chunk)
+            self._route.rows(chunk)
             end.record()
         return end
 

@@ -278,7 +278,7 @@ def test_rows_of_places_far_away_are_found() -> None:
         section = section._replace(parts=section.parts._replace(beside=np.zeros(1, np.int64)))
         world.tier._sections[0] = section._replace(parts=section.parts)
         there = np.array([place], np.int32)
-        world.tier._cross_rows(Chunk(0, there, there, width=width, rows=1, closes=True))
+        world.tier._rows_in(Chunk(0, there, there, width=width, rows=1, closes=True))
     assert found[1][0] == place * width
 
 
