@@ -21,7 +21,9 @@ from torch import Tensor
 from sgla.kernels.device import this_device
 from sgla.kernels.integers import KINDS
 from sgla.kernels.routing import Clamped, Gating
+from sgla.kernels.triton import integers
 from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv
+from sgla.kernels.triton.integers import _join as _join_rows
 from sgla.kernels.triton.integers import _numbers as _integers
 from sgla.kernels.triton.integers import _scale
 from sgla.kernels.triton.moe import Groups
@@ -284,7 +286,7 @@ def _times(
     GROUP: tl.constexpr, BF16: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """acc ``[N, M]`` and what a block of the weights, at these places, makes of ``a`` ``[M, 128]``.
-    ``left``: channels from this block on."""
+    ``left``: channels from this block on. Of E4M3 ``constants`` are the scales themselves."""
     if BITS == MXFP4:
         w = _block(tl.load(numbers, inside[:, None]), tl.load(constants, inside), N, BF16)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
@@ -295,11 +297,11 @@ def _times(
     elif BITS == E4M3:
         here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
         w = _numeric(tl.load(numbers, here, other=0.0)).to(a.dtype)
-        acc += tl.dot(w, tl.trans(a), input_precision="ieee") * tl.load(constants, inside, other=0.0)[:, None]
+        acc += tl.dot(w, tl.trans(a), input_precision="ieee") * constants[:, None]
     elif BITS == MXFP8:
         here = inside[:, None] & (tl.arange(0, 128) < left)[None, :]
-        exponents = tl.load(constants[:, None] + tl.arange(0, 4)[None, :], inside[:, None], other=127)
-        scales = tl.exp2(exponents.to(tl.float32) - 127.0)
+        exponents = tl.load(constants, inside, other=0)[:, None] >> (8 * tl.arange(0, 4))[None, :]
+        scales = tl.exp2((exponents & 255).to(tl.float32) - 127.0)
         scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [N, 4, 32]), [N, 128])
         w = (_numeric(tl.load(numbers, here, other=0.0)).to(tl.float32) * scales).to(a.dtype)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
@@ -376,10 +378,16 @@ def _experts(
     w += row[:, None] * (k if bytewise else blocks * words) + tl.arange(0, words)[None, :]
     constants += row * (blocks * per)
     acc = tl.zeros([rows, BM], tl.float32)
+    last = blocks - 1
+    if BITS == E4M3:  # Triton has those loads run ahead that products wait for, and no others
+        ahead = tl.load(constants + tl.minimum(begin, last), inside, other=0.0)
     for at in range(begin, tl.minimum(begin + share, blocks)):
         here = live[:, None] & (at * 128 + c < k)[None, :]
         a = tl.load(source + at * 128, mask=here, other=0.0)
         numbers, own = w + at * words, constants + at * per
+        if BITS == E4M3:
+            own = ahead
+            ahead = tl.load(constants + tl.minimum(at + 1, last), inside, other=0.0)
         left = k - at * 128
         acc = _times(numbers, own, factors, a, acc, inside, left, rows, BITS, GROUP, BF16, WHOLE)
     if BITS == MXFP4:
@@ -472,8 +480,8 @@ def _parts(w: Packed, dtype: torch.dtype) -> _Parts:
     if not this_device().fp8:
         words, constants = map(_as_bytes, (words, constants))
     if w.kind == "mxfp8":
-        return _Parts(words, constants, factors, bits, 32, constants.shape[1] // 4)
-    if w.kind == "fp8g128":
+        constants = constants.view(torch.int32)  # loads of a byte each would not run ahead
+    if w.kind in ("mxfp8", "fp8g128"):
         return _Parts(words, constants, factors, bits, group, constants.shape[1])
     if w.kind == "mxfp4" or w.kind in KINDS:
         constants = constants.view(torch.int32)
@@ -501,6 +509,9 @@ class Cut(NamedTuple):
 
 def cut(m: int, n: int, blocks: int, itemsize: int = 2) -> Cut:
     """Of ``linear``."""
+    if this_device().wgmma and itemsize == 2 and 32 < m <= 64:
+        rows, *tiled = integers.tile_for(m, n, 128 * blocks, itemsize)
+        return Cut(rows, Tile(*tiled))
     rows, tile = 16, Tile(64, 4, 3)
     if m > 16:
         found = tiles_for(max(m, FEW + 1), 1, itemsize, this_device().wgmma)
@@ -527,8 +538,11 @@ def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False
         num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip
     if splits > 1:
-        out = part.sum(0) if bias is None else part.sum(0) + bias
-    return out.to(x.dtype)
+        _join_rows[(m, cdiv(n, integers.JOINED))](
+            part, x if bias is None else bias, out, m, n, n, HAS_BIAS=bias is not None, SPLITS=splits,
+            BLOCK=integers.JOINED, num_warps=4, **_pdl(),
+        )  # fmt: skip
+    return out
 
 
 def _splits(programs: int, blocks: int) -> int:

@@ -21,6 +21,7 @@ from sgla.kernels.triton.common import cdiv
 from sgla.kernels.triton.elementwise import _begin, _pdl
 
 JOINED = 512  # outputs of a program that adds up
+WIDE = 1 << 13  # channels of a wide x
 
 
 class Tile(NamedTuple):
@@ -316,7 +317,8 @@ def _pack(
 
 
 def tile_for(m: int, n: int, k: int, itemsize: int, deterministic: bool = False) -> Tile:
-    """An estimate. ``deterministic``: one for every number of rows."""
+    """An estimate; for 33 to 64 rows, on Hopper, that of the layers of Qwen3-8B on an H200
+    (``bench/gpu_packed.py``). ``deterministic``: one for every number of rows."""
     device = this_device()
     return _choose(m, n, k, itemsize, deterministic, device.multiprocessors, device.wgmma)
 
@@ -325,16 +327,21 @@ def tile_for(m: int, n: int, k: int, itemsize: int, deterministic: bool = False)
 def _choose(m: int, n: int, k: int, itemsize: int, fixed: bool, processors: int, hopper: bool) -> Tile:
     if fixed or itemsize == 4:
         return Tile(32, 64, 4, 2)
+    beside = 1 if m > 64 else 2  # programs on a multiprocessor
     if m > 64:
         tile = Tile(128, 128, 8, 3) if hopper else Tile(64, 128, 4, 2)
+    elif m > 32 and hopper:
+        wide = k > WIDE
+        tile, beside = Tile(64, 128 if wide else 64, 4, 3), 2 if wide else 3
     elif m > 16:
         tile = Tile(32 if m <= 32 else 64, 128 if hopper else 64, 4, 4 if hopper else 3)
     else:
         tile = Tile(16, 64, 4, 4)
     programs, splits = cdiv(m, tile.m) * cdiv(n, tile.n), 1
-    room = processors * (1 if m > 64 else 2)
-    while 2 * splits * programs <= room and cdiv(k, BLOCK) >= 8 * splits:
+    while 2 * splits * programs <= beside * processors and cdiv(k, BLOCK) >= 8 * splits:
         splits *= 2
+    if beside == 3 and splits * programs <= 2 * processors:
+        tile = tile._replace(stages=4)
     return tile._replace(splits=splits)
 
 
