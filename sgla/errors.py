@@ -96,14 +96,14 @@ class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
     @classmethod
-    def of(cls, limit: int, prompt: int, new: int) -> ContextTooLong:
-        """``limit`` context length, ``prompt`` tokens given, ``new`` tokens asked for.
+    def of(cls, limit: int, prompt: int, new: int, param: str = "messages") -> ContextTooLong:
+        """``limit`` context length, ``prompt`` tokens given as the field ``param``, ``new`` tokens asked for.
         Clients match this wording."""
         asked = f" ({prompt} in the prompt and {new} for the completion)" if new else ""
         return cls(
             f"This model's maximum context length is {limit} tokens. However, you requested {prompt + new} "
             f"tokens{asked}. Please shorten the prompt or ask for fewer tokens.",
-            param="messages" if not new else "max_tokens",
+            param="max_tokens" if new else param,
         )
 
 

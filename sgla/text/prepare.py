@@ -279,8 +279,8 @@ class Preparer:
     def tokens(self, job: Job) -> list[int]:
         """The prompt's token ids, checked."""
         if job.suffix is not None:
-            self._check_length(job.suffix)
-            suffix = self._ids(self.tokenizer.encoding(job.suffix, add_special_tokens=False))
+            self._check_length(job.suffix, "suffix")
+            suffix = self._ids(self.tokenizer.encoding(job.suffix, add_special_tokens=False), "suffix")
             return self._infill.tokens(self._before(job), suffix)
         if job.token_ids is not None:
             return self._checked_ids(job.token_ids)
@@ -367,30 +367,30 @@ class Preparer:
             )
         return ids
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, param: str) -> None:
         """Raise ContextTooLong for a text that no context holds, before it is encoded."""
         limit = self.limits.context_len
         # Only a text far longer than the context can fail this, so the vocabulary is not measured before.
         if len(text) > 16 * limit and len(text) > limit * self.tokenizer.longest_token:
             least = len(text) // self.tokenizer.longest_token
-            raise ContextTooLong.of(limit, least, 0)
+            raise ContextTooLong.of(limit, least, 0, param)
 
     def _reachable(self, text: str, most: int | None) -> str:
-        """The part of a text that an input cut to ``most`` tokens may reach;
+        """The part of an input's text that an input cut to ``most`` tokens may reach;
         raises ContextTooLong if it is not to be cut."""
         if most is None:
-            self._check_length(text)
+            self._check_length(text, "input")
             return text
         short = len(text) <= 16 * self.limits.context_len
         return text if short else text[: 2 * self.limits.context_len * self.tokenizer.longest_token]
 
     def _encode(self, text: str, add_special_tokens: bool, param: str, space: str | None = None) -> list[int]:
         """``space``: of a conversation, whose turns may be known there."""
-        self._check_length(text)
+        self._check_length(text, param)
         if space is None:
-            tokens = self._ids(self.tokenizer.encoding(text, add_special_tokens))
+            tokens = self._ids(self.tokenizer.encoding(text, add_special_tokens), param)
         else:
-            tokens = self._ids(self.tokenizer.conversation(text, space))
+            tokens = self._ids(self.tokenizer.conversation(text, space), param)
         if not tokens:
             raise InvalidField("the prompt is empty; send at least one token", param=param)
         if max(tokens) >= self.limits.vocab_size:
@@ -399,10 +399,10 @@ class Preparer:
             raise BadRequest(f"the model has no embedding for the token {shown!r} (id {wrong})", param=param)
         return tokens
 
-    def _ids(self, encoded: Encoding | array[int]) -> list[int]:
+    def _ids(self, encoded: Encoding | array[int], param: str) -> list[int]:
         """Raises ContextTooLong for so many that other threads would wait for the list."""
         if len(encoded) > self.limits.context_len + CUT:
-            raise ContextTooLong.of(self.limits.context_len, len(encoded), 0)
+            raise ContextTooLong.of(self.limits.context_len, len(encoded), 0, param)
         return encoded.tolist() if isinstance(encoded, array) else encoded.ids
 
     def _max_new(self, prompt: int, max_tokens: int | None, clip: bool) -> int:

@@ -427,6 +427,7 @@ def test_prefill_and_documents() -> None:
         {"tool_choice": {"type": "tool"}},
         {"mcp_servers": [{"url": "x"}]},
         {"container": {"skills": [{"type": "anthropic", "skill_id": "pptx"}]}},
+        {"stop_sequences": ["x"] * 65},
     ],
 )
 def test_wrong_bodies_are_named(wrong: dict[str, Any]) -> None:

@@ -250,6 +250,7 @@ async def test_bad_inputs_are_refused_by_name(embedder: tuple[Path, Any]) -> Non
         ({"input": [5, -1]}, "invalid_value", "input"),
         ({"input": long}, "context_length_exceeded", "input"),
         ({"input": ["w1", long]}, "context_length_exceeded", "input"),
+        ({"input": long * 9}, "context_length_exceeded", "input"),
         ({"input": [1] * 49}, "context_length_exceeded", "input"),
         ({"input": "w1", "dimensions": 8}, "unsupported_parameter", "dimensions"),
         ({"input": "w1", "dimensions": 0}, "invalid_value", "dimensions"),

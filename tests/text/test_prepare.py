@@ -188,8 +188,9 @@ def test_hopelessly_long_text_is_refused_before_it_is_encoded(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(byte_level, "encoding", None)
-    with pytest.raises(ContextTooLong):
+    with pytest.raises(ContextTooLong) as refused:
         preparer(byte_level)(job(text="x" * 100_000))
+    assert refused.value.param == "prompt"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import msgspec
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.media.parts import Source
 from sgla.http.request.chat import check_parts, check_tool_name, checked_effort, unsupported_tool
+from sgla.http.request.sampling import stop_list
 from sgla.http.request.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -206,7 +207,7 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
         raise unsupported("container.skills", ": they are for tools that a provider's own server runs")
     passed = {name: getattr(fields, name) for name in PASSED}
     passed["cache_control"] = longest(fields)
-    passed["stop"] = fields.stop if fields.stop_sequences is None else fields.stop_sequences
+    passed["stop"] = stop_list("stop_sequences", fields.stop_sequences) or fields.stop
     if fields.output_config is not None and fields.output_config.effort is not None:
         passed["reasoning_effort"] = checked_effort(fields.output_config.effort, "output_config.effort")
     form = (fields.output_config and fields.output_config.format) or fields.output_format
