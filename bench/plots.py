@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from collections import defaultdict
@@ -26,8 +27,13 @@ PAGE, CPU_PAGE = ROOT / "docs/performance.md", ROOT / "docs/performance-cpu.md"
 BEGIN, END = "<!-- begin: bench/plots.py -->\n", "<!-- end: bench/plots.py -->\n"
 
 # Commits whose speed on a GPU is today's: nothing since the first has changed it by more than machines
-# differ.
-COMMITS = {"60fa9cc", "6d75205", "ca86889", "ee75c56", "b9c157d", "e5654d4", "fd60420", "a1e7c91"}
+# differ; and the tags and parts of lines that try nothing out.
+COMMITS = {
+    "60fa9cc", "e95bc5e", "6d75205", "ca86889", "a4f8923", "ee75c56", "b9c157d", "843a34f", "e5654d4",
+    "fd60420", "a1e7c91", "8448406", "e9be75f", "9f95da99", "2e97d982", "91186b5e", "97341c87", "15460d8a",
+    "e5d9106f", "7cbc7815", "570b0de1",
+}  # fmt: skip
+TAGS = {None, "old", "new", "by turns on one GPU", "slow GPU", "documents", "chat"}
 MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B",
     "qwen3-8b": "Qwen3-8B",
@@ -65,20 +71,35 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 
 def plain_lines() -> list[dict[str, Any]]:
-    """Of sgla without other settings (quantization, ranks, ``--deterministic``)."""
-    found = []
+    """Of sgla without other settings (quantization, ranks, ``--deterministic``). A line without a command has
+    the settings of the start before it."""
+    found: list[dict[str, Any]] = []
+    started: dict[str, str] = {}
     for line in lines("gpu-h200.jsonl"):
-        extra = line.get("command", "").partition("--extra ")[2]
-        plain = extra in ("", "'{}'") or "tokenizer" in extra
-        found += [line] if plain and line.get("engine") == "sgla" else []
+        if line.get("engine") != "sgla":
+            continue
+        if "extra" in line:
+            started[line["model"]] = line["extra"]
+        extra = started.get(line["model"], "{}")
+        if "command" in line:
+            words = shlex.split(line["command"])
+            extra = words[words.index("--extra") + 1] if "--extra" in words else "{}"
+        if json.loads(extra).keys() <= {"tokenizer", "device"}:
+            found.append(line)
     return found
+
+
+def todays_lines() -> list[dict[str, Any]]:
+    return [
+        line
+        for line in plain_lines()
+        if line.get("commit") in COMMITS and line.get("tag", line.get("part")) in TAGS
+    ]
 
 
 def gpu_medians() -> Figures:
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for line in plain_lines():
-        if line.get("commit") not in COMMITS:
-            continue
+    for line in todays_lines():
         workload = line["w"] + (f" {line['bs']}" if "bs" in line else "")
         if workload in WORKLOADS:
             found[workload, Path(line["model"]).name].append(line[WORKLOADS[workload][0]])
@@ -207,7 +228,7 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
     axes.legend(frameon=False)
     save(figure, "cpu")
 
-    gpu = [line for line in plain_lines() if line.get("commit") in COMMITS]
+    gpu = todays_lines()
     documents = [line for line in plain_lines() if line["w"] == "W8" and "commit" in line]
     eight = [line for line in [*gpu, *documents] if Path(line["model"]).name == "qwen3-8b"]
     more = {name for name, (field, _, _) in WORKLOADS.items() if field.endswith("tok_s")}

@@ -116,6 +116,8 @@ def test_a_median_takes_plain_lines_of_known_commits(monkeypatch: pytest.MonkeyP
         {**line, "out_tok_s": 900.0, "command": "python bench/offline.py --extra '{\"tp\": 2}'"},
     ]
     ours = [{**line, "out_tok_s": value} for value in (1.0, 2.0, 4.0)]
+    start = {**line, "w": "startup", "extra": '{"quantization": "fp8"}'}
+    others += [{**line, "out_tok_s": 900.0, "tag": "tuned"}, start, {**line, "out_tok_s": 900.0}]
     monkeypatch.setattr(plots, "lines", lambda name: [*ours, *others])
     assert plots.gpu_medians() == {"W1": {"qwen3-8b": 2.0}}
 
