@@ -296,7 +296,7 @@ STATES = (
     "layers that keep states have kernels of their own, and others --attention-backend auto; leave it out"
 )
 STREAMED = "--load-format remote copies what lies in an object store; files of this disk need no flag"
-INSTANCE = "weights come from files: --load-format remote copies a folder that HTTP, S3 or GCS serves"
+KEPT = "--load-format remote copies what MODEL is the address of: redis://, s3://, gs://, http:// and others"
 AMD = "AMD GPUs are not supported yet: --device cpu, without it"
 
 BACKENDS: dict[str, Word | str] = {
@@ -357,7 +357,7 @@ VALUES: dict[str, dict[str, Word | str]] = {
             "weights are safetensors, PyTorch's or GGUF files in Hugging Face's layout; leave it out",
         ),
         **dict.fromkeys(("runai_streamer", "runai_streamer_sharded"), STREAMED),
-        **dict.fromkeys(("redis", "private"), INSTANCE),
+        **dict.fromkeys(("redis", "private"), KEPT),
         "remote_instance": Word("remote-instance"),
         "fastsafetensors": Word("safetensors", "files are read by several threads in any case"),
         "hf": Word("auto"),
@@ -421,8 +421,8 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "hicache-storage-*",
-        "--kv-store FOLDER, an address that fsspec knows, mooncake://MASTER:PORT or lm://HOST:PORT keeps "
-        "prefixes for several servers; --kv-disk PATH:BYTES for one",
+        "--kv-store FOLDER, an address that fsspec knows, nixl:FOLDER, mooncake://MASTER:PORT or "
+        "lm://HOST:PORT keeps prefixes for several servers; --kv-disk PATH:BYTES for one",
     ),
     (
         "*kv-transfer-config",
@@ -447,8 +447,8 @@ REFUSED: list[tuple[str, str]] = [
         "hicache-* enable-hicache radix-cache-backend *lmcache* *flexkv* "
         "*hisparse* hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* "
         "enable-session-radix-cache",
-        "--kv-host-bytes 64G keeps prefixes of a GPU in the host's memory, --kv-disk PATH:BYTES keeps them "
-        "on a disk",
+        "--kv-host-bytes 64G keeps prefixes of a GPU in the host's memory, --kv-disk PATH:BYTES on a disk, "
+        "--kv-store lm://HOST:PORT in a server of LMCache",
     ),
     (
         "mm-* *-mm-* *multimodal* media-* image-* *-image-* "
@@ -640,7 +640,8 @@ REFUSED: list[tuple[str, str]] = [
             "*mamba* *replayssm* linear-attn-* linear-replay* gdn-* kda-* dsa-* dsv4-* *-dsa-* *deepseek* "
             "qsa-* *swa-bounded-replay *sconv"
         ),
-        "models of this kind are not supported",
+        "layers that keep states, and sparse attention, have kernels of their own; --kv-cache-bytes holds "
+        "states, too: leave it out",
     ),
     (
         "*-backend *-autotune* *-megakernel *-monokernel kernel-config attention-config additional-config "
