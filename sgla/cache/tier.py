@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 from sgla.cache.loose import LoosePool
 from sgla.cache.tree import NO_MARKS, Marks
 from sgla.messages import KEY
+
+T = TypeVar("T")
 
 NOWHERE = 1  # the number of units that have none
 
@@ -15,13 +18,15 @@ NOWHERE = 1  # the number of units that have none
 class TierPool(LoosePool):
     """Units of one cache group, each under a key that says all tokens up to its end. One that a copy goes to
     is *coming* and held; one that a copy comes from is held. Those that nobody holds are lost when others
-    need their places, the one longest unused first."""
+    need their places, the one longest unused first; of a text the last one, without which the others are
+    still of use, or if it is the ``ends`` that are, as of windows and states, the first one."""
 
-    __slots__ = ("_coming", "_highest", "_tickets")
+    __slots__ = ("_coming", "_ends", "_highest", "_tickets")
 
-    def __init__(self, units: int, found: bytes = b"") -> None:
+    def __init__(self, units: int, found: bytes = b"", ends: bool = False) -> None:
         """``found``: keys of what the first units hold already, zeros for none."""
         super().__init__(units + 1)
+        self._ends = ends
         self._tickets: dict[bytes, int] = {}  # of each key; some are void
         self._coming: set[int] = set()  # tickets
         self._highest = 0  # of the units that have been written to
@@ -46,11 +51,13 @@ class TierPool(LoosePool):
         """The unit of a key that it ``has_key``."""
         return self.page(self._tickets[key])
 
-    def make_room(self, n: int) -> None:
-        """For so many copies, as far as that is possible: in the places of a text that goes, in its order, of
-        which the end is the first to go."""
+    def make_room(self, n: int, more: int = 0) -> int:
+        """For so many copies, as far as that is possible: in the places of a text that goes, in its order.
+        Returns for how many of ``more`` others there is room without that."""
         going = max(0, min(n - len(self), self.evictable))
-        self._lose([self._idle.popitem(last=False)[0] for _ in range(going)][::-1])
+        lost = [self._idle.popitem(last=False)[0] for _ in range(going)]
+        self._lose([*self._backwards(lost)])
+        return max(0, min(more, len(self) - n))
 
     def receive(self, key: bytes) -> int:
         """A unit for a copy of what ``key`` names; 0: all are held."""
@@ -78,18 +85,21 @@ class TierPool(LoosePool):
         return self.leave(pages)
 
     def leave(self, pages: Sequence[int]) -> list[int]:
-        """``unhold`` what a copy was of. Returns those that have been forgotten meanwhile. Without its
-        beginning a text is of no use, so that is the last to go."""
+        """``unhold`` what a copy was of. Returns those that have been forgotten meanwhile."""
         gone = [page for page in pages if not self._ticket[page] and self._holds[page] == 1]
-        self.unhold(reversed(pages))
+        self.unhold(self._backwards(pages))
         return gone
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Somebody has had what these keys name, though not from here."""
-        for key in reversed(keys):
+        for key in self._backwards(keys):
             page = self._page.get(self._tickets.get(key, 0), 0)
             if page in self._idle:
                 self._idle.move_to_end(page)
+
+    def _backwards(self, units: Sequence[T]) -> Iterable[T]:
+        """Of a text, in the order in which they are to go."""
+        return units if self._ends else reversed(units)
 
     def forget_keys(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the units that held them, and that no copy is of."""
@@ -165,8 +175,8 @@ class StorePool:
     def place(self, key: bytes) -> int:
         return NOWHERE
 
-    def make_room(self, n: int) -> None:
-        pass
+    def make_room(self, n: int, more: int = 0) -> int:
+        return more
 
     def receive(self, key: bytes) -> int:
         return NOWHERE

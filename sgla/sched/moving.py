@@ -141,7 +141,8 @@ class Moving:
 def _pools(tier: Tier, found: Sequence[bytes]) -> Sequence[TierPool | StorePool]:
     if tier.shared:
         return [StorePool() for _ in tier.units]
-    return [TierPool(count, keys) for count, keys in zip(tier.units, found or [b""] * len(tier.units))]
+    named = found or [b""] * len(tier.units)
+    return [TierPool(count, keys, ends=g > 0) for g, (count, keys) in enumerate(zip(tier.units, named))]
 
 
 def columns(units: list[list[int]]) -> list[bytes]:

@@ -4,11 +4,12 @@ or before the tree loses it."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sgla.cache.spaces import weights_of
 from sgla.cache.tier import chain
 from sgla.cache.tree import Node
+from sgla.cache.window import WindowPool
 from sgla.messages import Copy
 from sgla.sched.moving import Moving, Transfer, columns, joined
 from sgla.sched.request import Request
@@ -66,7 +67,8 @@ class Saving:
             saved = [{i: unit for i, unit in group.items() if i < most} for group in units]
             if policy == "write_back":
                 saved[0] = {}
-            self._save(tier, node, keys, saved)
+            ends = {most, min(most, request.prompt_len // moving.page_size)}
+            self._save(tier, node, keys, saved, ends=ends)
 
     def save_part(self, request: Request) -> None:
         """Have the pages of whole histories that the tree has of a prompt copied to tiers where others wait
@@ -137,9 +139,11 @@ class Saving:
         keys: list[bytes],
         there: list[dict[int, int]],
         own: Sequence[int] = (),
+        ends: Iterable[int] = (),
     ) -> bool:
         """``there``: the units of each cache group, by the page that they end with. ``own``: all of them, if
-        the tree has none. False: the tier lacks nothing, or has no room."""
+        the tree has none. ``ends``: numbers of pages behind which others will go on; of windows what these do
+        not read takes no other's place. False: the tier lacks nothing, or has no room."""
         moving, told = self._moving, self._moving.told[tier]
         named: list[list[bytes]] = []
         units, places = list[list[int]](), list[list[int]]()
@@ -147,12 +151,15 @@ class Saving:
         leaving = self.leaving[tier]
         few = leaving and not told.early
         room = max(total // LEAVING - leaving, 0) if few else total
-        for pool, found in zip(moving.tiers[tier], there):
-            pool.use(keys)
+        read = [None, *(self._read(pool, ends) for pool in moving.pools.windows), None]
+        for pool, found, needed in zip(moving.tiers[tier], there, read):
+            pool.use(keys if not needed else [keys[i] for i in sorted(needed)])
             wanted = [i for i in sorted(found) if pool.lacks(keys[i])][:room]
+            others = [i for i in wanted if needed and i not in needed]
+            spare = pool.make_room(len(wanted) - len(others), len(others))
+            left_out = {*others[: len(others) - spare]}
             received = list[tuple[int, int]]()
-            pool.make_room(len(wanted))
-            for i in wanted:
+            for i in (i for i in wanted if i not in left_out):
                 if not (place := pool.receive(keys[i])):
                     break
                 received.append((i, place))
@@ -169,3 +176,8 @@ class Saving:
         number = moving.begin(Transfer(tier, places, node, held, owned, keys=named))
         moving.later.append(Copy(number, "device", told.name, columns(units), columns(places), joined(named)))
         return True
+
+    def _read(self, pool: WindowPool, ends: Iterable[int]) -> set[int]:
+        """The pages that a token behind each of the ``ends`` reads."""
+        size = self._moving.page_size
+        return {i for end in ends for i in range(pool.first(end * size), end)}

@@ -161,6 +161,17 @@ def by_turns() -> list[Submit]:
     ]
 
 
+def longer() -> list[Submit]:
+    """Texts that push each other from the device, and go on: each ends with what a window needs."""
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, 331, 36).tolist() for _ in range(3)]
+    return [
+        replace(submit(f"{turn}{i}", [*text, *[turn + i] * turn], 1, logprobs=1), arrival=10.0 * turn + i + 1)
+        for turn in range(2)
+        for i, text in enumerate(texts)
+    ]
+
+
 def poison(runner: Any, core: Any) -> None:
     """From now on the free pages of windows hold no numbers whenever a step is planned."""
     plan = core.plan
@@ -600,6 +611,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     ),
     "prefixes on the host": (DECODER, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
     "prefixes that come late": (DEEP, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
+    "prefixes with windows": (WINDOWS, "", longer, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
+    "prefixes of latents": (PICKED, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
     "prefixes on a disk": (DECODER, "", by_turns, ONE, {"kv_disk": "{}/disk:1M", **TORCH}),
     "prefixes for others": (DECODER, "", by_turns, ONE, {**PREFILL, **TORCH}),
     "prefixes for others on a GPU": (

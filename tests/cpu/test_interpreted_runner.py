@@ -26,6 +26,8 @@ CASES = {
     "adapters of packed experts": {"logprobs"},
     "prefixes that come late": {"logprobs"},
     "prefixes on a disk": {"logprobs"},
+    "prefixes with windows": {"logprobs"},
+    "prefixes of latents": {"logprobs"},
     "prefixes for others": {"logprobs"},
     "prefixes for others on a GPU": {"logprobs"},
     "after a sleep": {"logprobs"},

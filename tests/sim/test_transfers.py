@@ -200,6 +200,18 @@ def test_pages_of_windows_come_back(window: int) -> None:
     simulation.verify()
 
 
+def test_a_tier_has_windows_of_the_ends_of_many_texts() -> None:
+    """What else is left of windows takes nobody's place, and is the first to go."""
+    simulation = Simulation(
+        make_limits(pages=14, windows=[CacheGroup(14, 6)], tiers=[Tier("host", [100, 14])])
+    )
+    texts = [[(i + 3 + 7 * j) % 50 for j in range(40)] for i in range(5)]
+    for i, text in enumerate(texts):
+        run(simulation, f"first{i}", text)
+    assert [run(simulation, f"again{i}", [*text, 1, 2]) for i, text in enumerate(texts)] == [40] * 5
+    simulation.verify()
+
+
 def test_a_window_that_alone_was_lost_comes_back_alone() -> None:
     simulation = grouped(CacheGroup(5, 6), pages=40, context_len=60)
     run(simulation, "first", LONG)
