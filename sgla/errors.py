@@ -21,6 +21,7 @@ SglaError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ class SglaError(Exception):
 
     @staticmethod
     def from_rejected(rejected: Rejected) -> SglaError:
-        """The exception that a Rejected stands for, for those who wait for a whole answer."""
-        error = SglaError(rejected.message, param=rejected.param, retry_after=rejected.retry_after)
+        """The exception that a Rejected stands for, for those who wait for a whole answer: of the class that
+        has its code."""
+        kind = next((kind for kind in _kinds(SglaError) if kind.code == rejected.code), SglaError)
+        error = kind(rejected.message, param=rejected.param, retry_after=rejected.retry_after)
         error.status, error.code, error.type = rejected.status, rejected.code, rejected.type
         return error
 
@@ -64,6 +67,13 @@ class SglaError(Exception):
             param=self.param,
             retry_after=self.retry_after,
         )
+
+
+def _kinds(kind: type[SglaError]) -> Iterator[type[SglaError]]:
+    """``kind`` and all below it, from the top."""
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
 
 
 class BadRequest(SglaError):

@@ -14,7 +14,7 @@ from sgla.engine.beams import BeamCalls
 from sgla.engine.inputs import Messages, Prompt, conversation_fields, is_conversation, is_one
 from sgla.engine.loop import Message
 from sgla.engine.outputs import Output
-from sgla.engine.params import SamplingParams
+from sgla.engine.params import SamplingParams, priorities
 from sgla.engine.pictures import Shown, chat_given, each, prompt_given
 from sgla.engine.progress import Bar
 from sgla.engine.vectors import VectorCalls
@@ -276,7 +276,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
     ) -> Any:
         single = is_one(prompts)
         batch = [prompts] if single else list(prompts)
-        ranks, names = each(priority, len(batch), "priorities"), each(lora_path, len(batch), "adapters")
+        ranks, names = priorities(priority, len(batch)), each(lora_path, len(batch), "adapters")
         own = [shown] if single else shown.each(len(batch))
         given = await self._inputs(list(map(prompt_given, batch, own)))
         inputs = [

@@ -36,6 +36,7 @@ Message = Event | Rejected | Exception  # what a stream brings
 # milliseconds; then, beside steps that run, so few that no result waits long.
 FIRST_PART, PART = 1 << 17, 1 << 15
 SHUT_DOWN = "the engine is shut down"
+FORKED = "this process was forked from that of the engine, which answers there alone; make an engine here"
 LEAVING = 10.0  # seconds that the end of the interpreter waits for an engine that nobody has shut down
 USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
 
@@ -79,8 +80,9 @@ class EngineLoop:
         return self._ready().ingress.tokenizer
 
     def shutdown(self) -> None:
-        """End open requests, stop the workers and the thread; idempotent."""
-        if self._loop.is_closed():
+        """End open requests, stop the workers and the thread; idempotent. In a forked process, which has
+        none of these, nothing."""
+        if self._loop.is_closed() or self._process != os.getpid():
             return
         if self._system is not None:
             system, self._system = self._system, None
@@ -126,9 +128,15 @@ class EngineLoop:
     def _defaults(self) -> Defaults:
         return self._ready().ingress.default_sampling
 
+    def _gone(self) -> str | None:
+        """Why nobody will answer, if so."""
+        if self._process != os.getpid():
+            return FORKED
+        return SHUT_DOWN if self._loop.is_closed() else None
+
     def _ready(self) -> System:
-        if self._system is None:
-            raise SglaError(SHUT_DOWN)
+        if self._system is None or self._gone():
+            raise SglaError(self._gone() or SHUT_DOWN)
         return self._system
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -144,9 +152,9 @@ class EngineLoop:
         return await asyncio.wrap_future(self._put(work))
 
     def _put(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._loop.is_closed():
+        if why := self._gone():
             work.close()
-            raise SglaError(SHUT_DOWN)
+            raise SglaError(why)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _job(self, sampling: messages.SamplingParams | None, **fields: Any) -> Job:

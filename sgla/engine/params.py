@@ -3,6 +3,7 @@ the fields of the message of that name, and vLLM's beside."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from sgla import messages
 from sgla.defaults import REPETITION, SAMPLING, TOKENS, Range, number
 from sgla.engine.inputs import kind
+from sgla.engine.pictures import each
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
 from sgla.validation import fault, root
@@ -20,11 +22,13 @@ from sgla.validation import fault, root
 WITH_DEFAULTS = (*SAMPLING, REPETITION)  # fields that a model or the user may have defaults for
 COUNTS = {
     "n": TOKENS,
-    "min_tokens": Range(0),
-    "logprobs": Range(0),
-    "prompt_logprobs": Range(-1),
-    "logprob_start": Range(0),
+    "min_tokens": Range(0, TOKENS.high),
+    "logprobs": Range(0, TOKENS.high),
+    "prompt_logprobs": Range(-1, TOKENS.high),
+    "logprob_start": Range(0, TOKENS.high),
 }
+PRIORITY = Range(-(2**31), 2**31 - 1)
+LARGEST = 1e30  # bias, beside which no logit counts
 VLLMS = messages.SamplingParams()
 MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens", "thinking_token_budget")
 
@@ -176,6 +180,23 @@ def resolved(
         value = getattr(found, name)
         if value is not None and value not in fits:
             raise InvalidField(f"{name} must be an integer {fits}, not {value}", param=name)
+    for token, bias in found.logit_bias.items():
+        if not (abs(bias) <= LARGEST or bias == -math.inf):
+            raise InvalidField(
+                f"logit_bias: token {token} has {bias}; give numbers of at most {LARGEST:g}, or -inf",
+                param="logit_bias",
+            )
+    return found
+
+
+def priorities(given: Any, count: int) -> list[int]:
+    """Of each of ``count`` requests. Raises InvalidField, and ValueError for others than so many."""
+    found: list[int] = each(given, count, "priorities")
+    for value in found:
+        if type(value) is not int or value not in PRIORITY:
+            raise InvalidField(
+                f"priority must be an integer {PRIORITY}, got {value!r}"[:99], param="priority"
+            )
     return found
 
 

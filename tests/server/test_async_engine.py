@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from sgla import Engine, SamplingParams
 from sgla.actors.ingress import Ingress, Sink
-from sgla.errors import InvalidField, Overloaded, SglaError
+from sgla.errors import ContextTooLong, InvalidField, Overloaded, SglaError
 from sgla.messages import Job
 
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -69,6 +70,47 @@ def test_what_is_no_conversation_is_named(engine: Engine, chat: Any, message: st
 def test_what_is_no_sampling_is_named(engine: Engine, sampling: Any) -> None:
     with pytest.raises(InvalidField, match=r"sampling must be SamplingParams\(...\), got a value of type "):
         engine.generate("abc", sampling)
+
+
+@pytest.mark.parametrize("priority", ["x", None, 1.5, True, 2**31, float("nan"), [3, "x"]])
+def test_a_priority_is_a_number(engine: Engine, priority: Any) -> None:
+    """Another one would end the scheduler, and every request with it."""
+    prompts = ["abc", "def"] if isinstance(priority, list) else "abc"
+    with pytest.raises(InvalidField, match="priority must be an integer between"):
+        engine.generate(prompts, SamplingParams(max_tokens=1), priority=priority)
+
+
+@pytest.mark.parametrize("name", ["n", "min_tokens", "logprobs", "prompt_logprobs", "logprob_start"])
+def test_numbers_are_no_larger_than_a_message_holds(engine: Engine, name: str) -> None:
+    with pytest.raises(InvalidField, match=f"{name} must be an integer between"):
+        engine.generate("abc", SamplingParams(**{name: 2**70}))
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("inf"), 1e300])
+def test_a_bias_is_a_number(engine: Engine, bias: float) -> None:
+    with pytest.raises(InvalidField, match="logit_bias: token 5 has"):
+        engine.generate("abc", SamplingParams(logit_bias={5: bias}))
+    engine.generate("abc", SamplingParams(logit_bias={5: float("-inf")}, max_tokens=1))
+
+
+def test_what_a_request_is_refused_for_has_its_class(engine: Engine) -> None:
+    with pytest.raises(ContextTooLong):
+        engine.generate("a" * 100_000)
+    with pytest.raises(InvalidField, match="vocabulary"):
+        engine.generate([10**9])
+
+
+def test_a_forked_process_is_told_that_nobody_answers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does its end take the engine from the process that has it."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "getpid", lambda: -1)
+        for call in (engine.generate, engine.chat, lambda prompt: next(engine.stream(prompt))):
+            with pytest.raises(SglaError, match="this process was forked"):
+                call("abc")
+        engine.shutdown()
+    assert engine.generate("abc", SamplingParams(max_tokens=1)).tokens
 
 
 def test_an_engine_sleeps_and_wakes(engine: Engine) -> None:
