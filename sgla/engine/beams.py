@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from sgla import messages
+from sgla.defaults import TOKENS, Range
 from sgla.engine.inputs import Prompt, is_one, prompt_fields
 from sgla.engine.loop import EngineLoop
 from sgla.engine.outputs import Output
+from sgla.engine.params import COUNTS, check_count
 from sgla.engine.progress import Bar
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.messages import Usage
@@ -54,6 +57,7 @@ class BeamCalls(EngineLoop):
     ) -> Any:
         if is_one(prompts):
             return await search(prompts)
+        check_count("concurrency", concurrency, TOKENS)
         places = asyncio.Semaphore(concurrency)
         bar = Bar(len(prompts), "request", progress)
 
@@ -82,8 +86,12 @@ class BeamCalls(EngineLoop):
         ignore_eos: bool,
         logprobs: int | None,
     ) -> list[Output]:
-        if not 1 <= width <= MAX_WIDTH:
-            raise InvalidField(f"width must be between 1 and {MAX_WIDTH}, got {width}", param="width")
+        check_count("width", width, Range(1, MAX_WIDTH))
+        check_count("max_tokens", max_tokens, TOKENS)
+        if logprobs is not None:
+            check_count("logprobs", logprobs, COUNTS["logprobs"])
+        if type(length_penalty) not in (int, float) or not math.isfinite(length_penalty):
+            raise InvalidField("length_penalty must be a number", param="length_penalty")
         tokenizer, facts = self.tokenizer, self._ready().ingress.facts
         assert facts is not None
         ends = frozenset() if ignore_eos else tokenizer.eos_ids

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sgla import messages
 from sgla.engine.beams import BeamCalls
-from sgla.engine.inputs import Messages, Prompt, conversation_fields, is_conversation, is_one
+from sgla.engine.inputs import Messages, Prompt, checked_tools, conversation_fields, is_conversation, is_one
 from sgla.engine.loop import Message
 from sgla.engine.outputs import Output
 from sgla.engine.params import SamplingParams, priorities
@@ -99,7 +99,11 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         ``audio``).
         """
         chat = Chat(
-            tools, add_generation_prompt, continue_final_message, template_kwargs, mm_processor_kwargs
+            checked_tools(tools),
+            add_generation_prompt,
+            continue_final_message,
+            template_kwargs,
+            mm_processor_kwargs,
         )
         return self._call(self._chat(messages, sampling, chat, progress, lora_path))
 
@@ -158,7 +162,11 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
     ) -> Any:
         """``chat`` for asyncio code."""
         chat = Chat(
-            tools, add_generation_prompt, continue_final_message, template_kwargs, mm_processor_kwargs
+            checked_tools(tools),
+            add_generation_prompt,
+            continue_final_message,
+            template_kwargs,
+            mm_processor_kwargs,
         )
         return await self._acall(self._chat(messages, sampling, chat, progress, lora_path))
 

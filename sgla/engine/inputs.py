@@ -48,6 +48,18 @@ def conversation_fields(messages: Messages) -> dict[str, Any]:
     return {"messages": messages}
 
 
+def checked_tools(tools: Any) -> Any:
+    """Raises InvalidField for what is no list of objects."""
+    if tools is not None and not (
+        isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        raise InvalidField(
+            f"tools must be a list of objects such as {{'type': 'function', ...}}, got {kind(tools)}",
+            param="tools",
+        )
+    return tools
+
+
 def check_list(prompt: Any) -> None:
     """Raise InvalidField for what has no items in order, as lists and arrays do, or has bytes."""
     if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__getitem__"):

@@ -137,7 +137,7 @@ def with_vllms(given: Any) -> Any:
 
 
 def is_constrained(given: messages.SamplingParams) -> bool:
-    return given.grammar is not None or getattr(given, "structured_outputs", None) is not None
+    return any(getattr(given, name, None) is not None for name in ("grammar", "structured_outputs"))
 
 
 def resolved(
@@ -193,11 +193,14 @@ def priorities(given: Any, count: int) -> list[int]:
     """Of each of ``count`` requests. Raises InvalidField, and ValueError for others than so many."""
     found: list[int] = each(given, count, "priorities")
     for value in found:
-        if type(value) is not int or value not in PRIORITY:
-            raise InvalidField(
-                f"priority must be an integer {PRIORITY}, got {value!r}"[:99], param="priority"
-            )
+        check_count("priority", value, PRIORITY)
     return found
+
+
+def check_count(name: str, value: Any, fits: Range) -> None:
+    """Raise InvalidField for what is no such integer."""
+    if type(value) is not int or value not in fits:
+        raise InvalidField(f"{name} must be an integer {fits}, got {repr(value)[:99]}", param=name)
 
 
 def convert(value: Any, kind: Any, param: str | None) -> Any:

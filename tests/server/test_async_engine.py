@@ -68,8 +68,38 @@ def test_what_is_no_conversation_is_named(engine: Engine, chat: Any, message: st
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, 5, "greedy"])
 def test_what_is_no_sampling_is_named(engine: Engine, sampling: Any) -> None:
-    with pytest.raises(InvalidField, match=r"sampling must be SamplingParams\(...\), got a value of type "):
-        engine.generate("abc", sampling)
+    chat = [{"role": "user", "content": "hi"}]
+    for call in (partial(engine.generate, "abc"), partial(engine.chat, chat)):
+        with pytest.raises(
+            InvalidField, match=r"sampling must be SamplingParams\(...\), got a value of type "
+        ):
+            call(sampling)
+
+
+@pytest.mark.parametrize("tools", [5, "x", {"type": "function"}, ["x"], [None]])
+def test_what_is_no_tool_is_named(engine: Engine, tools: Any) -> None:
+    with pytest.raises(InvalidField, match="tools must be a list of objects"):
+        engine.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1), tools=tools)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"width": 0},
+        {"width": "2"},
+        {"width": 2**70},
+        {"max_tokens": 0},
+        {"max_tokens": None},
+        {"logprobs": 0.5},
+        {"logprobs": -1},
+        {"length_penalty": "x"},
+        {"length_penalty": float("nan")},
+        {"concurrency": 0},
+    ],
+)
+def test_what_is_no_search_is_named(engine: Engine, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField, match=f"{next(iter(wrong))} must be "):
+        engine.beam_search(["abc"], **{"width": 2, "max_tokens": 1} | wrong)
 
 
 @pytest.mark.parametrize("priority", ["x", None, 1.5, True, 2**31, float("nan"), [3, "x"]])
