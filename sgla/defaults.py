@@ -8,7 +8,6 @@ In order, later ones win: the card of a packaged model, the model's files (gener
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,25 +20,7 @@ from sgla.hub.packaged import MODELS
 from sgla.hub.source import ModelSource, read_object
 from sgla.messages import MAX_NGRAM, Repetition
 from sgla.sched.repetition import check_repetition
-
-
-class Range(msgspec.Struct, frozen=True):
-    """Allowed values of a number. ``open_low``: ``low`` itself is excluded."""
-
-    low: float
-    high: float | None = None
-    open_low: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.open_low else value >= self.low
-        return above and (value < math.inf if self.high is None else value <= self.high)
-
-    def __str__(self) -> str:
-        low = f"greater than {self.low}" if self.open_low else f"at least {self.low}"
-        if self.high is None:
-            return low
-        return f"{low} and at most {self.high}" if self.open_low else f"between {self.low} and {self.high}"
-
+from sgla.validation import Range
 
 TOKENS = Range(1, 2**31 - 1)
 # The sampling fields that may have a default, by their names in SamplingParams.

@@ -1,8 +1,9 @@
 """What is wrong with a value that msgspec refuses, in words for the user: with the place, and with what an
-enumeration may be."""
+enumeration may be. And which numbers a number may be."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -26,6 +27,24 @@ KINDS: dict[type[inspect.Type], tuple[str, ...]] = {
     inspect.IntType: ("an integer",),
     inspect.FloatType: ("a number",),
 }
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Allowed values of a number. ``open_low``: ``low`` itself is excluded."""
+
+    low: float
+    high: float | None = None
+    open_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (value < math.inf if self.high is None else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low}" if self.open_low else f"at least {self.low}"
+        if self.high is None:
+            return low
+        return f"{low} and at most {self.high}" if self.open_low else f"between {self.low} and {self.high}"
 
 
 def fault(error: msgspec.ValidationError, kind: Any = Any) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from sgla.cli.settings import (
     parse_bytes,
     parse_count,
     parse_list,
+    parse_number,
     parse_object,
     parse_url,
     understood,
@@ -33,6 +34,7 @@ from sgla.errors import ConfigError
 from sgla.messages import MOST_PROFILED
 from sgla.route.config import SECRETS as ROUTE_SECRETS
 from sgla.route.config import RouteConfig
+from sgla.validation import Range
 from sgla.version import __version__
 
 GROUPS = {
@@ -356,6 +358,12 @@ def reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+def real(fits: Range) -> Callable[[str], Any]:
+    """The argparse type of numbers that may be such."""
+    return reads(partial(parse_number, fits))
+
+
+ABOVE = Range(0, open_low=True)
 _fields = functools.cache(partial(msgspec.structs.fields, Config))
 
 
@@ -400,7 +408,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="longest answer, tokens (default: up to the context)"
     )
-    group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
+    group.add_argument(
+        "--temperature", type=real(Range(0)), metavar="X", help="0 always takes the likeliest token"
+    )
     _add_config(parser, groups=GROUPS_OF_MODELS)
 
 
@@ -438,7 +448,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     _add_key(add)
     add(
         "--speed",
-        type=float,
+        type=real(Range(0)),
         default=1.0,
         metavar="X",
         help="1 keeps the pace of the recording, 2 is twice as fast, 0 "
@@ -457,7 +467,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     )
     add("--tasks", required=True, type=_words, metavar="A,B", help="tasks or groups of lm_eval ('*' matches)")
     add("--include-path", metavar="FOLDER", help="with tasks of your own, in lm_eval's YAML")
-    add("--limit", type=float, metavar="N", help="examples of each task; below 1, the share of them")
+    add("--limit", type=real(ABOVE), metavar="N", help="examples of each task; below 1, the share of them")
     add("--num-fewshot", type=int, metavar="N", help="examples in front of each (default: as the task says)")
     add("--gen-kwargs", type=reads(parse_object), default={}, metavar="JSON", help="how texts are generated")
     add("--apply-chat-template", action="store_true", help="ask through the model's chat template")
@@ -533,7 +543,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--spread",
-        type=float,
+        type=real(Range(0, 1)),
         default=0.0,
         metavar="X",
         help="lengths vary by up to this fraction (default: %(default)s)",
@@ -557,12 +567,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rate",
-        type=float,
+        type=real(ABOVE),
         metavar="X",
         help="requests that arrive each second, Poisson (default: as fast as they go)",
     )
     add("--text", action="store_true", help="send prompts as text, for servers that take no token ids")
-    add("--temperature", type=float, default=0.0, metavar="X", help="default: %(default)s")
+    add("--temperature", type=real(Range(0)), default=0.0, metavar="X", help="default: %(default)s")
     add(
         "--stop-at-eos", action="store_true", help="let answers end early (no ignore_eos, for strict servers)"
     )
@@ -595,7 +605,13 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_health(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", type=reads(parse_url), metavar="URL", help="another one, for example http://127.0.0.1:30000")
-    add("--timeout", type=float, default=4.0, metavar="SECONDS", help="for an answer (default: %(default)s)")
+    add(
+        "--timeout",
+        type=real(Range(0, 86400, open_low=True)),
+        default=4.0,
+        metavar="SECONDS",
+        help="for an answer (default: %(default)s)",
+    )
 
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:
@@ -637,7 +653,12 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     add("--reference", action="store_true", help="dump what transformers computes")
     add("--prompt", metavar="TEXT", help="what the model reads; random tokens if left out")
     add("--length", type=int, default=32, metavar="N", help="how many random tokens")
-    add("--tolerance", type=float, metavar="X", help="relative error of a layer; 0.001, in bfloat16 0.05")
+    add(
+        "--tolerance",
+        type=real(Range(0)),
+        metavar="X",
+        help="relative error of a layer; 0.001, in bfloat16 0.05",
+    )
     _add_config(parser, GROUPS_OF_MODELS)
 
 

@@ -27,8 +27,6 @@ from sgla.observe.machine import detect
 def run(args: argparse.Namespace) -> int:
     if min(args.requests, args.input_len, args.output_len, args.concurrency, args.repeat, args.turns) < 1:
         raise ConfigError("counts and lengths must be at least 1")
-    if args.rate is not None and args.rate <= 0:
-        raise ConfigError("--rate must be positive")
     wish = {"num_steps": args.profile_num_steps, "output_dir": args.profile_output_dir}
     wish = {name: value for name, value in wish.items() if value is not None}
     if wish and not args.profile:

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sgla.cli.conversation import Backend, Conversation, Leave, Messages
+from sgla.cli.conversation import Backend, Conversation, Leave, Messages, checked
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import complain, load_config, reason
 from sgla.config import Config
@@ -122,6 +122,11 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     names = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     options = {name: value for name, value in names.items() if value is not None}
+    for name, value in options.items():
+        try:
+            checked(name, value)
+        except ValueError as error:
+            raise ConfigError(f"--{error}".replace("_", "-", 1), param=name) from error
     if args.url:
         return talk(
             Remote(args.url, next(iter(config.api_key), None), args.flags.get("model"), options), args.system

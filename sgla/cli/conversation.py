@@ -76,7 +76,9 @@ class Conversation:
             if name not in (*commands, "/help"):
                 return f"there is no {name}\n{HELP}"
             return commands[name](rest.strip()) if name in commands else HELP
-        except (OSError, ValueError, SglaError) as error:
+        except OSError as error:
+            return f"{name}: {error.filename or rest.strip()}: {error.strerror}"
+        except (ValueError, SglaError) as error:
             return f"{name}: {error}"
 
     def system(self, text: str) -> str:

@@ -22,7 +22,7 @@ import msgspec
 from sgla.cli.aliases import ALIASES, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word, refusal
 from sgla.config import SECRETS, TOOL_TOKEN, Config
 from sgla.errors import ConfigError
-from sgla.validation import fault, parse_bytes, root
+from sgla.validation import Range, fault, parse_bytes, root
 
 COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 TOKENS = {"context_length", "step_tokens"}  # numbers that people write as 32k
@@ -53,11 +53,20 @@ def parse_url(text: str) -> str:
     url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        if known and re.fullmatch(r"[!-~]+", url):
             return url
     except ValueError:
         pass
     raise ValueError(f"'{text}' is no server's address; write http://HOST:PORT")
+
+
+def parse_number(fits: Range, text: str) -> float:
+    """Raises ValueError."""
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) in fits:
+            return value
+    raise ValueError(f"'{text}' is no number {fits}")
 
 
 def reason(error: BaseException | str) -> str:

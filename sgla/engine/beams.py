@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from sgla import messages
-from sgla.defaults import TOKENS, Range
+from sgla.defaults import TOKENS
 from sgla.engine.inputs import Prompt, is_one, prompt_fields
 from sgla.engine.loop import EngineLoop
 from sgla.engine.outputs import Output
@@ -18,6 +18,7 @@ from sgla.errors import ContextTooLong, InvalidField
 from sgla.messages import Usage
 from sgla.text.beams import MAX_WIDTH, BeamSearch, Finished, Stopping, one_token
 from sgla.text.output import OutputStream
+from sgla.validation import Range
 
 
 class BeamCalls(EngineLoop):

@@ -12,12 +12,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from sgla import messages
-from sgla.defaults import REPETITION, SAMPLING, TOKENS, Range, number
+from sgla.defaults import REPETITION, SAMPLING, TOKENS, number
 from sgla.engine.inputs import kind
 from sgla.engine.pictures import each
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
-from sgla.validation import fault, root
+from sgla.validation import Range, fault, root
 
 WITH_DEFAULTS = (*SAMPLING, REPETITION)  # fields that a model or the user may have defaults for
 COUNTS = {

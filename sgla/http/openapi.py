@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from sgla.defaults import Range
 from sgla.http import ollama
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.media.parts import AUDIO_FORMATS, DETAILS
@@ -22,6 +21,7 @@ from sgla.http.responses.input import ResponsesRequest
 from sgla.http.server import ASKED
 from sgla.http.wire import encode
 from sgla.text.parts import PICTURES, SOUNDS, TEXTS, VIDEOS
+from sgla.validation import Range
 from sgla.version import __version__
 
 REF = "#/components/schemas/{name}"

@@ -18,12 +18,12 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 import msgspec
 
 from sgla.actors.resting import GROUP
-from sgla.defaults import SAMPLING, TOKENS, Range
+from sgla.defaults import SAMPLING, TOKENS
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
 from sgla.http.request import numbers
 from sgla.messages import MOST_PROFILED, Repetition
 from sgla.text.beams import MAX_WIDTH
-from sgla.validation import fault, root
+from sgla.validation import Range, fault, root
 
 log = logging.getLogger(__name__)
 
