@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
     from sgla.quant.weight import Weight
 
-LINE = 8  # numbers at a multiple of which rows begin that cuBLAS writes fast
 R = TypeVar("R")
 LOWERINGS = Lowerings()
 
@@ -148,12 +147,7 @@ class GpuOps:
         if self.deterministic:
             return invariant.linear(x, weight, bias, out)
         if weight.dtype == torch.bfloat16 and bias is None:
-            if w.n % LINE == 0:
-                return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-            # Rows that begin anywhere cuBLAS writes number by number.
-            apart = x.new_empty(x.shape[0], -(-w.n // LINE) * LINE, dtype=torch.float32)[:, : w.n]
-            made = torch.mm(x, weight.t(), out_dtype=torch.float32, out=apart)
-            return made.contiguous() if out is None else out.copy_(made)
+            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def _plain(self, x: Tensor, w: Weight) -> Tensor:
