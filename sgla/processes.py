@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+OF_GROUPS = (signal.SIGINT, signal.SIGTERM)  # that terminals and service managers send to a whole group
 
 # What ``die_with`` does, in few imports, before it becomes the command; the kernel remembers over an exec.
 SHIM = (
@@ -27,6 +30,24 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the call
         os._exit(1)
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """A process that is started here has what its group is sent wait until it calls ``leave_to_parent``, so
+    that none of it ends its imports with a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_GROUPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_to_parent() -> None:
+    """When this process is to end is the decision of who started it: what its group is sent does nothing."""
+    for number in OF_GROUPS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_GROUPS)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import logging
 import os
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -26,7 +25,7 @@ from sgla.executor.base import STACKS
 from sgla.executor.ring import Ring
 from sgla.messages import Progress
 from sgla.nodes import listening
-from sgla.processes import die_with
+from sgla.processes import die_with, leave_to_parent
 from sgla.worker.loop import serve
 
 PLANS = 16 << 20  # bytes; see sched/limits.py: FLIGHT_BYTES
@@ -38,9 +37,7 @@ def main() -> None:
     fd, parent, spawned, rank, runner, answers = sys.argv[1:]
     begun = clock.now()
     die_with(int(parent))
-    # The terminal and service managers signal the whole group; when to stop is the main process's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_to_parent()
     faulthandler.register(STACKS)
     os.set_inheritable(int(fd), False)
     pipe = Connection(int(fd))

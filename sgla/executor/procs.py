@@ -36,6 +36,7 @@ from sgla.executor.merging import Ends, common_facts
 from sgla.executor.ring import Ring
 from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 from sgla.nodes import answering, ranks_of
+from sgla.processes import deaf
 
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
@@ -61,14 +62,15 @@ class Rank:
         self.stderr, their_stderr = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.stderr, False)
         argv = (theirs.fileno(), os.getpid(), clock.now(), number, runner, int(answers))
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-X", "faulthandler", "-c", ENTRY, *map(str, argv)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stdin=subprocess.DEVNULL,
-            stdout=their_stderr,
-            stderr=their_stderr,
-            pass_fds=[theirs.fileno()],
-        )
+        with deaf():
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-X", "faulthandler", "-c", ENTRY, *map(str, argv)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                stdin=subprocess.DEVNULL,
+                stdout=their_stderr,
+                stderr=their_stderr,
+                pass_fds=[theirs.fileno()],
+            )
         theirs.close()
         os.close(their_stderr)
 

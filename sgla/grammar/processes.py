@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgla.grammar.protocol import LENGTH, Answer, Ask
-from sgla.processes import cpu_seconds, python_path
+from sgla.processes import cpu_seconds, deaf, python_path
 
 # Times as long as its CPU time may a child take:
 # one that stands back has a quarter of a core beside a busy thread.
@@ -33,7 +33,7 @@ class Sandbox:
     def __init__(self, vocabulary: Path) -> None:
         self._messages, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = (vocabulary, theirs.fileno(), os.getpid())
-        with theirs:
+        with theirs, deaf():
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "sgla.grammar.sandbox", *map(str, argv)],
                 stdin=subprocess.DEVNULL,

@@ -33,7 +33,7 @@ from sgla.grammar.source import explain, parse, source_of
 from sgla.grammar.tags import grammars_of
 from sgla.memory import give_back, resident, return_memory_early
 from sgla.messages import Grammar
-from sgla.processes import die_with, limit_memory
+from sgla.processes import die_with, leave_to_parent, limit_memory
 
 STACK = 2 << 20  # a grammar that compiles on this stack does so in a worker, whose threads have more
 MEMORY = 512 << 20  # bytes that compiling may need
@@ -48,9 +48,7 @@ CLOSED = ("json_schema", "structural_tag")  # kinds that have objects with decla
 def main() -> None:
     path, control, parent = sys.argv[1:]
     die_with(int(parent))
-    # The terminal and service managers signal the whole group; this process ends with the server.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_to_parent()
     vocabulary = Vocabulary.read(Path(path))
     tokenizer, special = load_tokenizer(vocabulary), vocabulary.named()
     limit_memory(STACK + MEMORY)

@@ -23,7 +23,7 @@ from sgla.errors import BadRequest
 from sgla.media.crossing import BYTES, Buffer, Memory, Record, packed, unpacked
 from sgla.media.pool import KINDS, LENGTH, Answer
 from sgla.memory import give_back, return_memory_early
-from sgla.processes import limit_memory
+from sgla.processes import leave_to_parent, limit_memory
 
 NICE = 5  # behind whatever computes tokens
 
@@ -31,9 +31,7 @@ NICE = 5  # behind whatever computes tokens
 def main() -> None:
     asks, answers = (Memory(int(each)) for each in sys.argv[1:3])
     memory, seconds, modules = int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:]
-    # The terminal and service managers signal the whole group; this process ends with its stdin.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_to_parent()
     os.nice(NICE)
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer

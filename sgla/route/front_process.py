@@ -4,7 +4,6 @@ descriptors of the channel to the owner and of sockets that listen. The owner se
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 
@@ -13,7 +12,7 @@ import msgspec
 from sgla.http.connections import raise_file_limit
 from sgla.http.tls import tls_context
 from sgla.observe.log import setup_logging
-from sgla.processes import die_with
+from sgla.processes import die_with, leave_to_parent
 from sgla.route.config import RouteConfig
 from sgla.route.front import Front
 from sgla.route.loop import runner
@@ -29,8 +28,7 @@ class Start(msgspec.Struct):
 
 def main(channel: int, parent: int, sockets: list[int]) -> None:
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner says when it is over
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_to_parent()
     end = socket.socket(fileno=channel)
     with end.makefile("rb", buffering=0) as file:
         size = int.from_bytes(read(file, SIZE), "big")

@@ -196,12 +196,13 @@ class Fronts:
         ours, theirs = socket.socketpair()
         files = [theirs.fileno(), *(each.fileno() for each in sockets)]
         words = [str(files[0]), str(os.getpid()), *map(str, files[1:])]
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.front_process", *words],
-            pass_fds=files,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": processes.python_path()},
-        )
+        with processes.deaf():
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.front_process", *words],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": processes.python_path()},
+            )
         theirs.close()
         start = msgspec.json.encode(Start(self._config, share))
         ours.sendall(len(start).to_bytes(SIZE, "big") + start)

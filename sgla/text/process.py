@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
-from sgla.processes import cpu_seconds, python_path
+from sgla.processes import cpu_seconds, deaf, python_path
 from sgla.text.template import MAX_SOURCE, Message, is_source
 from sgla.text.tools.generic import shows_tools
 
@@ -112,13 +112,14 @@ class Process:
     def __init__(self) -> None:
         self.stands_back = False
         command = [sys.executable, "-P", "-m", "sgla.text.sandbox"]
-        self._popen = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": python_path()},
-        )
+        with deaf():
+            self._popen = subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": python_path()},
+            )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         self._asks, self._answers = self._popen.stdin.fileno(), self._popen.stdout.fileno()

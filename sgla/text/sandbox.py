@@ -9,6 +9,7 @@ nobody is left to end it.
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import signal
 import sys
@@ -19,7 +20,7 @@ import msgspec
 
 from sgla.errors import BadRequest, SglaError
 from sgla.memory import give_back, return_memory_early
-from sgla.processes import limit_memory
+from sgla.processes import leave_to_parent, limit_memory
 from sgla.text.process import BUSY, LENGTH, MEMORY, MOST, SECONDS, Answer, Parse, Render
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.parser import parser_of
@@ -28,9 +29,7 @@ LARGE = 64 << 10  # bytes of a task or an answer behind which memory is given ba
 
 
 def main() -> None:
-    # The terminal and service managers signal the whole group; this process ends with its stdin.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_to_parent()
     limit_memory(MEMORY)
     return_memory_early()
     gc.freeze()
@@ -40,8 +39,11 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, 2 * BUSY * SECONDS)
         data = answer(data)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(LENGTH.pack(len(data)) + data)
-        answers.flush()
+        try:
+            answers.write(LENGTH.pack(len(data)) + data)
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(0)  # nobody waits for it any more
         if max(size, len(data)) > LARGE:
             del data
             gc.collect()  # errors that a template ran into hold the task that they came in
