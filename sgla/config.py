@@ -402,7 +402,8 @@ class EngineSettings(ModelSettings, kw_only=True):
         int | None,
         Doc(
             description="steps in flight while each takes less than 1 ms, has one token of each row, and no "
-            "row guesses or has a grammar (default: --depth; 3 on GPUs without --depth)"
+            "row guesses, but by n-grams in the last, or has a grammar (default: --depth; 3 on GPUs without "
+            "--depth)"
         ),
     ] = None
     kv_cache_bytes: Annotated[

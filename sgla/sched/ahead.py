@@ -12,8 +12,6 @@ from sgla.sched.budget import CostModel
 from sgla.sched.hurry import Hurry
 from sgla.sched.limits import Limits
 from sgla.sched.queues import Queues
-from sgla.sched.repeats import Repeats, drafts_of
-from sgla.sched.request import Request
 from sgla.sched.step import Step
 
 # Seconds that are enough to plan a step and to launch it: as a graph, and kernel by kernel.
@@ -24,10 +22,8 @@ BRIEF = 0.001
 
 
 class Ahead:
-    def __init__(
-        self, limits: Limits, queues: Queues, costs: CostModel, hurry: Hurry, repeats: Repeats | None
-    ) -> None:
-        self._queues, self._costs, self._hurry, self._repeats = queues, costs, hurry, repeats
+    def __init__(self, limits: Limits, queues: Queues, costs: CostModel, hurry: Hurry) -> None:
+        self._queues, self._costs, self._hurry = queues, costs, hurry
         self._depth, self._most = limits.depth, max(limits.depth, limits.brief_depth)
         self._padded = limits.padded_drafts
         # Where copies begin with steps, these are planned early.
@@ -50,20 +46,15 @@ class Ahead:
         return now
 
     def _more(self) -> bool:
-        """Whether more may be in flight: the next step, too, has one token of each row and no guesses."""
+        """Whether more may be in flight. Models guess with the latest tokens; what n-grams guess takes long
+        to launch, and where those in flight have no guesses it is known where it begins."""
         queues = self._queues
         return (
             self._brief
             and not (self._hurry.on or queues.waiting)
             and all(step.steady for step in queues.flights)
-            and not any(self._guesses(request) for request in queues.running)
+            and (self._padded or not any(request.drafting for request in queues.running))
         )
-
-    def _guesses(self, request: Request) -> bool:
-        """Whether its row in the next step may. How much depends on what was right."""
-        if not (request.drafting and self._padded):
-            return request.drafting
-        return drafts_of(request, 1, self._queues.steps + 1, self._repeats) > 0
 
     def expect(self, step: Step) -> None:
         """The step is to be the last in flight. Those of one token a row are short enough."""

@@ -59,7 +59,7 @@ class Core:
         shared = limits, self._memory, self._queues, self._pressure
         self._hurry = Hurry(limits, self._costs)
         self._repeats = Repeats() if limits.searched_drafts and limits.drafts else None
-        self.ahead = Ahead(limits, self._queues, self._costs, self._hurry, self._repeats)
+        self.ahead = Ahead(limits, self._queues, self._costs, self._hurry)
         self._prefill = Prefill(*shared, self._costs, self._hurry, self._ledger)
         self._admission = Admission(*shared, self._prefill, self._hurry, self._ledger)
         self._prefetch = Prefetch(self._memory, self._queues, limits.rows)

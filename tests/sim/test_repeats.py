@@ -19,6 +19,7 @@ from sgla.worker.state import column
 
 DRAFTS, TOKENS = 5, 512
 # Milliseconds of a step of Qwen3-0.6B with so many rows, and what each that guesses costs beside it.
+NOBODY = int32([-1])
 MS, BESIDE = {1: 0.44, 2: 0.6, 3: 0.65, 6: 0.83}, 0.3
 
 
@@ -43,9 +44,16 @@ def test_a_text_knows_whether_its_latest_pair_came_before() -> None:
 def drafts_of(
     draw: Callable[[int], int], depth: int, share: float = 0.0, prompt: range = range(20), **limits: int
 ) -> list[int]:
+    return steps_of(draw, depth, share, prompt, **limits)[0]
+
+
+def steps_of(
+    draw: Callable[[int], int], depth: int, share: float, prompt: range, **limits: int
+) -> tuple[list[int], list[int]]:
     """Of each step of a request: how many guesses it has room for, of which a ``share`` is right, each if
-    those before it are; -1: it knows of none. The ``draw``-n token of its output is told."""
-    random = Random(depth)
+    those before it are; -1: it knows of none. The ``draw``-n token of its output is told. And of each
+    plan with guesses, behind how many steps in flight it is made (0: of others)."""
+    random, behind = Random(depth), list[int]()
     core = Core(make_limits(
         pages=400, depth=depth, drafts=DRAFTS, context_len=1024, step_tokens=64, padded_drafts=True, **limits
     ))  # fmt: skip
@@ -54,7 +62,8 @@ def drafts_of(
     while not core.idle:
         while (plan := core.plan(0.0)) is not None:
             flights.append(plan)
-            assert len(flights) <= depth or not any(plan.drafts for plan in flights)
+            assert len(flights) <= depth or not any(plan.drafts for plan in [*flights][:-1])
+            behind.append(len(flights) - 1 if max(column(plan.drafts or NOBODY)) > 0 else 0)
         plan = flights.popleft()
         most = int(column(plan.drafts).max()) if plan.drafts else -1
         found.append(most)
@@ -66,7 +75,14 @@ def drafts_of(
         told = {"counts": int32([took]), "guessed": int32([most])} if most >= 0 else {}
         seconds = (MS[1] if most <= 0 else MS[6] + BESIDE) / 1000
         core.retire(StepResult(step=plan.step, tokens=tokens, seconds=seconds, **told), 0.0)
-    return found
+    return found, behind
+
+
+def test_guesses_behind_plain_brief_steps_are_planned_as_early_as_those() -> None:
+    found, behind = steps_of(lambda i: 1000 + i, 2, 0.0, range(20), brief_depth=3)
+    assert behind.count(2) > 0.5 * sum(most > 0 for most in found)
+    _, behind = steps_of(lambda i: 1000 + i, 2, 0.0, range(20))
+    assert max(behind) == 1
 
 
 @pytest.mark.parametrize(("depth", "brief"), [(2, 0), (2, 3), (3, 0)])
