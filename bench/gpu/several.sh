@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two H200 of one host: what tests/gpu/test_tp.py and bench/ say of --tp, --ep, --dp, --pp, --dp-attention and --cp.
-#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune alone steps8b steps30b row8b row30b tests ways tp8b tp30b ep30b data30b pp30b dcp cp8b dp pp (default: all)
+#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune alone own8b steps8b steps30b row8b row30b tests ways tp8b tp30b ep30b data30b pp30b dcp cp8b dp pp (default: all)
 # At most $LIMIT seconds in all (420); each part has a limit of its own, and goes on behind one that failed.
 # JSON lines, logs and exit codes: $OUT/several.tar.xz, packed anew behind each part.
 OUT=${OUT:?}; LIMIT=${LIMIT:-420}
@@ -58,6 +58,7 @@ PY
   alone) part alone 90 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py -k alone --durations=4 ;;
   row8b) part row8b 45 python bench/step.py --model bench/models/qwen3-8b --tp 2 --batches 1 --profile ;;
   row30b) part row30b 60 python bench/step.py --model bench/models/qwen3-30b-a3b --tp 2 --batches 1 --profile ;;
+  own8b) part own8b 45 python bench/step.py --model bench/models/qwen3-8b --tp 2 --own-peer --batches 1,4,16,64,128,192,256 ;; # one GPU
   steps8b) part steps8b 90 python bench/step.py --model bench/models/qwen3-8b --tp 2 --batches 1,16,128,256 --profile \
         --prompts 0+4096 ;;
   steps30b) part steps30b 100 python bench/step.py --model bench/models/qwen3-30b-a3b --tp 2 --batches 1,64,256 --profile \
