@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgla.engine.inputs import is_one, prompt_fields
+from sgla.engine.inputs import is_one, kind, prompt_fields
 from sgla.engine.loop import EngineLoop
 from sgla.engine.pictures import NOTHING, Shown, prompt_given
 from sgla.engine.progress import Bar
-from sgla.errors import UnsupportedTask
+from sgla.errors import InvalidField, UnsupportedTask
 from sgla.messages import Pooling
 from sgla.text import reranking
 from sgla.text.vectors import check_dimensions, cosine, embedding, scores
@@ -103,7 +103,9 @@ class VectorCalls(EngineLoop):
         return results[0] if single else results
 
     async def _score(self, query: str, documents: str | Sequence[str], progress: bool | None = None) -> Any:
-        batch = [documents] if isinstance(documents, str) else list(documents)
+        batch = texts_of(documents)
+        if not isinstance(query, str):
+            raise InvalidField(f"query must be a text, got {kind(query)}", param="query")
         ways = self._rerank if self.config.task == "rerank" else self._fit
         values = await ways(query, batch, progress)
         return values[0] if isinstance(documents, str) else values
@@ -147,6 +149,18 @@ class VectorCalls(EngineLoop):
             hint = ", for example 'minilm'" if "embed" in tasks else ""
             raise UnsupportedTask(f"this call needs a model for the task {needed}{hint}")
         return pooling
+
+
+def texts_of(given: Any) -> list[str]:
+    """The documents of a score. Raises InvalidField for others than texts."""
+    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+        text = f"documents must be a text or a list of texts, got {kind(given)}"
+        raise InvalidField(text, param="documents")
+    found = [given] if isinstance(given, str) else list(given)
+    for one in found:
+        if not isinstance(one, str):
+            raise InvalidField(f"documents must have texts alone, got {kind(one)}", param="documents")
+    return found
 
 
 def as_batch(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:

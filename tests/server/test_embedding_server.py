@@ -15,7 +15,7 @@ from sgla import Engine
 from sgla.actors.setup import find_model
 from sgla.config import Config
 from sgla.device import nvidia
-from sgla.errors import UnsupportedTask
+from sgla.errors import InvalidField, UnsupportedTask
 from sgla.observe.machine import Machine
 
 
@@ -36,6 +36,14 @@ def test_server_and_engine_give_the_same_vectors(tiny_bert: Path) -> None:
         assert engine.embed(texts[0]).shape == (32,)
         scores = engine.score(texts[0], texts[1:4])
         np.testing.assert_allclose(scores, vectors[1:4] @ vectors[0], atol=1e-5)
+        for query, documents, named in (
+            (None, "w1", "query must be a text, got None"),
+            ("w1", 5, "documents must be a text or a list of texts, got a value of type int"),
+            ("w1", ["w1", None], "documents must have texts alone, got None"),
+            (["w1"], "w1", "query must be a text, got"),
+        ):
+            with pytest.raises(InvalidField, match=named):
+                engine.score(query, documents)
         with pytest.raises(UnsupportedTask):
             engine.classify("w1")
         with pytest.raises(UnsupportedTask):
