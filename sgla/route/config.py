@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -107,6 +109,7 @@ class RouteConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     )
 
 
+HEADER = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 POSITIVE = (
     "load_weight",
     "max_tree_size",
@@ -131,13 +134,23 @@ def check(config: RouteConfig) -> None:
     """Raise ConfigError for settings that cannot be honoured."""
     for name in POSITIVE:
         value = getattr(config, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0", param=name)
     for name in ("queue_size", "retry_max_retries", "drain_timeout"):
-        if getattr(config, name) < 0:
+        if not 0 <= getattr(config, name) < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must not be less than 0", param=name)
-    if not 0 <= config.port < 1 << 16:
-        raise ConfigError("--port must be from 0 to 65535", param="port")
+    for name in ("port", "service_discovery_port"):
+        if not 0 <= getattr(config, name) < 1 << 16:
+            raise ConfigError(f"--{name.replace('_', '-')} must be from 0 to 65535", param=name)
+    for name in SECRETS:
+        keys = getattr(config, name)
+        if "" in (keys if isinstance(keys, list) else [keys]):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is empty; leave it out to have none", param=name)
+    if not HEADER.fullmatch(config.session_header):
+        raise ConfigError(
+            f"--session-header {config.session_header[:200]!r} is no name of a header", param="session_header"
+        )
     for url in config.worker:
         check_url(url)
     if config.selector and not config.service_discovery:
