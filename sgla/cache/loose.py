@@ -16,7 +16,7 @@ class LoosePool(PagePool):
     stand for none.
     """
 
-    __slots__ = ("_given", "_holds", "_idle", "_page", "_retired", "_ticket")
+    __slots__ = ("_given", "_holds", "_idle", "_page", "_passed", "_retired", "_ticket")
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
@@ -25,12 +25,15 @@ class LoosePool(PagePool):
         self._ticket = [0] * total  # of each unit
         self._page: dict[int, int] = {}  # the unit of each valid ticket
         self._holds = [0] * total
-        self._idle: OrderedDict[int, None] = OrderedDict()  # in the tree and held by nobody, longest first
+        # In the tree and held by nobody, longest first: those that others go on from, as far as is known, and
+        # those that were made and left behind.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._passed: OrderedDict[int, None] = OrderedDict()
 
     @property
     def evictable(self) -> int:
         """Units in the tree that no request holds."""
-        return len(self._idle)
+        return len(self._idle) + len(self._passed)
 
     @property
     def cached(self) -> int:
@@ -63,17 +66,19 @@ class LoosePool(PagePool):
         """A request holds these units of the tree."""
         for page in pages:
             if not self._holds[page]:
-                del self._idle[page]
+                self._rouse(page)
             self._holds[page] += 1
 
-    def unhold(self, pages: Iterable[int]) -> None:
-        """Undo one ``hold``. What the tree has lost meanwhile is free then."""
+    def unhold(self, pages: Iterable[int], passed: bool = False) -> None:
+        """Undo one ``hold``. What the tree has lost meanwhile is free then. ``passed``: who held them made
+        them, and goes on without them."""
+        idle = self._passed if passed else self._idle
         for page in pages:
             self._holds[page] -= 1
             if self._holds[page]:
                 continue
             if self._ticket[page]:
-                self._idle[page] = None
+                idle[page] = None
             else:
                 self.free((page,))
 
@@ -91,13 +96,22 @@ class LoosePool(PagePool):
         Returns those that it still had, which are free now."""
         pages = [self._page[ticket] for ticket in tickets if ticket in self._page]
         for page in pages:
-            del self._idle[page]
+            self._rouse(page)
         self._lose(pages)
         return pages
 
     def evict(self, n: int) -> None:
-        """Free ``n`` units of the tree, those that nobody has held for longest."""
-        self._lose([self._idle.popitem(last=False)[0] for _ in range(n)])
+        """Free ``n`` units of the tree, those that nobody has held for longest; of those that were passed and
+        of others, whichever are more."""
+        lost = []
+        for _ in range(n):
+            more = self._passed if len(self._passed) >= len(self._idle) else self._idle
+            lost.append(more.popitem(last=False)[0])
+        self._lose(lost)
+
+    def _rouse(self, page: int) -> None:
+        """It is idle no more."""
+        del (self._passed if page in self._passed else self._idle)[page]
 
     def _lose(self, pages: list[int]) -> None:
         for page in pages:
@@ -113,7 +127,8 @@ class LoosePool(PagePool):
             counts[page] += 1
         assert counts == self._holds, "holds are off"
         idle = {page for page in self._page.values() if not self._holds[page]}
-        assert idle == set(self._idle), "an idle unit is not queued"
+        assert idle == {*self._idle, *self._passed}, "an idle unit is not queued"
+        assert len(idle) == self.evictable, "an idle unit is queued twice"
         assert all(self._out[page] for page in self._page.values()), "a unit of the tree is free"
         assert all(self._ticket[page] == ticket for ticket, page in self._page.items()), "tickets disagree"
 

@@ -238,7 +238,9 @@ class Memory:
             first = min(pool.first(request.least), len(pages))
             if first > behind:
                 shared = min(max(request.shared, behind), first)
-                pool.unhold(page for page in pages[behind:shared] if page)
+                found = min(max(request.borrowed, behind), shared)
+                pool.unhold(page for page in pages[behind:found] if page)
+                pool.unhold((page for page in pages[found:shared] if page), passed=True)
                 pool.free(pages[shared:first])
                 pages[behind:first] = [0] * (first - behind)
                 request.behind[g] = first

@@ -61,3 +61,28 @@ def test_the_tree_loses_pages_of_windows_before_tokens() -> None:
     assert run(simulation, "branch", [*LONG[:30], 1, 2, 3]) < 28
     assert run(simulation, "again", [*LONG[:30], 1, 2, 3]) == 32  # it brought them back
     simulation.verify()
+
+
+def test_a_long_prompt_leaves_half_of_the_pool_to_ends_of_others() -> None:
+    """What a request computes and slides past takes no more of it than what texts go on from."""
+    simulation = Simulation(make_limits(pages=400, windows=[CacheGroup(30, 6)], context_len=600))
+    texts = [[(i + 3 + 7 * j) % 50 for j in range(40)] for i in range(8)]
+    for i, text in enumerate(texts):
+        run(simulation, f"first{i}", text)
+    run(simulation, "long", [(11 * j * j + 5 * j) % 50 for j in range(500)])
+    latest = [run(simulation, f"again{i}", [*texts[i], 1, 2]) for i in range(7, 3, -1)]
+    assert latest == [40] * 4
+    simulation.verify()
+
+
+def test_a_prefix_that_many_begin_with_is_served_though_the_pool_is_full() -> None:
+    """The first one slides past its end; the second finds it, after which it goes like ends."""
+    simulation = Simulation(make_limits(pages=400, windows=[CacheGroup(60, 6)], context_len=600))
+    for i in range(12):
+        run(simulation, f"other{i}", [(i + 13 * j * j + j) % 50 for j in range(100)])
+    system = [(17 * j * j + 3 * j) % 50 for j in range(80)]
+    served = [run(simulation, f"{i}", system + [(i + 5 * j) % 50 for j in range(30)]) for i in range(6)]
+    assert served == [0] + [80] * 5
+    run(simulation, "long", [(11 * j * j + 5 * j) % 50 for j in range(300)])
+    assert run(simulation, "last", [*system, 1, 2, 3]) == 80
+    simulation.verify()
