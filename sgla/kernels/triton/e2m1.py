@@ -23,7 +23,6 @@ from sgla.kernels.integers import KINDS
 from sgla.kernels.routing import Clamped, Gating
 from sgla.kernels.triton import integers
 from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv
-from sgla.kernels.triton.integers import _join as _join_rows
 from sgla.kernels.triton.integers import _numbers as _integers
 from sgla.kernels.triton.integers import _scale
 from sgla.kernels.triton.moe import Groups
@@ -537,12 +536,7 @@ def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False
         SPLITS=splits, BITS=bits, GROUP=group, WHOLE=True, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
         num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip
-    if splits > 1:
-        _join_rows[(m, cdiv(n, integers.JOINED))](
-            part, x if bias is None else bias, out, m, n, n, HAS_BIAS=bias is not None, SPLITS=splits,
-            BLOCK=integers.JOINED, num_warps=4, **_pdl(),
-        )  # fmt: skip
-    return out
+    return out if splits == 1 else integers.join(part, bias, out)
 
 
 def _splits(programs: int, blocks: int) -> int:

@@ -368,11 +368,16 @@ def linear(
         WHOLE=weight.whole, SPLITS=tile.splits, BF16=x.dtype == torch.bfloat16, M=tile.m, N=tile.n,
         num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip
-    if split:
-        _join[(m, cdiv(n, JOINED))](
-            part, bias if added else x, out, m, n, out.stride(0), HAS_BIAS=added, SPLITS=tile.splits,
-            BLOCK=JOINED, num_warps=4, **_pdl(),
-        )  # fmt: skip
+    return join(part, bias, out) if split else out
+
+
+def join(part: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """In ``out`` ``[m, n]`` the sum of parts float32 ``[splits, m, n]`` and the bias."""
+    splits, m, n = part.shape
+    _join[(m, cdiv(n, JOINED))](
+        part, part if bias is None else bias, out, m, n, out.stride(0), HAS_BIAS=bias is not None,
+        SPLITS=splits, BLOCK=JOINED, num_warps=4, **_pdl(),
+    )  # fmt: skip
     return out
 
 
