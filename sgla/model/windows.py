@@ -87,6 +87,15 @@ def every(step: int = 0, optional: bool = False) -> Windows:
     return windows
 
 
+def but_first_of(step: int) -> Windows:
+    """In all layers but the first of ``step`` each."""
+
+    def windows(c: Reader, layers: int) -> tuple[int, ...]:
+        return tuple(_window(c) if i % step else 0 for i in range(layers))
+
+    return windows
+
+
 def none(c: Reader, windows: tuple[int, ...]) -> frozenset[int]:
     """All layers rotate."""
     return frozenset()

@@ -106,6 +106,7 @@ LAYOUTS: dict[str, Layouts] = {
     "exaone4": Layouts(WINDOW, other=SLIDES),
     "olmo3": Layouts(WINDOW, other=SLIDES | {"rope_parameters": PARTS}),
     "ministral": Layouts({"head_dim": 8}, other=WINDOW),
+    "cwm": Layouts({"head_dim": 8}, other=SLIDES),
     "hunyuan_v1_dense": Layouts(
         {"head_dim": 16}, other={"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}}
     ),
@@ -408,7 +409,6 @@ GENERIC: dict[str, dict[str, Any]] = {
     "cohere2_moe": MIXED | FEW | {"head_dim": 8, "logit_scale": 0.5},
     "cohere_compass_text": MIXED | {"rope_parameters": PARTS},
     "ctrl": {},
-    "cwm": MIXED | {"head_dim": 8},
     "flint": {"head_dim": 8},
     "gpt2": {},  # learned positions
     "gpt_bigcode": {},  # one KV head

@@ -361,6 +361,20 @@ PUBLISHED: dict[str, Config] = {
         rope_scaling=None,
         router_aux_loss_coef=0.0,
     ),
+    "cwm": published(
+        "CwmForCausalLM",
+        "cwm",
+        layer_types=_TYPES,
+        pretraining_tp=1,
+        rope_scaling={
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 16,
+            "rope_type": "llama3",
+        },
+        sliding_window=8,
+    ),
     "OLMo-2-1124-7B": published(
         "Olmo2ForCausalLM", "olmo2", attention_bias=False, pad_token_id=3, rope_scaling=None
     ),

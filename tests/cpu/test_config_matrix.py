@@ -673,6 +673,20 @@ def test_a_family_with_layer_types_names_a_rule_that_reads_them() -> None:
         assert read_spec(config).windows == (8, *[0] * full), family
 
 
+def test_without_layer_types_windows_are_where_transformers_has_them() -> None:
+    """In more layers than any pattern has, and with a window that is less than the context."""
+    compared = set()
+    for family, known in FAMILIES.items():
+        if "layer_types" not in known.defaults or known.attention or not known.model:
+            continue
+        config = small(family) | {"sliding_window": 8, "num_hidden_layers": 14}
+        config |= {"use_sliding_window": True} if "use_sliding_window" in known.defaults else {}
+        kinds = hf_settings(config).layer_types
+        assert read_spec(config).windows == tuple(8 * (kind == "sliding_attention") for kind in kinds), family
+        compared.add(tuple(kinds))
+    assert len(compared) > 4
+
+
 def test_a_list_of_layers_that_is_empty_says_what_it_says_to_transformers() -> None:
     """A null alone means that there is none; to Llama 4 an empty list of ``no_rope_layers`` does, too."""
     taken = []

@@ -165,6 +165,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
     ),
     "ministral": ("ministral", {"sliding_window": 20, "head_dim": 8}),
+    "cwm": ("cwm", {"sliding_window": 20, "head_dim": 8, "num_hidden_layers": 5}),
     "ministral3": (
         "ministral3",
         {"head_dim": 8, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},

@@ -21,7 +21,16 @@ from sgla.model.families.keys import (
 )
 from sgla.model.family import Family
 from sgla.model.gguf_words import AFTER_NORMS, GLM4_NORMS, POST_NORMS, Gguf
-from sgla.model.windows import every, everywhere, full_among_windows, listed, named, switched, unrotated
+from sgla.model.windows import (
+    but_first_of,
+    every,
+    everywhere,
+    full_among_windows,
+    listed,
+    named,
+    switched,
+    unrotated,
+)
 
 _GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "head_dim": 128,
@@ -301,6 +310,30 @@ FAMILIES = {
         CAUSAL,
         model="sgla.model.llama:Llama",
         windows=listed(everywhere, optional=True),
+    ),
+    "CwmForCausalLM": Family(
+        ("cwm",),
+        DECODER
+        | sizes(128256, 6144, 21504, 64, 48, 131072, 8)
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "mlp_bias": False,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "sliding_window": 8192,
+            "layer_types": None,
+        },
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=(*HEAD_DIM, *KV_HEADS),
+        windows=listed(but_first_of(4), optional=True),
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         ("hunyuan_v1_dense",),
