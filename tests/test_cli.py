@@ -716,6 +716,27 @@ def test_the_output_of_a_batch_stays_the_kind_of_file_that_it_is(tmp_path: Path)
     assert sorted(tmp_path.iterdir()) == [link, pipe, file]
 
 
+def test_a_batch_says_why_its_output_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with run_batch.written(str(loop)) as output:
+        output.write(b"line")
+    assert loop.read_text() == "line"
+    with pytest.raises(ConfigError, match="File name too long"), run_batch.written("x" * 300):
+        pass
+
+    def refuse(*_: Any, **__: Any) -> Any:  # as in a folder that only others may enter; root may all
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as hidden:
+        for name in ("os.stat", "os.lstat", "builtins.open"):
+            hidden.setattr(name, refuse)
+        with pytest.raises(ConfigError, match="Permission denied"), run_batch.written("there"):
+            pass
+
+
 # chat
 
 

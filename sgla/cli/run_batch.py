@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sqlite3
 import sys
@@ -100,8 +101,8 @@ def check_lines(given: BinaryIO) -> None:
 def written(path: str) -> Iterator[BinaryIO]:
     """The output, which has its name once it is whole; what is no plain file, as a pipe, is written as it
     is. Raises ConfigError."""
-    place = Path(path).resolve()
-    if Path(path).exists() and not Path(path).is_file():
+    place = Path(os.path.realpath(path))
+    if os.path.exists(path) and not os.path.isfile(path):
         with opened(path, "wb", "--output-file") as file:
             yield file
         return
