@@ -414,14 +414,19 @@ def head_kind(config: Config, device: str) -> str | None:
 
 
 def _copied_bytes(config: Config, target: ModelSpec, dtype: str, device: str, ranks: int) -> int:
-    """Of what a rank copies of the model's output layer, to guess with that."""
-    kind, some = head_kind(config, device), config.speculative_token_map is not None
-    if config.speculative_algorithm not in BY_MODELS_HEAD or not (kind or some):
+    """Of what a rank copies of the model's output layer, to guess with that. Of some tokens a GPU keeps a
+    copy that is not rounded, too: guesses are compared by its logits."""
+    rounded, kinds = head_kind(config, device), list[str]()
+    if config.speculative_algorithm not in BY_MODELS_HEAD:
         return 0
     tokens = read_tokens(config, target.vocab)
+    if rounded is not None:
+        kinds.append(rounded)
+    if tokens is not None and (rounded is None or device != "cpu"):
+        own = target.quantized(config.quantization, device)
+        kinds.append(kinds_of(dtype, own, target.method, device).vocab)
     rows = target.vocab if tokens is None else len(tokens)
-    kind = kind or kinds_of(dtype, target.quantized(config.quantization, device), target.method, device).vocab
-    return int(rows * target.hidden * FORMATS[kind].bytes / ranks)
+    return int(rows * target.hidden * sum(FORMATS[kind].bytes for kind in kinds) / ranks)
 
 
 def _medusa_bytes(medusa: MedusaSpec, kinds: Kinds, ranks: int) -> int:

@@ -84,8 +84,11 @@ def test_an_output_layer_of_guesses_counts(tmp_path: Path) -> None:
             assert more == int(target.vocab * target.hidden * value / ranks)
     assert nbytes("eagle3", speculative_head_quantization="int4") == nbytes("eagle3")
     (tmp_path / "map.json").write_text(json.dumps([*range(1000)]))
-    some = nbytes("mtp", speculative_token_map=str(tmp_path / "map.json"))
-    assert some - nbytes("mtp") == 1000 * target.hidden * 2
+    some: dict[str, Any] = {"speculative_token_map": str(tmp_path / "map.json")}
+    assert nbytes("mtp", **some) - nbytes("mtp") == 1000 * target.hidden * 2
+    for device, value in (("cuda", 2.5625), ("cpu", 0.625)):  # a GPU keeps what was rounded
+        both = nbytes("mtp", device, speculative_head_quantization="int4", **some)
+        assert both - nbytes("mtp", device) == 1000 * target.hidden * value
 
 
 def test_states_alone_get_what_is_free() -> None:
