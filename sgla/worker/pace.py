@@ -1,4 +1,4 @@
-"""How many tokens a model guesses in a step: as many as bring most tokens a second."""
+"""How many tokens a model guesses in a step, and for which rows: as many as bring most tokens a second."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sgla.worker.drafts import begin
 from sgla.worker.state import Int32s, SlotTables, column
 
 FIRST = 0.7  # share of right guesses that a request begins with
+LOSING = FIRST / 2  # a row with less may be left out beside others, where that brings more
 WEIGHT = 0.1  # of the latest guess, and of the latest step
 FORGOTTEN = 0.005  # with each step, of what other steps have taken
 SUREST = 0.98
@@ -125,7 +126,7 @@ class Pace:
         rows = np.flatnonzero(counts)
         if len(rows):
             slots = column(plan.slots)[rows]
-            counts = np.minimum(counts, self.most(slots, int(counts.max()), int(q_lens.sum())))
+            counts[rows] = np.minimum(counts[rows], self.each(slots, int(counts.max()), int(q_lens.sum())))
         if self._shard is not None:
             self._shard.agree(counts)
         return starts, q_lens, counts
@@ -142,22 +143,48 @@ class Pace:
         """How many tokens rows of ``slots`` guess, ``most`` at most,
         in a step of so many ``tokens`` without guesses."""
         self._steps += 1
-        if not self.adaptive or self._timed < TIMED or not most:
+        if not self._chooses(most):
             return most
-        return max(int(np.argmax(self._a_second(slots, most, tokens))), int(self._steps % self._rare == 0))
+        found = self._a_second(self._shares(slots), most, tokens)[-1]
+        return max(int(found.argmax()), self._tries)
+
+    def each(self, slots: Int32s, most: int, tokens: int) -> Int32s:
+        """The same for each row: those of whose guesses least are right may be left out."""
+        self._steps += 1
+        if not self._chooses(most):
+            return np.full(len(slots), most, np.int32)
+        shares = self._shares(slots)
+        order = np.argsort(-shares, kind="stable")
+        found = self._a_second(shares[order], most, tokens)
+        least = max(int((shares >= LOSING).sum()), 1)
+        rows, guesses = np.unravel_index(found[least - 1 :].argmax(), found[least - 1 :].shape)
+        counts = np.full(len(slots), self._tries, np.int32)
+        counts[order[: least + rows]] = max(int(guesses), self._tries)
+        return counts
+
+    def _chooses(self, most: int) -> bool:
+        return self.adaptive and self._timed >= TIMED and most > 0
+
+    @property
+    def _tries(self) -> int:
+        """Guesses of a row for which none would pay."""
+        return int(self._steps % self._rare == 0)
 
     def best(self, slot: int, most: int) -> Best:
         """What a row alone would guess, ``most`` at most."""
-        found = self._a_second(np.array([slot]), most, 1)
+        found = self._a_second(self._shares(np.array([slot])), most, 1)[-1]
         guesses = int(found.argmax())
         return Best(guesses, float(found[guesses]))
 
-    def _a_second(self, slots: NDArray[Any], most: int, tokens: int) -> NDArray[np.float64]:
-        """Tokens a second with 0 to ``most`` guesses."""
-        counts = np.arange(most + 1)
-        share = np.minimum(self._right[slots], SUREST)[:, None]
-        brought = ((1 - share ** (counts + 1)) / (1 - share)).sum(0)
-        seconds = self._target.at(tokens + len(slots) * counts)
-        seconds += self._guess.at(np.array([len(slots)])) * np.maximum(counts - 1, 0)
+    def _shares(self, slots: NDArray[Any]) -> NDArray[np.float64]:
+        return np.minimum(self._right[slots], SUREST)
+
+    def _a_second(self, shares: NDArray[np.float64], most: int, tokens: int) -> NDArray[np.float64]:
+        """Tokens a second where the first one, two, to all rows guess, 0 to ``most`` tokens each."""
+        counts, rows = np.arange(most + 1), np.arange(1, len(shares) + 1)[:, None]
+        share = shares[:, None]
+        brought = ((1 - share ** (counts + 1)) / (1 - share)).cumsum(0) + (len(shares) - rows)
+        seconds = self._target.at(tokens + rows * counts)
+        seconds += self._guess.at(rows) * np.maximum(counts - 1, 0)
         seconds += self._read.at(np.array([tokens])) * (counts > 0)
         return brought / np.maximum(seconds, 1e-9)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,23 +172,26 @@ def test_a_head_guesses_with_an_output_layer_of_its_own(case: str, monkeypatch: 
     assert guessed(native=case != "latent", speculative_head_quantization="int8")
 
 
-def test_n_grams_and_a_head_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says: how many guesses pay, and whose."""
+@pytest.mark.parametrize("case", ["eagle3", "dflash", "medusa", "latent", "hybrid"])
+def test_n_grams_and_a_head_by_chance(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says: how many guesses pay for each row, and whose."""
+    native = CASES[case][0] != "mtp"
     asked = [*requests(), submit("loop", [5, 6, 7] * 6, 40, allowed=[6, 7, 9])]
-    expected = run(runner_of("eagle3", guesses=False), asked, depth=1, prefix_cache=False)
-    runner, chance = runner_of("eagle3", adaptive=True), random.Random(3)
+    plain = runner_of(case, guesses=False, native_kernels=native)
+    expected = run(plain, asked, depth=1, prefix_cache=False)
+    runner, chance = runner_of(case, adaptive=True, native_kernels=native), random.Random(3)
     assert isinstance(runner._drafter, Both)
     looked, put = [], NGrams.put
 
     def best(pace: Pace, slot: int, most: int) -> Best:
         return Best(chance.randrange(most + 1), chance.random())
 
-    def most(pace: Pace, slots: Any, most: int, tokens: int) -> int:
-        return chance.randrange(most + 1)
+    def each(pace: Pace, slots: Any, most: int, tokens: int) -> Any:
+        return np.array([chance.randrange(most + 1) for _ in slots], np.int32)
 
     monkeypatch.setattr(NGrams, "put", lambda *args: looked.append(put(*args)) or looked[-1])
     monkeypatch.setattr(Pace, "best", best)
-    monkeypatch.setattr(Pace, "most", most)
+    monkeypatch.setattr(Pace, "each", each)
     for limits in ({"depth": 1}, {"depth": 3, "step_tokens": 17}):
         core = make_core(runner.facts, drafts=3, **limits)
         for _ in range(2):

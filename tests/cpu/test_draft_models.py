@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from config_cases import gemma3, qwen3_next
 from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
@@ -79,8 +80,11 @@ def test_text_is_the_same(target: str) -> None:
         stats = core.stats()
         assert 0 < sum(stats.right_at) < stats.draft_tokens
         assert (stats.preemptions > 0) == ("pages" in limits)
-    runner._drafter._pace.adaptive = True  # type: ignore[attr-defined]
+    pace, chance = runner._drafter._pace, random.Random(5)  # type: ignore[attr-defined]
+    pace.adaptive = True
     assert run(runner, requests(), drafts=4, depth=3).tokens() == expected.tokens()
+    pace.each = lambda slots, most, tokens: np.array([chance.randrange(most + 1) for _ in slots], np.int32)
+    assert run(runner, requests(), drafts=4, depth=3).tokens() == expected.tokens()  # another number each
 
 
 @pytest.mark.parametrize("limits", [{"step_tokens": 11}, {"pages": 6, "reserve": 0.0, "depth": 3}])
@@ -135,7 +139,7 @@ def test_what_has_waited_is_read_before_the_next_guess() -> None:
     runner, steps, passes = runner_of("grouped", LLAMA), iter(range(10_000)), [0, 0]
     drafter: Any = runner._drafter
     drafter._pace.adaptive, forward, follow = True, drafter._forward, drafter.follow
-    drafter._pace.most = lambda slots, most, tokens: 0 if next(steps) % 3 else most
+    drafter._pace.each = lambda slots, most, tokens: np.full(len(slots), 0 if next(steps) % 3 else most)
 
     def count(batch: Any) -> Any:
         passes[0] += batch.sample_rows.numel() < batch.rows

@@ -103,3 +103,36 @@ def test_costs_that_are_known_at_the_start(guess: float, expected: int) -> None:
     target = Curve([1, 2, 16], [1.0, 1.01, 1.02])
     pace.know(target, Curve([1, 8], [guess, guess]), Curve([1, 8], [guess, guess]))
     assert pace.most(SLOTS[:1], 8, 1) == expected
+
+
+def test_a_row_that_is_never_right_is_left_out_beside_others() -> None:
+    """Once it has been wrong a few times, but for rare tries; what others guess does not change."""
+    pace, alone = pace_of(1.0, 0.05, 0.2, 0.9), pace_of(1.0, 0.05, 0.2, 0.9)
+    pace.admit(1)
+    found = []
+    for _ in range(10 * RARE):
+        counts = pace.each(SLOTS, 8, 4)
+        found.append(counts)
+        pace.learn(SLOTS, counts, np.where(SLOTS == 1, 0, counts).astype(np.int32))
+        kept = np.delete(SLOTS, 1)
+        expected = alone.each(kept, 8, 4)
+        alone.learn(kept, expected, expected)
+    wrong = np.array(found)[:, 1]
+    assert (wrong[:4] > 0).all()
+    assert (wrong[20:] > 0).sum() <= 10
+    assert wrong[20:].max() == 1
+    assert np.delete(found[-2], 1).tolist() == expected.tolist()
+    for _ in range(40):
+        pace.learn(SLOTS, np.full(4, 8, np.int32), np.full(4, 8, np.int32))
+    assert (pace.each(SLOTS, 8, 4) > 1).all()  # it is right again
+
+
+def test_rows_alike_are_asked_for_alike() -> None:
+    for base, each, guess, share in ((10.0, 0.0, 0.1, 0.9), (10.0, 0.1, 1.0, 0.6), (1.0, 0.1, 0.2, 0.0)):
+        pace = pace_of(base, each, guess, share)
+        pace._right[SLOTS] = pace._right[0]
+        most = pace.most(SLOTS, 8, 4)
+        assert pace.each(SLOTS, 8, 4).tolist() == [most] * 4
+    fixed = pace_of(0.0, 1.0, 1.0, 0.0)
+    fixed.adaptive = False
+    assert fixed.each(SLOTS, 5, 4).tolist() == [5] * 4

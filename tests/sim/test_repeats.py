@@ -141,3 +141,38 @@ def test_a_run_has_one_number() -> None:
     for length, bits in ((2, 19), (4, 20)):
         runs = [tokens[i : i + length].tolist() for i in range(len(tokens) - length + 1)]
         assert numbers_of(tokens, length, bits).tolist() == [number_of(run, bits) for run in runs]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_request_whose_guesses_are_wrong_is_left_out_beside_others(depth: int) -> None:
+    """Whoever guesses: another request, all of whose guesses are right, has them in every step."""
+    core = Core(make_limits(
+        pages=400, depth=depth, drafts=DRAFTS, context_len=1024, step_tokens=64, padded_drafts=True
+    ))  # fmt: skip
+    rids, tokens = ("wrong", "right"), {"wrong": 100, "right": 500}
+    for rid in rids:
+        core.offer(make_submit(rid, list(range(20)), tokens[rid]), 0.0)
+    flights, of, count = deque(), dict[int, str](), dict.fromkeys(rids, 0)
+    tried, both = dict.fromkeys(rids, 0), 0
+    while not core.idle:
+        while (plan := core.plan(0.0)) is not None:
+            flights.append(plan)
+        plan = flights.popleft()
+        of |= {new.slot: rids[len(of) + i] for i, new in enumerate(plan.new)}
+        slots, flags = column(plan.slots).tolist(), np.frombuffer(plan.flags, np.uint8)
+        most = column(plan.drafts).tolist() if plan.drafts else [-1] * len(slots)
+        both += len(slots) == 2
+        counts = []
+        for slot, drafts, flag in zip(slots, most, flags):
+            rid = of[slot]
+            tried[rid] += drafts > 0 and len(slots) == 2
+            if flag & SAMPLE:
+                right = drafts if rid == "right" else 0
+                counts.append(1 + max(0, min(right, tokens[rid] - count[rid] - 1)))
+                count[rid] += counts[-1]
+        guessed = [max(drafts, 0) for drafts, flag in zip(most, flags) if flag & SAMPLE]
+        told = {"counts": int32(counts), "guessed": int32(guessed)} if plan.drafts else {}
+        core.retire(StepResult(step=plan.step, tokens=int32(range(sum(counts))), **told), 0.0)
+    assert both > 60
+    assert tried["right"] > 0.9 * both
+    assert 2 <= tried["wrong"] <= 8
