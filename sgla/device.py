@@ -49,6 +49,8 @@ OF_PAGES = (
     "prefill_attention_backend",
     "kv_cache_dtype",
 )
+TIERS = "use --kv-disk or --kv-store, which keep prefixes there, too"
+INSTEAD = {"kv_host_bytes": TIERS, "kv_host_ratio": TIERS}  # of settings that a device lacks
 OTHERS = {  # kinds that people may ask for
     "rocm": "AMD GPUs", "hip": "AMD GPUs", "xpu": "Intel GPUs", "hpu": "Gaudi", "npu": "Ascend NPUs",
     "tpu": "TPUs", "mps": "Apple GPUs", "vulkan": "GPUs by way of Vulkan", "musa": "Moore Threads GPUs",
@@ -153,7 +155,8 @@ def check_answers(config: Config, kind: str, vectors: bool, encoder: bool) -> No
         if value != getattr(plain, name):
             shown = f" {value}" if isinstance(value, str) else ""
             flag = "--" + name.replace("_", "-") + shown
-            raise ConfigError(f"{flag} cannot be honoured {where}; leave it out", param=name)
+            other = INSTEAD.get(name, "leave it out") if name in platform(kind).lacks else "leave it out"
+            raise ConfigError(f"{flag} cannot be honoured {where}; {other}", param=name)
 
 
 def devices(kind: str) -> tuple[Device, ...]:

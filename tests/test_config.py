@@ -417,6 +417,14 @@ def test_weights_on_the_host_are_for_models_of_text_on_gpus() -> None:
         resolve(Config(cpu_offload_gb=9), gpu, many)
 
 
+@pytest.mark.parametrize("setting", [{"kv_host_bytes": 1 << 20}, {"kv_host_ratio": 2.0}])
+def test_a_cpu_names_the_tiers_that_it_has(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="by --device cpu; use --kv-disk or --kv-store"):
+        resolve(Config(**setting), LAPTOP)
+    with pytest.raises(ConfigError, match="by a model that answers with vectors.*; leave it out"):
+        resolve(Config(kv_disk="/tmp/kv:1M"), LAPTOP, MINILM)
+
+
 def test_native_models_are_not_compiled() -> None:
     for changes in ({"enable_torch_compile": True}, {"torch_compile_max_bs": 8}):
         for model in (SMOLLM2, MINILM):

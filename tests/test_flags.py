@@ -725,6 +725,14 @@ def test_host_memory_of_peers_is_in_gigabytes(flag: str, value: str, size: int |
     assert parse(["serve", "demo", flag, value]).flags.get("kv_host_bytes") == size
 
 
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+def test_no_policy_of_prefetching_changes_answers(policy: str) -> None:
+    args = parse(["serve", "demo", "--hicache-storage-prefetch-policy", policy])
+    assert args.flags == {"model": "demo"}
+    assert "waits for its prefix as long as something of it comes" in args.hints[0]
+    assert "sometimes is not supported" in refused("--hicache-storage-prefetch-policy", "sometimes")
+
+
 @pytest.mark.parametrize(
     ("words", "ratio", "size"),
     [

@@ -123,10 +123,29 @@ class FakeRedis:
         return self.values[name.encode()][first : last + 1]
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://bucket/model", r"s3:// needs s3fs: pip install 'sgla\[remote\]'"),
+        ("gs://bucket/model", r"gs:// needs gcsfs: pip install 'sgla\[remote\]'"),
+        ("az://bucket/model", "az:// needs adlfs: pip install adlfs"),
+    ],
+)
+def test_a_client_that_is_missing_is_named(
+    url: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*args: Any, **options: Any) -> None:
+        raise ImportError
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ConfigError, match=words):
+        fetch.resolve_model(remote(url, tmp_path))
+
+
 def test_a_model_in_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = remote("redis://:pass@host:6380/a*b/model?db=2", tmp_path)
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match="redis:// needs redis: pip install redis"):
+    with pytest.raises(ConfigError, match=r"redis:// needs redis: pip install 'sgla\[redis\]'"):
         fetch.resolve_model(config)
     monkeypatch.setitem(sys.modules, "redis", SimpleNamespace(Redis=FakeRedis))
     monkeypatch.setattr("sgla.hub.redis_files.PIECE", 1000)

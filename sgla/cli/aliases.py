@@ -171,7 +171,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "enable-cumem-allocator": Always(SLEEPS),
     "hicache-write-policy": Alias("kv_write_policy"),
     "hicache-storage-prefetch-policy": Always(
-        "a request waits for its prefix as long as something of it comes", ("wait_complete",)
+        "a request waits for its prefix as long as something of it comes; no answer depends on that",
+        ("wait_complete", "best_effort", "timeout"),
     ),
     "kv-offloading-backend": Always("prefixes in the host's memory are this server's own", ("native",)),
     "kv-transfer-config": Fields(

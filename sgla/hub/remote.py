@@ -28,6 +28,7 @@ SPARE_BYTES = 256 << 20  # of the disk, that a copy leaves free
 RECORD = ".files.json"  # name -> what told the copy from others
 STAMPS = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+IN_EXTRA = "s3fs", "gcsfs"  # those of sgla[remote]
 
 KEY = "SGLA_REMOTE_KEY"  # variable with the administrator's key of the server that weights are copied from
 
@@ -89,7 +90,7 @@ def _opened(url: str) -> tuple[Any, str]:
             files = RedisFiles(url)
         except ImportError as error:
             raise ConfigError(
-                f"--load-format remote: {scheme}:// needs redis: pip install redis", param="model"
+                f"--load-format remote: {scheme}:// needs redis: pip install 'sgla[redis]'", param="model"
             ) from error
         return files, files.root
     try:
@@ -97,7 +98,8 @@ def _opened(url: str) -> tuple[Any, str]:
         fs, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
         package = PACKAGES.get(scheme)
-        hint = f"needs {package}: pip install {package}" if package else "is no kind that fsspec knows"
+        what = "'sgla[remote]'" if package in IN_EXTRA else package
+        hint = f"needs {package}: pip install {what}" if package else "is no kind that fsspec knows"
         raise ConfigError(f"--load-format remote: {scheme}:// {hint}", param="model") from error
     return fs, root.rstrip("/")
 
