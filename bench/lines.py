@@ -1,8 +1,9 @@
 """Result lines: one JSON object a line, each with the machine, the versions, the commit and the command it
-comes from."""
+comes from, and where there are GPUs which ones."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -21,9 +22,10 @@ PACKAGES = "sgla", "torch", "triton", "flashinfer-python", "transformers"
 
 
 def line(fields: Mapping[str, Any]) -> str:
-    """``fields``, and behind them ``command``, ``commit`` and ``versions``, and ``machine`` if it is
-    missing."""
-    more = {"command": command(), "commit": commit(), "versions": versions()}
+    """``fields``, and behind them ``gpu_ids`` where there are GPUs, ``command``, ``commit`` and ``versions``,
+    and ``machine`` if it is missing."""
+    which = {"gpu_ids": gpu_ids()} if gpu_ids() else {}
+    more = {**which, "command": command(), "commit": commit(), "versions": versions()}
     return json.dumps({**fields, **more} if "machine" in fields else {**fields, "machine": machine(), **more})
 
 
@@ -37,6 +39,27 @@ def machine() -> str:
     from sgla.observe.machine import detect  # here, so that a peer's interpreter needs no sgla
 
     return detect().label()
+
+
+@cache
+def gpu_ids() -> list[str]:
+    """The first eight digits of the UUID of each GPU that this process sees, which tell cards of a kind
+    apart. The driver is asked, since torch would make a context."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, found = ctypes.c_int(), list[str]()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    for index in range(count.value):
+        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        if not (
+            driver.cuDeviceGet(ctypes.byref(device), index)
+            or driver.cuDeviceGetUuid(ctypes.byref(uuid), device)
+        ):
+            found.append(bytes(uuid)[:4].hex())
+    return found
 
 
 def gpus(count: int = 1) -> str:

@@ -73,6 +73,40 @@ def test_a_line_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "commit" in found
 
 
+@pytest.mark.parametrize("gpus", [[], ["01020304", "a1a2a3a4"]])
+def test_a_line_tells_gpus_apart(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the driver names them; where there is none, a line says nothing of GPUs."""
+    import lines
+
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = len(gpus)
+            return 0
+
+        def cuDeviceGet(self, device: Any, index: int) -> int:
+            device._obj.value = index
+            return 0
+
+        def cuDeviceGetUuid(self, uuid: Any, device: Any) -> int:
+            uuid._obj[:] = bytes.fromhex(gpus[device.value]) + bytes(12)
+            return 0
+
+    def load(name: str) -> Driver:
+        if not gpus:
+            raise OSError(name)
+        return Driver()
+
+    monkeypatch.setattr(lines.ctypes, "CDLL", load)
+    lines.gpu_ids.cache_clear()
+    found = json.loads(lines.line({"w": "W1", "machine": "H200"}))
+    assert found.get("gpu_ids", []) == gpus
+    assert ("gpu_ids" in found) == bool(gpus)
+    lines.gpu_ids.cache_clear()
+
+
 def test_a_borrowed_tokenizer_has_a_word_for_every_id(tmp_path: Path) -> None:
     import serve
 
