@@ -4,6 +4,7 @@ there is no GPU."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,16 @@ pytest.importorskip("triton")
 
 from draws import DISTRIBUTIONS, possible
 from token_tables import in_rows
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from sgla.attention.base import DeviceBatch, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, cut
+from sgla.attention.latent_ops import LatentDecode, LatentPrompts
+from sgla.device import Device
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.gpu import picked
-from sgla.kernels.ops import KVLayer, Part
+from sgla.kernels.ops import KVLayer, Part, Scoring
 from sgla.kernels.picking import pick, picked_attention
 from sgla.kernels.triton import attention, elementwise, latent, picking, sampling, step, turning
 from sgla.kernels.triton.tokens import TokenTable
@@ -292,6 +297,55 @@ def test_latents(heads: int, content: int, rotated: int) -> None:
     out = q.new_empty(len(q), heads * content)
     latent.extend(q, kv.k, content, batch.page_table, tiles, 0.3, out, attention.Cut(32, 16, 2))
     torch.testing.assert_close(out, ops.attention(q, kv, batch, 0.3), rtol=1e-4, atol=1e-5)
+
+
+class Made(TorchDispatchMode):
+    """``bytes``: what tensors take that were made meanwhile, whether they are left or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        had = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in had:
+                self.bytes += x.untyped_storage().nbytes()
+        return made
+
+
+def test_attention_to_latents_takes_no_memory_that_grows_with_the_prefix() -> None:
+    """Decode rows and prompts read latents where their pages are. The body, which gathers them, shows that
+    this would be seen."""
+    heads, content, device = 2, 16, Device("cuda", "", (9, 0), 132, 227 << 10)
+    taken: dict[str, list[int]] = {"decode": [], "prompts": [], "body": []}
+    for behind in (64, 2048):
+        for q_len in (1, 5):
+            q, kv, batch = random_batch([q_len, q_len], [2053, 2053], heads, 1, content + 8, 16)
+            kv, batch.kv_len = kv.latent(content), torch.full((2,), behind + q_len, dtype=torch.int32)
+            rows = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
+            step = DeviceBatch(**rows, decode_rows=2)
+            shape = AttentionShape(heads, 1, content + 8, 16, q.dtype, frozenset({0}), 0.0, 2, latent=True)
+            with Made() as made:
+                if q_len == 1:
+                    out = LatentDecode(shape, device).forward(q, kv, step, Scoring(0.3))
+                else:
+                    prompts = LatentPrompts(shape._replace(v_dim=content), device)
+                    lens = np.full(2, q_len, np.int32)
+                    tiles = cut(batch.slots.numpy(), np.full(2, behind, np.int32), lens, 0, prompts.tile)
+                    out = q.new_empty(len(q), heads * content)
+                    given = batch.page_table, torch.from_numpy(tiles), Scoring(0.3), out
+                    prompts.forward(q, kv, *given)
+            taken["decode" if q_len == 1 else "prompts"].append(made.bytes)
+            with Made() as made:
+                expected = ops.attention(q, kv, batch, 0.3)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+            if q_len > 1:
+                taken["body"].append(made.bytes)
+    assert taken["decode"][0] == taken["decode"][1] > 0
+    assert taken["prompts"][0] == taken["prompts"][1] > 0
+    assert taken["body"][1] > 10 * taken["body"][0]
 
 
 def parts_of(kv: KVLayer, ranks: int, told: list[torch.Tensor]) -> list[KVLayer]:
