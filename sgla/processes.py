@@ -19,10 +19,16 @@ PR_SET_PDEATHSIG = 1
 OF_GROUPS = (signal.SIGINT, signal.SIGTERM)  # that terminals and service managers send to a whole group
 
 # What ``die_with`` does, in few imports, before it becomes the command; the kernel remembers over an exec.
-SHIM = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
+SHIM = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+os.getppid() == int(sys.argv[1]) or os._exit(1)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print(f"{sys.argv[2]}: {error.strerror}", file=sys.stderr)
+    sys.exit(127)
+"""
 
 
 def die_with(parent: int) -> None:

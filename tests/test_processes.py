@@ -24,6 +24,12 @@ def test_a_tied_command_does_what_it_says() -> None:
     assert (done.stdout, done.returncode) == (b"a b c\n", 3)
 
 
+def test_a_tied_command_that_is_not_there_is_named() -> None:
+    done = subprocess.run(tied(["no-such-command", "x"]), capture_output=True)
+    said = b"no-such-command: No such file or directory\n"
+    assert (done.stdout, done.stderr, done.returncode) == (b"", said, 127)
+
+
 def test_a_tied_command_ends_with_who_started_it() -> None:
     script = (
         "import subprocess, sys; from sgla.processes import tied\n"

@@ -41,6 +41,16 @@ class Adapter(msgspec.Struct, kw_only=True, eq=False):
     idle: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
+def check_folders(config: Config) -> None:
+    """Raise ConfigError for what is no adapter, for which nobody should have to load a model. Hosts that Ray
+    chooses look for themselves."""
+    for name, _, folder in (entry.partition("=") for entry in config.lora_modules):
+        if config.executor != "ray" and not Path(folder, "adapter_config.json").is_file():
+            raise ConfigError(
+                f"--lora-modules {name}: {folder} has no adapter_config.json", param="lora_modules"
+            )
+
+
 class AdapterTable:
     """``loaded``: by name. A name that is loaded anew is another adapter, with another number."""
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sgla import clock
+from sgla.actors.adapters import check_folders
 from sgla.actors.base import in_thread
 from sgla.actors.detokenize import Detokenize
 from sgla.actors.encoding import Encoding
@@ -97,6 +98,7 @@ class System:
         settled = await in_thread(settle_device, self.config)
         workers = self._executor = spawn_workers(settled)
         config, source, defaults = await finding
+        check_folders(config)
         if workers is not None and config.device != settled.device:
             await workers.close()
             workers = self._executor = spawn_workers(config)

@@ -186,7 +186,11 @@ async def test_what_cannot_be_loaded_is_refused(tiny_model: Path, folders: Path,
             assert status in (400, 404)
 
 
-async def test_an_adapter_of_the_settings_must_be_one(tiny_model: Path, folders: Path) -> None:
+async def test_an_adapter_of_the_settings_must_be_one(
+    tiny_model: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is found out before the model is loaded."""
+    monkeypatch.setattr("sgla.actors.system.make_local", None)
     with pytest.raises(ConfigError, match="--lora-modules x: .* has no adapter_config"):
         async with local_server(model=str(tiny_model), lora_modules=[f"x={folders}"]):
             pass
