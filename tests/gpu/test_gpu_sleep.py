@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_gpu_moe import TINY as MIXTURE
-from test_gpu_runner import TINY, generate, ints, make, prompt
+from test_gpu_runner import LATENT, TINY, generate, ints, make, prompt
+from test_gpu_states import MODEL as STATES
+from test_gpu_windows import MODEL as WINDOWS
 
 from sgla.errors import OutOfMemory
 from sgla.messages import KEY, Control, Copy, StepPlan
 from sgla.worker.region import Region, gpu_memory
 
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+from tiny import Transcript, make_core, run, submit
+
+KINDS = {"all tokens": TINY, "windows": WINDOWS, "latents": LATENT, "states": STATES}
 PROMPTS = {slot: prompt(slot, 20 + 13 * slot) for slot in range(8)}
 
 
@@ -85,6 +92,41 @@ def test_prefixes_come_back_from_where_they_were_saved(tier: str, dtype: str, tm
     for x, had in zip(kept, before):
         assert torch.equal(x[1 : count + 1], had)
     assert generate(runner, {0: PROMPTS[0]}, 12, True) == first
+    runner.close()
+
+
+def said(transcript: Transcript) -> dict[str, list[Any]]:
+    """Tokens and their logprobs, as they are."""
+    return {
+        rid: [(each.token, each.logprob) for delta in deltas for each in delta.logprobs or []]
+        for rid, deltas in transcript.items()
+    }
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("kind", "deterministic"),
+    [*((kind, False) for kind in KINDS), ("all tokens", True), ("windows", True)],
+)
+def test_text_goes_on_from_what_a_tier_has(kind: str, deterministic: bool, tier: str, tmp_path: Path) -> None:
+    """As it does if all of it is computed: in float32, whose tokens rounding decides seldom, and bit by bit
+    where nothing depends on the batch. Latents and states refuse that."""
+    settings: dict[str, Any] = {"host": {"kv_host_bytes": 64 << 20}, "disk": {"kv_disk": f"{tmp_path}:64M"}}
+    how = {"deterministic": True} if deterministic else {"dtype": "float32"}
+    runner = make(KINDS[kind], **settings[tier], **how)
+    core = make_core(runner.facts)
+    texts = {str(i): prompt(i, 300 + 7 * i) for i in range(4)}
+    first = run(runner, [submit(rid, text, 20) for rid, text in texts.items()], core).tokens()
+    later = [submit(rid, [*text, *first[rid], 1, 2, 3], 20, logprobs=1) for rid, text in texts.items()]
+    assert core.flush_cache(tiers=False)
+    computed = run(runner, later, make_core(runner.facts, prefix_cache=False))
+    found = run(runner, later, core)
+    size = runner.facts.page_size
+    assert all(found[rid][0].cached_tokens >= len(text) // size * size for rid, text in texts.items())
+    assert sum(each.loaded for each in core.stats().tiers) >= 4 * 288 // size
+    assert found.tokens() == computed.tokens()
+    if deterministic:
+        assert said(found) == said(computed)
     runner.close()
 
 
