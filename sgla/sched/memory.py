@@ -234,16 +234,8 @@ class Memory:
         """Give back the pages that no token still to be computed reads. Steps are computed in order, so those
         in flight still find them as they are. Not while a step is made in which the request has its row
         already."""
-        for pool, pages, (g, behind) in zip(self.windows, request.windows, enumerate(request.behind)):
-            first = min(pool.first(request.least), len(pages))
-            if first > behind:
-                shared = min(max(request.shared, behind), first)
-                found = min(max(request.borrowed, behind), shared)
-                pool.unhold(page for page in pages[behind:found] if page)
-                pool.unhold((page for page in pages[found:shared] if page), passed=True)
-                pool.free(pages[shared:first])
-                pages[behind:first] = [0] * (first - behind)
-                request.behind[g] = first
+        for g, (pool, pages) in enumerate(zip(self.windows, request.windows)):
+            request.behind[g] = _slide(request, pool, pages, request.behind[g])
 
     def share(self, request: Request) -> None:
         """Give the request's planned pages of host-known tokens to the tree, which it then holds by lock.
@@ -379,6 +371,20 @@ class Memory:
             assert request.allocated == len(request.pages) * self.page_size, "allocated and pages disagree"
             assert request.planned <= request.allocated, "planned beyond the pages"
             _check_path(request)
+
+
+def _slide(request: Request, pool: WindowPool, pages: list[int], behind: int) -> int:
+    """Give back pages of a window from ``behind`` on; returns the first that the request still reads."""
+    first = min(pool.first(request.least), len(pages))
+    if first <= behind:
+        return behind
+    shared = min(max(request.shared, behind), first)
+    found = min(max(request.borrowed, behind), shared)
+    pool.unhold(page for page in pages[behind:found] if page)
+    pool.unhold((page for page in pages[found:shared] if page), passed=True)
+    pool.free(pages[shared:first])
+    pages[behind:first] = [0] * (first - behind)
+    return first
 
 
 def _check_window(
