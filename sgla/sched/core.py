@@ -156,6 +156,8 @@ class Core:
         self.ahead.expect(step)
         step.copies, step.dropped = memory.begin_copies()
         if not (step.rows or step.copies or step.dropped):
+            if memory.copies:  # of what was retracted just now, and this plan computes nothing
+                return self.plan(now, paused)
             busy = queues.flights or memory.copying
             assert busy or paused or not (queues.running or queues.waiting), "requests wait for nothing"
             return None

@@ -146,6 +146,17 @@ def test_what_a_retracted_request_leaves_is_not_copied() -> None:
     simulation.verify()
 
 
+def test_what_only_copies_can_free_waits_for_no_clock() -> None:
+    """Both requests give their pages up in one plan, which has no rows then; what they leave is locked until
+    its copies have begun."""
+    simulation = simulate(pages=12, slots=2, depth=1, context_len=48, host=60)
+    for rid, tokens in (("longer", LONG[:26]), ("shorter", OTHER[:8])):
+        simulation.offer(make_submit(rid, tokens, 8))
+    simulation.run()
+    assert simulation.core.stats().preemptions > 0
+    simulation.verify()
+
+
 def test_a_copy_outlives_the_request_it_was_made_for() -> None:
     simulation = evicted()
     simulation.offer(make_submit("again", LONG))
