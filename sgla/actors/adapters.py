@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def check_folders(config: Config) -> None:
     """Raise ConfigError for what is no adapter, for which nobody should have to load a model. Hosts that Ray
     chooses look for themselves."""
     for name, _, folder in (entry.partition("=") for entry in config.lora_modules):
-        if config.executor != "ray" and not Path(folder, "adapter_config.json").is_file():
+        if config.executor != "ray" and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
             raise ConfigError(
                 f"--lora-modules {name}: {folder} has no adapter_config.json", param="lora_modules"
             )

@@ -191,9 +191,10 @@ async def test_an_adapter_of_the_settings_must_be_one(
 ) -> None:
     """Which is found out before the model is loaded."""
     monkeypatch.setattr("sgla.actors.system.make_local", None)
-    with pytest.raises(ConfigError, match="--lora-modules x: .* has no adapter_config"):
-        async with local_server(model=str(tiny_model), lora_modules=[f"x={folders}"]):
-            pass
+    for folder in (folders, "x" * 300):  # and one whose name no file has
+        with pytest.raises(ConfigError, match="--lora-modules x: .* has no adapter_config"):
+            async with local_server(model=str(tiny_model), lora_modules=[f"x={folder}"]):
+                pass
 
 
 def test_the_python_api_has_adapters(tiny_model: Path, folders: Path) -> None:
