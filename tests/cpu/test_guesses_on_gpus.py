@@ -128,7 +128,14 @@ def test_a_head_guesses_some_tokens_alone(ranks: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cases", [("rounded",), ("--ranks", "rounded"), ("rounded blocks",), ("rounded and narrowed",)]
+    "cases",
+    [
+        ("rounded",),
+        ("--ranks", "rounded"),
+        ("rounded blocks",),
+        ("rounded and narrowed",),
+        ("--ranks", "rounded and narrowed"),
+    ],
 )
 def test_a_head_guesses_with_an_output_layer_of_its_own(cases: tuple[str, ...]) -> None:
     """Its numbers are rounded to 4 bits, and the guesses are those of the exact ones, since all tokens are
