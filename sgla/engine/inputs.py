@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from sgla.errors import InvalidField
@@ -17,7 +19,7 @@ def is_one(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     check_list(prompts)
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+    return len(prompts) > 0 and (isinstance(prompts[0], Integral) or getattr(prompts[0], "shape", None) == ())
 
 
 def is_conversation(messages: Any) -> bool:
@@ -32,7 +34,13 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": prompt}
     check_list(prompt)
-    return {"token_ids": list(prompt)}
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # of arrays
+    try:
+        return {"token_ids": [*map(operator.index, ids)]}
+    except TypeError as error:
+        raise InvalidField(
+            "a prompt is a text or a list of token ids, which are integers", param="prompt"
+        ) from error
 
 
 def conversation_fields(messages: Messages) -> dict[str, Any]:

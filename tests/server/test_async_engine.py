@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from sgla import Engine, SamplingParams
@@ -64,6 +66,19 @@ def test_what_is_no_prompt_is_named(engine: Engine, prompt: Any) -> None:
 def test_what_is_no_conversation_is_named(engine: Engine, chat: Any, message: str) -> None:
     with pytest.raises(InvalidField, match=message):
         engine.chat(chat, SamplingParams(max_tokens=1))
+
+
+def test_token_ids_may_be_of_any_kind_of_integers(engine: Engine) -> None:
+    """Other numbers would end the scheduler, and every request with it."""
+    sampling = SamplingParams(max_tokens=2, temperature=0)
+    expected = engine.generate([5, 6, 7], sampling)
+    for ids in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), [np.int64(5), 6, np.uint8(7)]):
+        one = engine.generate(ids, sampling)
+        [of_several] = engine.generate([ids], sampling)
+        assert one.tokens == of_several.tokens == expected.tokens
+    for wrong in ([[5.0, 6.0]], np.array([[5.0]]), [["a", "b"]], [[None]], [np.array([[5]])]):
+        with pytest.raises(InvalidField, match="token ids, which are integers"):
+            engine.generate(wrong, sampling)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, 5, "greedy"])
