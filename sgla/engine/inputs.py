@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -65,6 +66,10 @@ def checked_tools(tools: Any) -> Any:
             f"tools must be a list of objects such as {{'type': 'function', ...}}, got {kind(tools)}",
             param="tools",
         )
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidField(f"tools must be what JSON can say: {error}", param="tools") from error
     return tools
 
 

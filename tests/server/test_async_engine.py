@@ -97,6 +97,13 @@ def test_what_is_no_tool_is_named(engine: Engine, tools: Any) -> None:
         engine.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1), tools=tools)
 
 
+def test_tools_are_what_json_can_say(engine: Engine) -> None:
+    """Others ended the process that renders templates, and nobody answered."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": {1, 2}}}}]
+    with pytest.raises(InvalidField, match="tools must be what JSON can say: Object of type set"):
+        engine.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1), tools=tools)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
