@@ -743,6 +743,11 @@ def test_rounded_logits_are_compared_by_exact_ones(narrowed: bool) -> None:
     assert found[2][kept[2]].min() >= 2.0
     assert (rounded[2][kept[2]] >= 2.0).all()
 
+    none = torch.full((rows, 64), -torch.inf)  # a rank that has no token of a map has no weights either
+    given = slots, positions, seeds, temperatures
+    sampling.sharpen(none, *given, made_of._replace(weight=weight[:0].clone(), rows=None), cuts)
+    assert not (none > -torch.inf).any()
+
     def drawn(logits: torch.Tensor) -> list[int]:
         table, out = torch.zeros(rows, rows + 1).int(), torch.zeros(rows).int()
         sampling.sample(logits, slots, positions, seeds, temperatures, in_rows(table), out, cuts)

@@ -229,12 +229,12 @@ def _sharpen(
     there = top > float("-inf")
     source = tl.where(there, best, 0)
     source = tl.load(rows + source) if HAS_ROWS else source
-    line = weight + source.to(tl.int64) * k
+    line, end = weight + source.to(tl.int64) * k, tl.where(there, k, 0)
     total = tl.zeros([K], dtype=tl.float32)
     for start in range(0, k, K):
         c = start + tl.arange(0, K)
         a = tl.load(hidden + row * stride + c, mask=c < k, other=0.0).to(tl.float32)
-        total += a * tl.load(line + c, mask=c < k, other=0.0).to(tl.float32)
+        total += a * tl.load(line + c, mask=c < end, other=0.0).to(tl.float32)
     exact = tl.where(there, tl.maximum(tl.sum(total, 0), threshold), float("-inf"))
     tl.store(logits + row * vocab + i, tl.where(i == best, exact, float("-inf")), mask=i < vocab)
 
