@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -32,8 +33,10 @@ import sgla
 from sgla import SamplingParams, cli
 from sgla.bench import load, report, workloads
 from sgla.cli import chat, conversation, doctor, run_batch, serve, show, terminal
+from sgla.cli.bench import describe
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.serve import ready_text
+from sgla.cli.settings import parse_url
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.device import Device
@@ -620,6 +623,17 @@ def test_bench_reports_failures(server: str) -> None:
     assert "failed" in err
 
 
+def test_addresses_may_have_names_of_any_script() -> None:
+    assert parse_url("http://münchen.de/v1") == "http://münchen.de"
+
+
+def test_bench_reads_of_a_list_of_models_what_it_needs(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = b'{"data": [{"id": "m", "max_model_len": "4k"}, {"name": "no id"}]}'
+    monkeypatch.setattr(StandIn, "do_GET", lambda self: self._send(200, listed))
+    found = asyncio.run(describe(server))
+    assert (found["model"], found["context"]) == ("m", None)
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -710,6 +724,12 @@ def test_the_output_of_a_batch_stays_the_kind_of_file_that_it_is(tmp_path: Path)
     with run_batch.written(str(pipe)) as output:
         output.write(b"line")
     assert (os.read(reader, 9), pipe.is_fifo()) == (b"line", True)
+    log = tmp_path / "log"
+    log.write_bytes(b"older ")
+    with log.open("ab") as stdout, run_batch.written(f"/dev/fd/{stdout.fileno()}") as output:
+        output.write(b"line")
+    assert log.read_bytes() == b"older line"
+    log.unlink()
     os.close(reader)
     with pytest.raises(ConfigError, match="Is a directory"), run_batch.written(str(tmp_path)):
         pass

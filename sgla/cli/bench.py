@@ -122,14 +122,14 @@ def sessions_of(args: argparse.Namespace, rng: random.Random) -> list[workloads.
 
 class Model(msgspec.Struct):
     id: str
-    owned_by: str | None = None
-    max_model_len: int | None = None
+    owned_by: Any = None
+    max_model_len: Any = None
 
 
 class Models(msgspec.Struct):
     """What is read of a server's list of models."""
 
-    data: list[Model]
+    data: list[msgspec.Raw]
 
 
 class Version(msgspec.Struct):
@@ -148,7 +148,7 @@ async def describe(url: str, key: str | None = None) -> dict[str, Any]:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConfigError(f"no server at {url}: {reason(error)}; start one with 'sgla serve'") from error
     try:
-        model = msgspec.json.decode(listed, type=Models).data[0]
+        model = msgspec.json.decode(msgspec.json.decode(listed, type=Models).data[0], type=Model)
     except (msgspec.DecodeError, IndexError) as error:
         text = error_text(listed)[:200]
         raise ConfigError(f"{url} is no OpenAI-style server; its /v1/models says: {text}") from error
@@ -159,5 +159,5 @@ async def describe(url: str, key: str | None = None) -> dict[str, Any]:
         "engine": model.owned_by or "unknown",
         "version": version.version,
         "model": model.id,
-        "context": model.max_model_len,
+        "context": model.max_model_len if isinstance(model.max_model_len, int) else None,
     }

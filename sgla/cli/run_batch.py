@@ -102,8 +102,10 @@ def written(path: str) -> Iterator[BinaryIO]:
     """The output, which has its name once it is whole; what is no plain file, as a pipe, is written as it
     is. Raises ConfigError."""
     place = Path(os.path.realpath(path))
-    if os.path.exists(path) and not os.path.isfile(path):
-        with opened(path, "wb", "--output-file") as file:
+    folder = os.path.realpath(os.path.dirname(path))
+    device = folder == "/dev" or folder.startswith("/proc/")  # though what it leads to be a file
+    if device or (os.path.exists(path) and not os.path.isfile(path)):
+        with opened(path, "ab", "--output-file") as file:
             yield file
         return
     with opened(path, "wb", "--output-file", place.with_name(place.name + PART)) as file:

@@ -54,7 +54,7 @@ def parse_url(text: str) -> str:
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        if known and re.fullmatch(r"[!-~]+", url):
+        if known and not re.search(r"[\s\x00-\x1f\x7f]", url) and (parts.path + parts.query).isascii():
             return url
     except ValueError:
         pass

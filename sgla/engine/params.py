@@ -21,7 +21,7 @@ from sgla.validation import Range, fault, root
 
 WITH_DEFAULTS = (*SAMPLING, REPETITION)  # fields that a model or the user may have defaults for
 COUNTS = {
-    "n": TOKENS,
+    "n": Range(1, 65_536),
     "min_tokens": Range(0, TOKENS.high),
     "logprobs": Range(0, TOKENS.high),
     "prompt_logprobs": Range(-1, TOKENS.high),

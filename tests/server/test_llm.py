@@ -82,6 +82,7 @@ def test_options_of_structured_outputs_mean_what_they_mean_to_the_server(options
         ({"top_p": "high"}, InvalidField, "top_p"),
         ({"n": "two"}, InvalidField, "n"),
         ({"n": 0}, InvalidField, "n must be an integer between 1 and"),
+        ({"n": 2**31 - 1}, InvalidField, "n must be an integer between 1 and 65536"),
         ({"logprobs": -5}, InvalidField, "logprobs must be an integer between 0 and 2147483647, not -5"),
         ({"prompt_logprobs": -2}, InvalidField, "prompt_logprobs"),
         ({"best_of": 4}, UnsupportedField, "best_of"),
