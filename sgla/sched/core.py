@@ -121,10 +121,9 @@ class Core:
         deltas = []
         for request in self._queues.overdue(now):
             self._queues.end(request, "error", now)
-            error = DeadlineExceeded(
-                f"The request was not done {now - request.arrival:.1f} s after its arrival."
-            )
-            deltas.append(Delta(rid=request.rid, finish="error", error=error.rejected(request.submit.parent)))
+            text = f"The request was not done {now - request.arrival:.1f} s after its arrival."
+            error = DeadlineExceeded(text).rejected(request.submit.parent)
+            deltas.append(Delta(rid=request.rid, finish="error", error=error))
         return deltas
 
     @property
@@ -328,8 +327,7 @@ class Core:
         return self._memory.cached(self._queues.space(submit), submit.tokens)
 
     def tell_events(self, medium: str) -> Callable[[], list[KvEvent]]:
-        """Keep what happens to cached pages from now on. Returns what fetches it. ``medium``: see
-        ``Events``."""
+        """Keep what happens to cached pages, and return what fetches it. ``medium``: see ``Events``."""
         events = self._memory.cache.events = Events(self.limits.page_size, medium)
         return events.drain
 
