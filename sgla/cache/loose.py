@@ -25,15 +25,13 @@ class LoosePool(PagePool):
         self._ticket = [0] * total  # of each unit
         self._page: dict[int, int] = {}  # the unit of each valid ticket
         self._holds = [0] * total
-        # In the tree and held by nobody, longest first: those that others go on from, as far as is known, and
-        # those that were made and left behind.
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._passed: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the tree and held by nobody, longest first
+        self._passed: OrderedDict[int, None] = OrderedDict()  # those of them that were made and left behind
 
     @property
     def evictable(self) -> int:
         """Units in the tree that no request holds."""
-        return len(self._idle) + len(self._passed)
+        return len(self._idle)
 
     @property
     def cached(self) -> int:
@@ -72,13 +70,14 @@ class LoosePool(PagePool):
     def unhold(self, pages: Iterable[int], passed: bool = False) -> None:
         """Undo one ``hold``. What the tree has lost meanwhile is free then. ``passed``: who held them made
         them, and goes on without them."""
-        idle = self._passed if passed else self._idle
         for page in pages:
             self._holds[page] -= 1
             if self._holds[page]:
                 continue
             if self._ticket[page]:
-                idle[page] = None
+                self._idle[page] = None
+                if passed:
+                    self._passed[page] = None
             else:
                 self.free((page,))
 
@@ -101,17 +100,19 @@ class LoosePool(PagePool):
         return pages
 
     def evict(self, n: int) -> None:
-        """Free ``n`` units of the tree, those that nobody has held for longest; of those that were passed and
-        of others, whichever are more."""
+        """Free ``n`` units of the tree, those that nobody has held for longest: of those that were passed, as
+        long as these are half or more, else of all."""
         lost = []
         for _ in range(n):
-            more = self._passed if len(self._passed) >= len(self._idle) else self._idle
-            lost.append(more.popitem(last=False)[0])
+            half = 2 * len(self._passed) >= len(self._idle)
+            lost.append(next(iter(self._passed if half else self._idle)))
+            self._rouse(lost[-1])
         self._lose(lost)
 
     def _rouse(self, page: int) -> None:
         """It is idle no more."""
-        del (self._passed if page in self._passed else self._idle)[page]
+        del self._idle[page]
+        self._passed.pop(page, None)
 
     def _lose(self, pages: list[int]) -> None:
         for page in pages:
@@ -127,8 +128,8 @@ class LoosePool(PagePool):
             counts[page] += 1
         assert counts == self._holds, "holds are off"
         idle = {page for page in self._page.values() if not self._holds[page]}
-        assert idle == {*self._idle, *self._passed}, "an idle unit is not queued"
-        assert len(idle) == self.evictable, "an idle unit is queued twice"
+        assert idle == set(self._idle), "an idle unit is not queued"
+        assert idle.issuperset(self._passed), "a unit that was passed is not idle"
         assert all(self._out[page] for page in self._page.values()), "a unit of the tree is free"
         assert all(self._ticket[page] == ticket for ticket, page in self._page.items()), "tickets disagree"
 

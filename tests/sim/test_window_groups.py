@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from simulation import Simulation, make_limits, make_submit
 
 from sgla.messages import CacheGroup
@@ -85,4 +86,17 @@ def test_a_prefix_that_many_begin_with_is_served_though_the_pool_is_full() -> No
     assert served == [0] + [80] * 5
     run(simulation, "long", [(11 * j * j + 5 * j) % 50 for j in range(300)])
     assert run(simulation, "last", [*system, 1, 2, 3]) == 80
+    simulation.verify()
+
+
+@pytest.mark.parametrize(("pages", "window"), [(10, 6), (13, 12)])
+def test_prompts_longer_than_half_of_the_pool_are_found_again(pages: int, window: int) -> None:
+    """What was passed goes before what others went on from later, though it is less."""
+    simulation = Simulation(make_limits(pages=400, windows=[CacheGroup(1 + pages, window)], context_len=600))
+    system = [(17 * j * j + 3 * j) % 50 for j in range(24)]
+    served = []
+    for i in range(12):
+        prompt = system + [(7 * i + 5 * j + i * j) % 50 for j in range(9)]
+        served.append([run(simulation, f"{i} {k}", prompt, max_new=40) for k in range(1 + i % 2)])
+    assert served == [[0], *[[24, 32], [24]] * 5, [24, 32]]
     simulation.verify()
