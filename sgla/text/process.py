@@ -75,10 +75,11 @@ class Processes:
     def __init__(self) -> None:
         self.idle: list[Process] = []
 
-    def ask(self, data: list[bytes]) -> Answer:
-        """Raises Died, and the errors that the answer tells of."""
+    def ask(self, data: list[bytes], fresh: bool = False) -> Answer:
+        """``fresh``: of a process that has not been idle.
+        Raises Died, and the errors that the answer tells of."""
         try:
-            process, fresh = self.idle.pop(), False
+            process = Process() if fresh else self.idle.pop()
         except IndexError:
             process, fresh = Process(), True
         if not self.idle:
@@ -88,7 +89,7 @@ class Processes:
         except Died as died:
             process.kill()
             if not fresh and not died.late:
-                return self.ask(data)  # it may have been killed while it had nothing to do
+                return self.ask(data, fresh=True)  # it may have been killed while it had nothing to do
             self._start()
             raise
         if process.stands_back:

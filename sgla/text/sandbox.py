@@ -64,6 +64,10 @@ def answer(data: bytes) -> bytes:
         failed = Answer(kind="BadRequest", text="the request is nested too deeply")
     except UnicodeEncodeError:
         failed = Answer(kind="BadRequest", text="the text is not valid Unicode: it has unpaired surrogates")
+    except Exception as error:  # whatever operation does not fit a value of the request
+        text = f"the request has a value that does not fit: {type(error).__name__}: {error}"
+        failed = Answer(kind="BadRequest", text=text)
+    failed.text = failed.text.encode(errors="backslashreplace").decode()
     return msgspec.msgpack.encode(failed)
 
 

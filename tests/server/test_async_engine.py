@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from sgla import Engine, SamplingParams
 from sgla.actors.ingress import Ingress, Sink
-from sgla.errors import ContextTooLong, InvalidField, Overloaded, SglaError
+from sgla.errors import BadRequest, ContextTooLong, InvalidField, Overloaded, SglaError
 from sgla.messages import Job
 
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -79,6 +79,13 @@ def test_token_ids_may_be_of_any_kind_of_integers(engine: Engine) -> None:
     for wrong in ([[5.0, 6.0]], np.array([[5.0]]), [["a", "b"]], [[None]], [np.array([[5]])]):
         with pytest.raises(InvalidField, match="token ids, which are integers"):
             engine.generate(wrong, sampling)
+
+
+def test_a_value_that_no_template_can_show_is_refused(engine: Engine) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": b"x"}}}
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(BadRequest, match="a value that does not fit: TypeError: Object of type bytes"):
+        engine.chat([*chat, {"role": "user", "content": "ho"}], SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, 5, "greedy"])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sgla.errors import BadRequest, ConfigError, InvalidField
-from sgla.text import process
+from sgla.text import process, sandbox
 from sgla.text.process import NOTHING, BoundedTemplate, Parse, Render, parse, pickled
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.families import BY_NAME
@@ -122,6 +124,45 @@ def test_a_killed_process_is_replaced() -> None:
     for idle in process._models.idle:
         idle._popen.kill()
     assert template.render(CHAT) == "<user>hé<assistant>ho"
+
+
+class Ends:
+    """A value that ends the process that reads it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def test_a_task_that_ends_its_process_is_refused() -> None:
+    """It is tried once more, with a process that nobody can have ended before."""
+    template = BoundedTemplate(PLAIN)
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="its process ended"):
+            template.render(CHAT, value=Ends())
+        assert template.render(CHAT) == "<user>hé<assistant>ho"
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("chat", "options", "message"),
+    [
+        ([*CHAT, called({"a": b"x"})], {}, "TypeError: Object of type bytes is not JSON serializable"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], {}, "TypeError: unhashable type"),
+        ([*CHAT, {"role": "assistant", "content": 5}], {"continue_final_message": True}, "TypeError"),
+        (CHAT, {"chat_template": "{{ raise_exception('\ud800') }}"}, r"\\ud800"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_the_process_that_goes_on(
+    chat: list[dict[str, Any]], options: dict[str, Any], message: str
+) -> None:
+    task = Render((("default", PLAIN),), {}, chat, {"continue_final_message": False} | options)
+    found = msgspec.msgpack.decode(sandbox.answer(b"".join(pickled(task))), type=process.Answer)
+    assert found.kind == "BadRequest"
+    assert re.search(message, found.text)
 
 
 def test_large_values_do_not_stay_behind_errors_of_the_template() -> None:
