@@ -44,7 +44,7 @@ def tiles(rows: int, n: int, blocks: int) -> Iterator[Tile]:
 def by(kind: str, x: Tensor, tile: Tile | None) -> Run:
     """The product in this tile, or in the one that serves."""
     if kind in KINDS:
-        made = tile and integers.Tile(*tile)
+        made = integers.Tile(*tile) if tile else None
         return lambda w: integers.linear(x, w, tile=made)
     if tile is None:
         return lambda w: e2m1.linear(x, w)

@@ -38,7 +38,7 @@ class Line:
         """No x takes less time than a smaller one; where all x were alike, all take the same."""
         n, sx, sy, sxx, sxy = self._sums.tolist()
         if not n:
-            return np.zeros(len(x))
+            return np.zeros(x.shape)
         spread = n * sxx - sx * sx
         slope = max(0.0, (n * sxy - sx * sy) / spread) if spread > 1e-6 * n * sxx else 0.0
         return max((sy - slope * sx) / n, 0.0) + slope * x

@@ -72,6 +72,7 @@ def test_all_is_guessed_before_anything_is_known_or_where_nobody_learns() -> Non
 def test_a_line_follows_what_comes() -> None:
     line = Line()
     assert line.at(np.array([7])).tolist() == [0.0]
+    assert line.at(np.array([[7], [8]])).tolist() == [[0.0], [0.0]]
     for _ in range(5):
         line.add(4, 2.0)
     assert line.at(np.array([4, 40])) == pytest.approx([2.0, 2.0])
