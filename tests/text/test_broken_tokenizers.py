@@ -6,18 +6,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_tokenizers as tiny
 
+from sgla import clock
 from sgla.actors import system
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, ConfigError
 from sgla.hub.source import ModelSource
-from sgla.text.tokenizer import load_text, load_tokenizer
+from sgla.text.tokenizer import load_text, load_tokenizer, probe
 
 SIZE = 600
 Content = dict[str, Any]
@@ -134,6 +137,19 @@ def test_ends_that_the_model_has_not_are_told(key: str, value: Any, tmp_path: Pa
     tiny.save_folder(tiny.byte_level(), tmp_path)
     assert f"{key} is {value!r}" in refused(source_of(tmp_path, **{key: value}))
     load_text(Config(model="x"), source_of(tmp_path, **{key: 2}))
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_text_may_wait_for_a_core_and_not_take_it(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(clock, "now", lambda: 3.0 * next(seconds))
+    monkeypatch.setattr(clock, "spent", (lambda: 3.0 * next(seconds)) if busy else lambda: 7.0)
+    found = SimpleNamespace(
+        backend=SimpleNamespace(encode_batch_fast=lambda texts: [SimpleNamespace(ids=[0])]),
+        decode=lambda ids: "",
+    )
+    with pytest.raises(ConfigError, match="takes") if busy else nullcontext():
+        probe(found)  # type: ignore[arg-type]
 
 
 def test_what_the_library_cannot_encode_ends_the_request_alone(tmp_path: Path) -> None:
