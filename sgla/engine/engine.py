@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sgla import messages
 from sgla.engine.beams import BeamCalls
-from sgla.engine.inputs import Messages, Prompt, checked_tools, conversation_fields, is_conversation, is_one
+from sgla.engine.inputs import Messages, Prompt, check_tools, conversation_fields, is_conversation, is_one
 from sgla.engine.loop import Message
 from sgla.engine.outputs import Output
 from sgla.engine.params import SamplingParams, priorities
@@ -99,11 +99,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         ``audio``).
         """
         chat = Chat(
-            checked_tools(tools),
-            add_generation_prompt,
-            continue_final_message,
-            template_kwargs,
-            mm_processor_kwargs,
+            tools, add_generation_prompt, continue_final_message, template_kwargs, mm_processor_kwargs
         )
         return self._call(self._chat(messages, sampling, chat, progress, lora_path))
 
@@ -162,11 +158,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
     ) -> Any:
         """``chat`` for asyncio code."""
         chat = Chat(
-            checked_tools(tools),
-            add_generation_prompt,
-            continue_final_message,
-            template_kwargs,
-            mm_processor_kwargs,
+            tools, add_generation_prompt, continue_final_message, template_kwargs, mm_processor_kwargs
         )
         return await self._acall(self._chat(messages, sampling, chat, progress, lora_path))
 
@@ -297,6 +289,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
     async def _chat(
         self, messages: Any, sampling: Any, chat: Chat, progress: bool | None, lora_path: Any
     ) -> Any:
+        check_tools(chat.tools)
         single = is_conversation(messages)
         batch = [messages] if single else list(messages)
         names = each(lora_path, len(batch), "adapters")

@@ -57,8 +57,8 @@ def conversation_fields(messages: Messages) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def checked_tools(tools: Any) -> Any:
-    """Raises InvalidField for what is no list of objects."""
+def check_tools(tools: Any) -> None:
+    """Raise InvalidField for what is no list of objects, or what JSON cannot say."""
     if tools is not None and not (
         isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)
     ):
@@ -70,7 +70,6 @@ def checked_tools(tools: Any) -> Any:
         json.dumps(tools)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"tools must be what JSON can say: {error}", param="tools") from error
-    return tools
 
 
 def check_list(prompt: Any) -> None:

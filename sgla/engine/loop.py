@@ -135,8 +135,9 @@ class EngineLoop:
         return SHUT_DOWN if self._loop.is_closed() else None
 
     def _ready(self) -> System:
-        if self._system is None or self._gone():
-            raise SglaError(self._gone() or SHUT_DOWN)
+        why = self._gone()
+        if self._system is None or why:
+            raise SglaError(why or SHUT_DOWN)
         return self._system
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

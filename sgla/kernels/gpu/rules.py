@@ -33,7 +33,7 @@ from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
 from sgla.kernels.ops import AddedNorm, Ranks, Scoring, Together
 
 
-def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
+def query_refuses(work: Work, heads: Node, *behind: Node) -> str | None:
     if work.asked.decode is None:
         return "it takes decode rows alone, and native decode attention"
     if not work.asked.decode.fuses(heads.given["kv"]):
@@ -44,10 +44,6 @@ def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
     if not rotates(rotated, dim) or (rotated < dim and heads.given["kv"].scales is not None):
         return f"{rotated} of the {dim} dims of heads are rotated"
     return None
-
-
-def scaled_query_refuses(work: Work, heads: Node, scaled: Node, attention: Node) -> str | None:
-    return query_refuses(work, heads, attention)
 
 
 def scaled_query(work: Work, heads: Node, scaled: Node, attention: Node) -> list[Node]:
@@ -204,7 +200,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     ),
     ops.attention: (
         Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),
-        Rule("heads, scaled + decode", SCALED_HEADS, scaled_query_refuses, scaled_query),
+        Rule("heads, scaled + decode", SCALED_HEADS, query_refuses, scaled_query),
         Rule("heads + decode", (ops.qkv_norm_rope_store, ops.attention), query_refuses, query),
     ),
     ops.causal_conv: (Rule("convolved", convolution.CHAIN, convolution.refuses, convolution.make),),
