@@ -72,8 +72,8 @@ PY
   ep30b) offline ep30b 75 qwen3-30b-a3b W1,W2 '{"tp": 2, "ep": 2}' ;;
   data30b) offline data30b 90 qwen3-30b-a3b W1 '{"tp": 2, "ep": 2, "dp_attention": true}' ;;
   pp30b) offline pp30b 75 qwen3-30b-a3b W1 '{"pp": 2}' ;;
-  dcp) offline tplite 60 deepseek-v2-lite W1,W2 '{"tp": 2, "page_size": 32}'
-       offline dcplite 60 deepseek-v2-lite W1,W2 '{"tp": 2, "dcp": 2, "page_size": 32}' ;;
+  dcp) offline tplite 60 deepseek-v2-lite W1,W2 '{"tp": 2, "page_size": 32, "tokenizer": "bench/models/qwen3-8b"}'
+       offline dcplite 60 deepseek-v2-lite W1,W2 '{"tp": 2, "dcp": 2, "page_size": 32, "tokenizer": "bench/models/qwen3-8b"}' ;;
   cp8b) offline cp8b 75 qwen3-8b W3 '{"cp": 2}' ;;
   dp) part dp 110 python bench/replicas.py --model bench/models/qwen3-8b --counts 1,2 \
         --server-args "--device cuda --context-length 8192 --log-level warning --no-log-requests" --log "$T/dp-server.log" ;;

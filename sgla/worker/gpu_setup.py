@@ -24,7 +24,7 @@ from sgla.worker.gpu_load import dtype_of
 from sgla.worker.gpu_memory import FEWER_TOKENS, Peak, graph_bytes, within_memory
 from sgla.worker.gpu_model import GpuModel
 from sgla.worker.gpu_tiers import ABREAST, GpuMemory, HostTier, by_lanes, open_host, thread_bytes
-from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
+from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture, numbers_again
 from sgla.worker.kv import memory_of
 from sgla.worker.lent import HostLending
 from sgla.worker.memory import cache_groups, mib
@@ -217,6 +217,7 @@ class GpuSetup(GpuModel):
         except RuntimeError as error:
             if not foreign or isinstance(error, torch.OutOfMemoryError):
                 raise
+            numbers_again()
             why = str(error).strip().partition("\n")[0][:200]
             self.notes.append(f"no graphs, which costs speed: steps of this model cannot be captured ({why})")
             return False

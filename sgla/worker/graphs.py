@@ -95,6 +95,13 @@ class TriedCapture(Capture):
         return self(body)
 
 
+def numbers_again() -> None:
+    """A capture that has failed leaves torch's generator as if it were still going on, and whoever draws
+    numbers later gets an error."""
+    fresh = torch.Generator("cuda").graphsafe_get_state()
+    torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
+
+
 class DecodeColumns(NamedTuple):
     """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1:
     padding), positions of the sampled one (0: padding); and int32[1] each: where the tokens land, and whether
@@ -320,9 +327,11 @@ class DecodeGraphs:
         host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._steps.slots, -1, 0
         np.add(starts, 1, out=host.ends[:rows])
         host.stage[0], host.plain[0] = stage, self._steps.sampler.plain(slots)
-        host.states[-1][:] = 1
-        for column, values in zip(host.states, states or ()):
+        *units, runs = host.states
+        runs[:] = 1
+        for column in units:  # what was here belonged to a step of another size
             column[rows:] = 0
+        for column, values in zip(units, states or ()):
             column[:rows] = values if column.ndim == 1 else marks_of(values, rows)
         fetch(pinned, self._on_gpu)
         if verify is not None:

@@ -43,12 +43,12 @@ from sgla.messages import SAMPLE, StepPlan
 from sgla.worker import gpu_model
 from sgla.worker.chains import Chains
 from sgla.worker.cuda import CudaRunner
-from sgla.worker.graphs import DecodeGraphs
+from sgla.worker.graphs import DecodeColumns, DecodeGraphs
 
 ROWS = 24
 GPU = torch.device("cuda", 0)
 LOADED: list[bool] = []  # not empty: weights were asked for
-ASKEW: list[int] = []  # sizes of decode graphs that have run with columns of another size
+ASKEW: list[int] = []  # sizes of decode graphs that have run with columns of another size, or were sent such
 
 
 class OnCpu(TorchFunctionMode):
@@ -360,7 +360,11 @@ def note_askew() -> None:
 
     def sends(graphs: DecodeGraphs, slots: Any, starts: Any, size: int, *more: Any) -> int:
         sent[0] = size
-        return send(graphs, slots, starts, size, *more)
+        stage = send(graphs, slots, starts, size, *more)
+        *units, _ = DecodeColumns.of(graphs._pinned[stage].numpy(), size, graphs._states).states
+        if any(column[len(slots) :].any() for column in units):
+            ASKEW.append(size)
+        return stage
 
     def runs(graphs: DecodeGraphs, size: int, *args: Any, **how: Any) -> None:
         if size != sent[0] and not under_way():

@@ -238,7 +238,7 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_launched_that_was_not_rehearsed(names: list[str], few: dict[str, int]) -> None:
-    """In a process of its own: see ``fake_gpu.py``."""
+    """In a process of its own: see ``fake_gpu.py``. Rows of nobody read and write the unit of nobody."""
 
     def read(name: str, changes: dict[str, Any]) -> dict[str, Any]:
         return (json.loads((MODELS / name / "config.json").read_text()) if name else {}) | changes
@@ -250,6 +250,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(names: list[str], few: dict[
     ]
     found = dict(zip(names, map(json.loads, run_script("fake_gpu.py", json.dumps(cases))), strict=True))
     assert {name: case["late"] for name, case in found.items()} == {name: [] for name in names}
+    assert {name: case["askew"] for name, case in found.items()} == {name: [] for name in names}
     assert min(case["asked"] for case in found.values()) > 20
 
 
