@@ -14,6 +14,7 @@ the difference is what a sum costs among products. ``--own-peer`` does that on o
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -32,12 +33,13 @@ from sgla.dist.gpus import MESSAGE, join_gpus
 from sgla.dist.lockstep import gathered, scattered
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.gpu.tuning import Product, algorithm_for
-from sgla.kernels.ops import AddedNorm
+from sgla.kernels.ops import AddedNorm, Sent
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import elementwise
 
 OPS = 20  # in a graph
 REPLAYS = 15
+SENDS: dict[str, Sent] = {"few rows": "all", "tiles": "all", "prompt tiles": "others"}  # kernels, and to whom
 
 
 def in_graph(op: Callable[[], object], ops: int = OPS) -> float:
@@ -112,7 +114,7 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
         kernel, config = algorithm_for(rows, Product(w.shape[0], w.shape[1], gated))
         epilogue = skinny_gemm.SILU if gated else skinny_gemm.STORE
         if isinstance(config, skinny_gemm.Config):
-            return skinny_gemm.linear(x, w, epilogue=epilogue, config=config)
+            return skinny_gemm.linear(x, w, epilogue=epilogue, config=config, send=send)
         if isinstance(config, batch_gemm.Config):
             return batch_gemm.linear(x, w, config, epilogue=epilogue, send=send)
         if kernel == "prompt tiles":
@@ -128,9 +130,8 @@ def layers(shard: Shard, rows: int, count: int, way: str) -> Callable[[], object
         if way == "apart":
             return plain(product(x, w))
         kernel = algorithm_for(rows, Product(w.shape[0], w.shape[1])).kernel
-        sends = kernel in ("tiles", "prompt tiles")
-        send = ours.sending(rows, d) if way == "sent" and sends else None
-        return ours.sum(product(x, w, send=send), norm, sent=send is not None)
+        sent = SENDS.get(kernel, "") if way == "sent" else ""
+        return ours.sum(product(x, w, send=ours.sending(rows, d) if sent else None), norm, sent=sent)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return elementwise.add_rms_norm(x, residual, weight, 1e-6, in_place=True)[0]
@@ -182,13 +183,12 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
             if rank == 0:
                 lines.emit(base | {"rows": rows, "width": width, "us": times})
     counts = [int(rows) for rows in args.layers_rows.split(",")] if args.layers else []
-    ways = {rows: ["apart", "summed", *(["sent"] if rows >= batch_gemm.MIN_ROWS else [])] for rows in counts}
+    ways = "apart", "summed", "sent"
     with rehearsing():  # their kernels are compiled beside each other
-        for rows in counts:
-            for way in ways[rows]:
-                layers(shard, rows, 1, way)()
+        for rows, way in itertools.product(counts, ways):
+            layers(shard, rows, 1, way)()
     for rows in counts:
-        us = {way: in_graph(layers(shard, rows, args.layers, way), 1) for way in ways[rows]}
+        us = {way: in_graph(layers(shard, rows, args.layers, way), 1) for way in ways}
         if rank == 0:
             lines.emit(base | {"rows": rows, "layers": {k: round(v / args.layers, 2) for k, v in us.items()}})
     sys.stdout.flush()

@@ -11,7 +11,8 @@
 //
 // Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
 // NORM (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum), SENT (one shot:
-// the kernel before has sent this rank's rows, to the inboxes of this call, when it made them).
+// the kernel before has sent this rank's rows, to the inboxes of this call, when it made them; 2: to its own,
+// too, so that nobody waits for that kernel's end, when all that it has sent has been acknowledged).
 #include "common.cuh"
 #include "inbox.cuh"
 
@@ -37,8 +38,8 @@ __device__ __forceinline__ uint4 part(const Params& p, int row, int i) {
   return p.x[(long long)row * p.width + i];
 }
 
-// Sum of what every rank has sent to `place` (+ r * stride for rank r), with `own` for this one; empties the
-// places.
+// Sum of what every rank has sent to `place` (+ r * stride for rank r), with `own` for the one that has not,
+// if there is one; empties the places.
 __device__ __forceinline__ void collect(float* sum, uint4 own, uint4* place, long long stride, int rank) {
   uint4 got[RANKS];
   Patience patience;
@@ -201,7 +202,8 @@ __device__ __forceinline__ void one_shot(const Params& p, long long half, Ahead&
       const int i = threadIdx.x + k * THREADS;
       const long long at = (long long)row * p.width + i;
       if (i < p.width)
-        collect(v[k], p.x[at], inbox(p, p.rank) + half + at, (long long)p.rows * p.width, p.rank);
+        collect(v[k], SENT == 2 ? nothing() : p.x[at], inbox(p, p.rank) + half + at,
+                (long long)p.rows * p.width, SENT == 2 ? RANKS : p.rank);
     }
     finish(p, row, v, ahead);
   }
@@ -261,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_reduce
   pdl_launch();
   Ahead ahead;
   ahead.load_weight(p);  // which no kernel before this one writes
-  pdl_wait();
+  if (SENT < 2) pdl_wait();  // the kernels before the last one have ended
   const u32 call = calls(p.state);
   const long long half = (call & 1) * p.half;
 #if TWO_SHOT
@@ -360,6 +362,15 @@ struct MaxParams {
   int rank, rows;
 };
 
+__device__ __forceinline__ void send_key(u64* to, long long key) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(key) : "memory");
+}
+__device__ __forceinline__ long long look_at_key(const u64* from) {
+  long long key;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(key) : "l"(from) : "memory");
+  return key;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
   pdl_wait();
   pdl_launch();
@@ -372,10 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
     long long best = p.keys[row];
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
-      if (r != p.rank)
-        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.inbox[r] + half + p.rank * p.rows + row),
-                     "l"(best)
-                     : "memory");
+      if (r != p.rank) send_key(p.inbox[r] + half + p.rank * p.rows + row, best);
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
       if (r == p.rank) continue;
@@ -383,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
       Patience patience;
       long long other;
       do {
-        asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(other) : "l"(place) : "memory");
+        other = look_at_key(place);
         patience.check();
       } while (other == 0);
       *place = 0;

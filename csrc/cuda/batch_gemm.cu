@@ -24,7 +24,7 @@
 // The results are multiplied by them. GROUPED: a row of w has a scale for each 128 k, which is a stage; the
 // sums of a stage, in registers of their own, meet it there.
 //
-// SEND: ranks whose inboxes get the results, too, for the sum that follows (see all_reduce.cu).
+// SEND: ranks whose inboxes get the results, for the sum that follows (see all_reduce.cu).
 #include "wgmma.cuh"
 #include "gumbel.cuh"
 #include "inbox.cuh"
@@ -131,22 +131,30 @@ struct Params {
 };
 
 #if SEND
-// A row's 16 columns from n on, of which four lanes have words: of the first 8 in y0, of the others in y1.
-// Each sends two of these words.
-__device__ __forceinline__ void send(const Params& p, u32 y0, u32 y1, int row, int n) {
-  const int t = threadIdx.x % 4, from = (threadIdx.x & 28) + t % 2 * 2;
-  const u32 a0 = __shfl_sync(~0u, y0, from), a1 = __shfl_sync(~0u, y0, from + 1),
-            b0 = __shfl_sync(~0u, y1, from), b1 = __shfl_sync(~0u, y1, from + 1);
-  const u32 low = t < 2 ? a0 : b0, high = t < 2 ? a1 : b1;
-  if (row >= p.m || n + t / 2 * 8 >= p.n) return;
-  const long long place = ((long long)p.rank * p.m + row) * (p.n / 2) + n / 2 + 2 * t,
-                  to = (__ldcg(p.state) & 1) * p.half + place;
+constexpr int ROW_PIECES = GROUPS * 8, SENT_BYTES = DONE_ROWS * ROW_PIECES * 16;  // of what a block finishes
+// Where 16 bytes of a finished row wait in shared memory: neither rows nor pieces meet in a bank.
+__device__ __forceinline__ int waiting(int row, int piece) {
+  return row * (ROW_PIECES * 16) + (piece ^ row & 7) * 16;
+}
+// Where this rank's rows begin in the inboxes, in words.
+__device__ __forceinline__ long long sent_to(const Params& p) {
+  return (__ldcg(p.state) & 1) * p.half + (long long)p.rank * p.m * (p.n / 2);
+}
+// Sends what a block has finished of the rows from `row` on and of the columns from n on, by whole rows, since
+// a link takes long for many small pieces.
+__device__ __forceinline__ void send_rows(const Params& p, const unsigned char* waits, long long to, int n,
+                                          int row) {
+  meet_at<CONSUMERS>(1);
+  for (int i = threadIdx.x; i < DONE_ROWS * ROW_PIECES; i += CONSUMERS) {
+    const int at = row + i / ROW_PIECES, column = n + i % ROW_PIECES * 8;
+    if (at >= p.m || column >= p.n) continue;
+    const uint4 v =
+        tidy(*reinterpret_cast<const uint4*>(waits + waiting(i / ROW_PIECES, i % ROW_PIECES)));
 #pragma unroll
-  for (int r = 0; r < SEND; ++r)
-    if (r != p.rank)
-      asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(p.inbox[r] + to),
-                   "r"(tidy(low)), "r"(tidy(high))
-                   : "memory");
+    for (int r = 0; r < SEND; ++r)
+      send(reinterpret_cast<uint4*>(p.inbox[r] + to + ((long long)at * p.n + column) / 2), v);
+  }
+  meet_at<CONSUMERS>(1);  // all have been read
 }
 #endif
 
@@ -312,7 +320,7 @@ __device__ __forceinline__ void find_scales(const Params& p, float* scales, int 
 // rows g and g + 8 of w, and rows 2t and 2t + 1 of every 8 of x. Transposed, four lanes write 16 bytes.
 template <int N>
 __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int n, int row,
-                                      const float* scales) {
+                                      const float* scales, unsigned char* waits) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float bias[2] = {};
   if (!GATED && p.bias) {
@@ -352,10 +360,13 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
     } else {
       const u32 y0 = movmatrix(pack2(d[0] + bias[0], d[1] + bias[0])),
                 y1 = movmatrix(pack2(d[2] + bias[1], d[3] + bias[1]));
+#if SEND
+      const int piece = threadIdx.x / 32 * 2, at = j * 2 + g;
+      reinterpret_cast<u32*>(waits + waiting(at, piece))[t] = y0;
+      reinterpret_cast<u32*>(waits + waiting(at, piece + 1))[t] = y1;
+#else
       if (here && n < p.n) *to = y0;
       if (here && n + 8 < p.n) to[4] = y1;
-#if SEND
-      send(p, y0, y1, row + g, n);
 #endif
     }
   }
@@ -509,6 +520,7 @@ struct Shared {
   int x_panel;  // bytes
   float *scales, *warp_squares;
   Draws* draws;
+  unsigned char* waits;  // SEND: rows that are finished
 };
 
 template <int SIZE>
@@ -657,6 +669,9 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
     for (int i = threadIdx.x % 4 * 8; i < work.count; i += 32)
       prefetch_to_l2(columns.groups[0] + work.first + i), prefetch_to_l2(columns.groups[1] + work.first + i);
   pdl_wait();
+#if SEND
+  const long long to_inboxes = sent_to(p);
+#endif
   u32 kept[SHARE / 2];
   if constexpr (ADD) load_residual<SHARE>(p, kept, n, row);
   if (DRAW && told.draws && threadIdx.x < p.m) told.known = __ldcg(p.draw.keys + threadIdx.x);
@@ -696,7 +711,10 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
       if (best > told.given) atomicMax(p.draw.keys + threadIdx.x, told.given = best);
     }
   } else if (!NARROW || threadIdx.x / 32 < BM / 16) {
-    store(p, sum, n, row, shared.scales + row - tile.row);
+    store(p, sum, n, row, shared.scales + row - tile.row, shared.waits);
+#if SEND
+    send_rows(p, shared.waits, to_inboxes, tile.w_row(), row);
+#endif
   }
 }
 
@@ -752,7 +770,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     return;
   }
   const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), p.x_rows * ROW_BYTES,
-                      scales, warp_squares, &draws};
+                      scales, warp_squares, &draws, smem + (delivered + 23 & ~15u) - smem_addr(smem)};
   if (LENDS) more_registers<TIGHT ? 160 : 232>();
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);

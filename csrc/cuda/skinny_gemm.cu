@@ -16,7 +16,10 @@
 // the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
 // GROUPED: the sums of a chunk meet its scales, which come with its weights. Those of MX are four powers of
 // two, of 32 channels each, of which a lane takes 8.
+//
+// SEND: the result goes to the inboxes of ranks, for the sum that follows (see all_reduce.cu).
 #include "common.cuh"
+#include "inbox.cuh"
 
 #ifndef NT  // groups of 8 rows of x
 #define NT 1
@@ -52,6 +55,9 @@
 #endif
 #ifndef MX  // 1: scales of chunks are four exponents, a byte each, 127 more than they mean (GROUPED)
 #define MX 0
+#endif
+#ifndef SEND  // ranks; 0: none
+#define SEND 0
 #endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up;
                   // 5: bf16, and the first columns go through a convolution over TAPS tokens of their
@@ -92,6 +98,12 @@ struct Params {
   void* out;          // [m, out_stride]
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps, factor;  // of what is stored or added
+#if SEND
+  u32* inbox[8];     // of every rank
+  const u32* state;  // sums so far
+  long long half;    // words of one of the two inboxes
+  int rank;
+#endif
 #if EPILOGUE == 5
   const float* taps;                    // [channels, TAPS]
   bf16* state;                          // [units, channels, TAPS - 1], the last inputs
@@ -100,6 +112,20 @@ struct Params {
   long long s_unit;
 #endif
 };
+
+#if SEND
+static_assert(EPILOGUE == 0);
+// 8 columns of a row, of which a lane each has one; `to`: where those of the first lane belong.
+__device__ __forceinline__ void send(const Params& p, long long to, bool here, float y) {
+  uint4 v;
+  v.x = pack2(y, __shfl_down_sync(~0u, y, 1));
+  v.y = __shfl_down_sync(~0u, v.x, 2), v.z = __shfl_down_sync(~0u, v.x, 4);
+  v.w = __shfl_down_sync(~0u, v.x, 6);
+  if (!here) return;
+#pragma unroll
+  for (int r = 0; r < SEND; ++r) send(reinterpret_cast<uint4*>(p.inbox[r] + to), tidy(v));
+}
+#endif
 
 #if EPILOGUE == 5
 // Of a row the units that it begins with (0: none) and leaves; of one of its channels weights and last
@@ -362,6 +388,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #endif
   pdl_wait();
   pdl_launch();
+#if SEND
+  const long long to_inboxes = (__ldcg(p.state) & 1) * p.half + (long long)p.rank * p.m * (p.n / 2);
+#endif
 
   int stage = 0;
   float square[NT] = {};
@@ -569,9 +598,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     __syncthreads();  // one a tile: the other buffer's readers passed the one before
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
-      const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = first_column(tile) + col;
-      const bool live = e < OUTPUTS && row < p.m && n >= tile * COLS;  // n below: the tile before has it
-      if (!live) continue;
+      const int e = i * THREADS + threadIdx.x, place = e / COLS, col = e % COLS, n = first_column(tile) + col;
+      const bool live = e < OUTPUTS && place < p.m && n >= tile * COLS;  // n below: the tile before has it
+      if (!SEND && !live) continue;
+      const int row = live ? place : 0;  // lanes beside those that send go with them
       const int at = HALF || GATED ? col / 8 * 16 + col % 8 : col;
       float y = 0.f, up = 0.f, s = 0.f;
 #pragma unroll
@@ -592,6 +622,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       }
       if (!GATED && p.bias) y += p.bias[n];
       if (EPILOGUE < 2) y *= p.factor;
+#if SEND
+      send(p, to_inboxes + ((long long)row * p.n + n) / 2, live && col % 8 == 0, y);
+      continue;
+#endif
       const long long o = (long long)row * p.out_stride + n;
       if (EPILOGUE == 3) {
         static_cast<float*>(p.out)[o] = y;

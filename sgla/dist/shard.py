@@ -19,7 +19,7 @@ from sgla.dist.context import Context
 from sgla.dist.lockstep import Lockstep, OwnExchange
 from sgla.dist.meeting import TIMEOUT, open_store, use_interface
 from sgla.dist.pipe import Pipe
-from sgla.kernels.ops import AddedNorm
+from sgla.kernels.ops import AddedNorm, Sent
 from sgla.kernels.placement import Homes, Placement
 
 
@@ -35,7 +35,7 @@ class Exchange(OwnExchange, Protocol):
     def for_steps(self, shape: Any) -> Any:
         """Where kernels of whole steps exchange what they add; None if they cannot."""
 
-    def sum(self, x: Tensor, norm: AddedNorm | None = None, *, sent: bool = False) -> Tensor: ...
+    def sum(self, x: Tensor, norm: AddedNorm | None = None, *, sent: Sent = "") -> Tensor: ...
     def max(self, keys: Tensor) -> None: ...
 
 
@@ -128,9 +128,9 @@ class Shard:
         """See ``Exchange``."""
         return None if self.exchange is None else self.exchange.for_steps(shape)
 
-    def all_reduce_norm(self, x: Tensor, norm: AddedNorm, sent: bool = False) -> Tensor:
-        """``all_reduce``, add and RMSNorm as one (see ``AddedNorm``; x becomes the result). ``sent``: x is on
-        its way."""
+    def all_reduce_norm(self, x: Tensor, norm: AddedNorm, sent: Sent = "") -> Tensor:
+        """``all_reduce``, add and RMSNorm as one (see ``AddedNorm``; x becomes the result). ``sent``: to whom
+        x is on its way; to all: it is not read here."""
         assert self.exchange is not None
         return self.exchange.sum(x, norm, sent=sent)
 

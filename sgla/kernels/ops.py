@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +166,9 @@ class AddedNorm(NamedTuple):
     eps: float
 
 
+Sent = Literal["", "others", "all"]  # ranks that have been told one's part of a sum before it begins
+
+
 class Ranks(Protocol):
     """What operations need of ``dist.Shard``."""
 
@@ -175,7 +178,7 @@ class Ranks(Protocol):
     def norms(self, x: Tensor) -> bool: ...
     def sending(self, rows: int, d: int) -> Any: ...
     def for_steps(self, shape: Any) -> Any: ...
-    def all_reduce_norm(self, x: Tensor, norm: AddedNorm, sent: bool = False) -> Tensor: ...
+    def all_reduce_norm(self, x: Tensor, norm: AddedNorm, sent: Sent = "") -> Tensor: ...
 
 
 class Together(Protocol):

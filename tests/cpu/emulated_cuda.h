@@ -181,6 +181,7 @@ inline unsigned __float_as_uint(float x) { return emulated::bits<unsigned>(x); }
 inline int __float_as_int(float x) { return emulated::bits<int>(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t(a) * b >> 32; }
 template <class T> T atomicMax(T* to, T v) { return std::exchange(*to, std::max(*to, v)); }
+template <class T> T atomicAdd(T* to, std::common_type_t<T> v) { return std::exchange(*to, *to + v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   const uint64_t from = uint64_t(b) << 32 | a;
   unsigned r = 0;

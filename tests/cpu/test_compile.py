@@ -221,7 +221,8 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
             {"RANKS": ranks, "THREADS": 256, "VECS": 1, "TWO_SHOT": ranks // 8, "NORM": norm}
             for ranks in (2, 8)
             for norm in (0, 1)
-        ],
+        ]
+        + [{"RANKS": 2, "THREADS": 256, "VECS": 1, "TWO_SHOT": 0, "NORM": 1, "SENT": 2}],
         "grouped_gemm.cu": [{"GATED": gated, "GELU": 0, "STAGES": 4} for gated in (0, 1)],
         "decode_attention.cu": [
             {"FUSED": 1, "SCALED": 1},
@@ -239,6 +240,7 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
             {"EPILOGUE": 5, "NORM": 1, "STAGED": 1},
             {"E4M3": 1, "GROUPED": 1, "STAGED": 2, "NORM": 1},
             {"E4M3": 1, "GROUPED": 4, "MX": 1, "NT": 2, "MT": 2},
+            {"SEND": 2},
         ],
         "integer_gemm.cu": [
             {"CODES": 1, "GROUP": 64},

@@ -32,13 +32,17 @@ def kernels() -> str:
     return text
 
 
-@pytest.mark.parametrize(("ranks", "two_shot"), [(3, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
-def test_ranks_that_go_on_by_themselves_hear_of_each_other(ranks: int, two_shot: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "two_shot", "sent"), [(3, 1, 0), (2, 0, 2), pytest.param(2, 0, 0, marks=pytest.mark.slow)]
+)
+def test_ranks_that_go_on_by_themselves_hear_of_each_other(
+    ranks: int, two_shot: int, sent: int, tmp_path: Path
+) -> None:
     """Sums, sums of own rows and rows of all, of other sizes each time. Nothing is left in an inbox."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ (Debian: apt install g++)")
     (tmp_path / "kernels.inc").write_text(kernels())
-    defines = {"RANKS": ranks, "THREADS": 32, "VECS": 2, "TWO_SHOT": two_shot, "NORM": 0}
+    defines = {"RANKS": ranks, "THREADS": 32, "VECS": 2, "TWO_SHOT": two_shot, "NORM": 0, "SENT": sent}
     options = [f"-D{name}={value}" for name, value in defines.items()]
     program = tmp_path / "program"
     command = [

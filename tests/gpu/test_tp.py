@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sgla.errors import SglaError
-from sgla.kernels.cuda import all_reduce, batch_gemm, prompt_gemm
+from sgla.kernels.cuda import all_reduce, batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
 from sgla.kernels.cuda.build import processors
 from sgla.kernels.ops import AddedNorm
@@ -87,6 +87,8 @@ def test_all_reduce(count: int, rows: int, d: int, norm: str, two_shot: bool) ->
 @pytest.mark.parametrize(
     ("count", "rows", "d", "k", "tiles"),
     [
+        (2, 1, 4096, 2048, None),
+        (4, 3, 2056, 512, None),
         (2, 9, 4096, 2048, Tiles(128, 4, 1)),
         (2, 100, 4096, 2048, Tiles(128, 2, 1)),
         (2, 200, 1032, 1024, Tiles(64, 1, 1)),
@@ -94,14 +96,20 @@ def test_all_reduce(count: int, rows: int, d: int, norm: str, two_shot: bool) ->
         (8, 8, 1024, 512, Tiles(192, 1, 1)),
     ],
 )
-def test_products_are_sent_when_they_are_made(count: int, rows: int, d: int, k: int, tiles: Tiles) -> None:
+def test_products_are_sent_when_they_are_made(
+    count: int, rows: int, d: int, k: int, tiles: Tiles | None
+) -> None:
     """As those that the sum sends, bit for bit, which take turns with them. (What is ``apart`` shares memory
-    with other ranks of this GPU.)"""
+    with other ranks of this GPU, which may have no room for a product beside sums that wait.)"""
     ranks, weight = StreamRanks(count), torch.rand(d, device="cuda") + 0.5
 
-    def add(sent: bool, made: list[Any], rank: AllReduce, x: Any, w: Any, h: Any) -> None:
-        y = batch_gemm.linear(x, w, tiles, send=rank.sending(rows, d) if sent else None)
-        made.append(rank.sum(y, AddedNorm(h, weight, 1e-6), sent=sent))
+    def multiply(sent: bool, made: list[Any], rank: AllReduce, x: Any, w: Any) -> None:
+        send = rank.sending(rows, d) if sent else None
+        few = tiles is None
+        made.append(skinny_gemm.linear(x, w, send=send) if few else batch_gemm.linear(x, w, tiles, send=send))
+
+    def add(sent: bool, rank: AllReduce, y: Any, h: Any) -> None:
+        rank.sum(y, AddedNorm(h, weight, 1e-6), sent="all" if sent else "")
 
     for _ in range(5):
         xs = [torch.randn(rows, k, dtype=BF16, device="cuda") for _ in range(count)]
@@ -112,11 +120,50 @@ def test_products_are_sent_when_they_are_made(count: int, rows: int, d: int, k: 
         for sent in (False, True):
             made: list[torch.Tensor] = []
             residuals = [residual.clone() for _ in range(count)]
-            ranks.each(partial(add, sent, made), xs, [w.to(BF16) for w in ws], residuals)
+            ranks.each(partial(multiply, sent, made), xs, [w.to(BF16) for w in ws])
+            ranks.each(partial(add, sent), made, residuals)
             assert all(torch.equal(y, made[0]) for y in made)
             assert all(torch.equal(h, residuals[0]) for h in residuals)
             found.append(made[0])
         assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 200])
+def test_sums_begin_before_products_have_ended(rows: int) -> None:
+    """Layers of them in a graph, as those whose sums send. The rank is its own peer, whose inbox begins so
+    far behind its own that what goes there is where the other's part is looked for."""
+    d, layers = 2048, 24
+    memory = torch.empty(inbox_bytes(2, MESSAGE), dtype=torch.uint8, device="cuda")
+    AllReduce.clear(memory)
+    rank = AllReduce([memory.data_ptr(), memory.data_ptr() + 2 * rows * d], 0, MESSAGE)
+    x, weight = torch.randn(rows, d, device="cuda").to(BF16), torch.rand(d, device="cuda") + 0.5
+    ws = [(torch.randn(d, d, device="cuda") * d**-0.5).to(BF16) for _ in range(layers)]
+    found: list[tuple[torch.Tensor, ...]] = []
+    for sent in (False, True):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        residual = torch.zeros_like(x)
+
+        def run(sent: bool = sent, residual: torch.Tensor = residual) -> torch.Tensor:
+            y = x
+            for w in ws:
+                send = rank.sending(rows, d) if sent else None
+                if rows < batch_gemm.MIN_ROWS:
+                    y = skinny_gemm.linear(y, w, send=send)
+                else:
+                    y = batch_gemm.linear(y, w, Tiles(64, 2, 1), send=send)
+                y = rank.sum(y, AddedNorm(residual, weight, 1e-6), sent="all" if sent else "")
+            return y
+
+        with torch.cuda.stream(stream):
+            run()
+            with torch.cuda.graph(graph, stream=stream):
+                made = run()
+            for _ in range(20):
+                residual.zero_()
+                graph.replay()
+        torch.cuda.synchronize()
+        found.append((made, residual))
+    assert all(torch.equal(*pair) for pair in zip(*found))
 
 
 @pytest.mark.parametrize(("rows", "d", "k"), [(300, 2048, 512), (1000, 2080, 1024)])
@@ -128,7 +175,7 @@ def test_products_of_prompts_are_sent_while_others_are_made(rows: int, d: int, k
         made.append(prompt_gemm.linear(x, w, send=rank.sending(rows, d) if sent else None))
 
     def add(sent: bool, rank: AllReduce, y: Any, h: Any) -> None:
-        rank.sum(y, AddedNorm(h, weight, 1e-6), sent=sent)
+        rank.sum(y, AddedNorm(h, weight, 1e-6), sent="others" if sent else "")
 
     for _ in range(5):
         xs = [torch.randn(rows, k, dtype=BF16, device="cuda") for _ in range(2)]

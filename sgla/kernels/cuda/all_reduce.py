@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from sgla.kernels.cuda.batch_gemm import Sending
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.decode_step import MAX_RANKS, StepInbox, told
 from sgla.kernels.cuda.mixture_step import MixtureShape
-from sgla.kernels.ops import AddedNorm
+from sgla.kernels.ops import AddedNorm, Sent
 
 KEYS = 8192  # rows that ``all_max`` takes at a time
 STATE_BYTES, KEYS_BYTES = 256, 2 * MAX_RANKS * KEYS * 8
@@ -47,8 +48,8 @@ class _MaxParams(ctypes.Structure):
 
 
 @cache
-def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: int, sent: bool) -> Kernel:
-    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "SENT": int(sent)}
+def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: int, sent: int) -> Kernel:
+    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors, "SENT": sent}
     return Kernel("all_reduce.cu", "all_reduce", defines | {"TWO_SHOT": int(two_shot), "NORM": norm})
 
 
@@ -146,10 +147,11 @@ class AllReduce:
         x: Tensor,
         norm: AddedNorm | None = None,
         two_shot: bool | None = None,
-        sent: bool = False,
+        sent: Sent = "",
     ) -> Tensor:
         """The sum over the ranks of x bf16 ``[T, d]``, in place; with ``norm`` x becomes the norm of the new
-        residual, or of the sum. ``sent``: x is on its way (``sending``)."""
+        residual, or of the sum. ``sent``: the kernel before has x on its way to the others (``sending``), or
+        to all, so that it is not read here; such a sum begins before that kernel has ended."""
         assert x.is_contiguous()
         rows, d = x.shape
         threads, vectors = _threads(d)
@@ -157,7 +159,7 @@ class AllReduce:
             two_shot = x.nbytes > one_shot_bytes(self._ranks, self._message)
         assert self.fits(x, two_shot)
         assert not (sent and two_shot)
-        kernel = _kernel(self._ranks, threads, vectors, two_shot, _kind(norm), sent)
+        kernel = _kernel(self._ranks, threads, vectors, two_shot, _kind(norm), get_args(Sent).index(sent))
         kernel.launch(self._blocks(rows, threads), threads, self._params(x, x, rows, norm))
         return x
 

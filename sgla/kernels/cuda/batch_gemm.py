@@ -47,8 +47,8 @@ class _Params(ctypes.Structure):
 
 
 class Sending(NamedTuple):
-    """Where the results of ``ranks`` go besides, for the sum that follows (``AllReduce.sum`` with ``sent``):
-    the inboxes, the number of sums so far, and words of one of the two inboxes; this one is ``rank``."""
+    """Where the results of ``ranks`` go, for the sum that follows (``AllReduce.sum`` with ``sent``): the
+    inboxes, the number of sums so far, and words of one of the two inboxes; this one is ``rank``."""
 
     ranks: int
     rank: int
@@ -91,11 +91,6 @@ class Config(NamedTuple):
     def box(self) -> int:
         """Weight rows of a copy."""
         return self.tile if self.tile < 64 else 64 * self.groups
-
-    @property
-    def sends(self) -> bool:
-        """Whether each result is written once."""
-        return self.tile % 64 == 0
 
 
 class Unscaled(NamedTuple):
@@ -245,7 +240,7 @@ def _kernel(
     grouped: bool,
     rounded: bool,
 ) -> Kernel:
-    room = _room(config, rows, epilogue, scaled, e4m3)
+    room = _room(config, rows, epilogue, scaled, e4m3, ranks > 0)
     stages = room.stages
     # A stage is free when the next one has been multiplied.
     assert stages > 1, f"there is no room for two stages of {config} with {rows} rows"
@@ -254,20 +249,22 @@ def _kernel(
     defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
     defines |= ({"SEND": ranks} if ranks else {}) | ({"GROUPED": 1} if grouped else {})
     defines |= ({"PANELS": config.panels} if config.panels > 1 else {}) | ({"ROUNDED": 1} if rounded else {})
-    shared, cluster = stages * (room.stage + 16) + room.inbox + 1032, 1 if config.apart else config.split
+    shared = stages * (room.stage + 16) + room.inbox + room.rows + 1032
+    cluster = 1 if config.apart else config.split
     return Kernel("batch_gemm.cu", "batch_gemm", defines, shared, cluster)
 
 
 class _Room(NamedTuple):
-    """In shared memory: how many stages of how many bytes, and the bytes of sums from others of the
-    cluster."""
+    """In shared memory: how many stages of how many bytes, the bytes of sums from others of the cluster, and
+    of rows that wait to be sent."""
 
     stages: int
     stage: int
     inbox: int
+    rows: int
 
 
-def _room(config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool) -> _Room:
+def _room(config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool, sends: bool = False) -> _Room:
     stage, cluster = (config.box + rows) * 128 * config.panels, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's draw needs.
     kept = (
@@ -276,13 +273,19 @@ def _room(config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool) ->
         * (scaled + e4m3 + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == DRAW))
     )
     inbox = 4 * config.tile * rows * (cluster - 1) // cluster
-    most = (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage
-    return _Room(min(8 if config.tile >= 64 else 12, most), stage, inbox)
+    sent = sends * (2 * config.box * rows // config.split + 16)
+    most = (SHARED[config.per_sm - 1] - 1280 - kept - inbox - sent) // stage
+    return _Room(min(8 if config.tile >= 64 else 12, most), stage, inbox, sent)
 
 
 def fits(config: Config, m: int, epilogue: int) -> bool:
     """Whether a block has room for ``m`` rows of bfloat16."""
     return _room(config, rows_of(config, m), epilogue, True, False).stages > 1
+
+
+def sends(config: Config, m: int) -> bool:
+    """Whether each of the results of ``m`` rows is written once, and those of a block have room to wait."""
+    return config.tile % 64 == 0 and _room(config, rows_of(config, m), STORE, True, False, True).stages > 1
 
 
 @cache
@@ -316,8 +319,9 @@ def linear(
 
     Epilogues: STORE bf16; SILU, GELU:
     the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``DrawInputs``. With
-    ``send``, STORE and a ``config`` that ``sends`` the other ranks get the result, too. ``rounded``: gate and
-    up are bf16 before the activation. Without ``split`` a result is the same bits with every ``config``.
+    ``send``, STORE and a config that ``sends`` all ranks get the result, and nobody finds it in ``out``.
+    ``rounded``: gate and up are bf16 before the activation. Without ``split`` a result is the same bits with
+    every ``config``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
@@ -384,7 +388,7 @@ def _launch(
     params: Any = _Params(*given)
     if send is not None:
         assert epilogue == STORE
-        assert config.sends
+        assert sends(config, m)
         params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
     ranks = send.ranks if send is not None else 0
     kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sgla.kernels.cuda.batch_gemm import Sending
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
 
 MAX_ROWS = 16
@@ -24,6 +25,16 @@ class _Params(ctypes.Structure):
         *((name, P) for name in ("x", "w", "scale", "norm", "by", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         *((name, ctypes.c_float) for name in ("eps", "factor")),
+    )
+
+
+class _SendParams(ctypes.Structure):
+    _fields_ = (
+        *_Params._fields_,
+        ("inbox", P * 8),
+        ("state", P),
+        ("half", ctypes.c_longlong),
+        ("rank", ctypes.c_int),
     )
 
 
@@ -130,6 +141,7 @@ def _kernel(
     gate: tuple[int, int] | None = None,
     run: int = 0,
     powers: bool = False,
+    ranks: int = 0,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
@@ -137,6 +149,7 @@ def _kernel(
     defines |= {"GROUPED": run} if run else {}
     defines |= {"MX": 1} if powers else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
+    defines |= {"SEND": ranks} if ranks else {}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring(run) + staged.bytes)
 
 
@@ -189,6 +202,7 @@ def linear(
     config: Config | None = None,
     convolution: Convolution | None = None,
     factor: float = 1.0,
+    send: Sending | None = None,
 ) -> Tensor:
     """``epilogue((norm(x) @ weight.T + bias) * factor)``:
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
@@ -199,6 +213,7 @@ def linear(
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place (others have no ``factor``); SILU,
     GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the
     ``convolution``, and silu.
+    With ``send``, STORE and n a multiple of 8 all ranks get the result, and nobody finds it in ``out``.
     """
     m, k = x.shape
     gated = epilogue in (SILU, GELU)
@@ -217,22 +232,28 @@ def linear(
         assert staged.rows
         by, norm, eps = gate.by, gate.norm, gate.eps
     gating, powers = None if gate is None else gate.defines, scale is not None and scale.dtype == torch.uint8
-    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating, run, powers)
+    ranks = 0 if send is None else send.ranks
+    kernel = _kernel(
+        -(-m // 8), config, normed, epilogue, staged, scale is not None, gating, run, powers, ranks
+    )
     params = (
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0),
         by.stride(0) if by is not None else 0, out.stride(0), eps, factor,
     )  # fmt: skip
+    made: Any = _Params(*params)
+    if send is not None:
+        assert epilogue == STORE
+        assert n % 8 == 0
+        made = _SendParams(*params, send.inboxes, send.state, send.half, send.rank)
     if convolution is not None:
         taps, state, *units = convolution
         assert epilogue == CONVOLVED
-        made: Any = _Convolved(
+        made = _Convolved(
             *params, taps.data_ptr(), state.data_ptr(), *(x.data_ptr() for x in units), len(taps),
             state.stride(1), state.stride(2), state.stride(0),
         )  # fmt: skip
-    else:
-        made = _Params(*params)
     columns = config.tiles * (8 if config.half or gated else 16)
     kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, made)
     return out

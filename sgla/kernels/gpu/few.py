@@ -3,6 +3,7 @@ follows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.gpu.tuning import Product, algorithm_for
+from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import delta, elementwise
 
 NAME, SCALED = "few rows", "few rows, scaled"  # of nodes that other rules look for
@@ -88,6 +90,36 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
         Node("few rows, added", linear.fn, given, [total], add.rows, residual.number, linear.rule),
         norm_apart(normed, total, add),
     ]
+
+
+def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None:
+    columns = linear.given["weight"].shape[0]
+    if linear.given["epilogue"] != skinny_gemm.STORE or columns % 8:
+        return "something is done to what it makes, or its columns are no multiple of 8"
+    if total.given["ranks"].sending(work.rows(linear), columns) is None:
+        return "the ranks exchange fewer bytes at once"
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
+    residual, ranks = add.given["residual"], total.given["ranks"]
+    added = {"residual": residual, "norm_weight": add.given["weight"], "norm_eps": add.given["eps"]}
+    given = linear.given | added | {"ranks": ranks, "run": linear.fn}
+    return [Node("few rows, sent", _run_sent, given, add.results, add.rows, residual.number, linear.rule)]
+
+
+def _run_sent(
+    run: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    ranks: ops.Ranks,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
+    y = run(x=x, weight=weight, send=ranks.sending(x.shape[0], weight.shape[0]), **given)
+    return ranks.all_reduce_norm(y, AddedNorm(residual, norm_weight, norm_eps), "all"), residual
 
 
 def norm_apart(normed: int, total: int, add: Node) -> Node:

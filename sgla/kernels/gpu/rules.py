@@ -177,6 +177,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("added", (integers.NAME, ops.add_rms_norm), few.add_refuses, few.add),
         Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
         Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
+        Rule("sent", (few.NAME, ops.all_reduce, ops.add_rms_norm), few.send_refuses, few.send),
         Rule("sent", (tiles.NAME, ops.all_reduce, ops.add_rms_norm), tiles.send_refuses, tiles.send),
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
         Rule(

@@ -234,14 +234,14 @@ def _run_sent(
     ranks: Ranks,
     prompts: bool,
 ) -> tuple[Tensor, Tensor]:
-    send = ranks.sending(x.shape[0], weight.shape[0])
+    send, added = ranks.sending(x.shape[0], weight.shape[0]), AddedNorm(residual, norm, eps)
     if prompts:
         y = prompt_gemm.linear(x.contiguous(), weight, bias=bias, send=send)
-    else:
-        config = _config(x.shape[0], weight)
-        send = send if config.sends else None
-        y = batch_gemm.linear(x.contiguous(), weight, config, bias=bias, send=send)
-    return ranks.all_reduce_norm(y, AddedNorm(residual, norm, eps), sent=send is not None), residual
+        return ranks.all_reduce_norm(y, added, "others"), residual
+    config = _config(x.shape[0], weight)
+    sends = batch_gemm.sends(config, x.shape[0])
+    y = batch_gemm.linear(x.contiguous(), weight, config, bias=bias, send=send if sends else None)
+    return ranks.all_reduce_norm(y, added, "all" if sends else ""), residual
 
 
 def heads_refuses(work: Work, linear: Node, heads: Node) -> str | None:
