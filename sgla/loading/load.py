@@ -561,7 +561,9 @@ def _noise(seed: int, device: torch.device) -> Tensor:
     """A pool of POOL normal values, the same on every device, and its beginnings again, so that any CHUNK of
     them is one slice. The odd length keeps rows of a matrix from repeating."""
     noise = torch.randn(POOL, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
-    return noise.repeat(-(-CHUNK // POOL) + 1)
+    noise = noise.repeat(-(-CHUNK // POOL) + 1)
+    synchronize(device)  # other threads read it on streams of their own
+    return noise
 
 
 @dataclass(frozen=True)
