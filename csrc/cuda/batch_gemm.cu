@@ -140,8 +140,8 @@ __device__ __forceinline__ int waiting(int row, int piece) {
 __device__ __forceinline__ long long sent_to(const Params& p) {
   return (__ldcg(p.state) & 1) * p.half + (long long)p.rank * p.m * (p.n / 2);
 }
-// Sends what a block has finished of the rows from `row` on and of the columns from n on, by whole rows: a link
-// takes long for many small pieces.
+// Sends what a block has finished of the rows from `row` on and of the columns from n on, by whole rows: a
+// link takes long for many small pieces.
 __device__ __forceinline__ void send_rows(const Params& p, const unsigned char* waits, long long to, int n,
                                           int row) {
   meet_at<CONSUMERS>(1);
