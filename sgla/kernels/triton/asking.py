@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
@@ -37,16 +36,13 @@ class _ToTheGpu(triton.AsyncCompileMode):
 
     def __init__(self, pool: ThreadPoolExecutor, device: int) -> None:
         super().__init__(pool)
-        self._device, self._locks = device, dict[str, Lock]()
+        self._device = device
 
     def submit(self, key, compile_fn, finalize_fn):
         def compile_() -> Any:
             kernel = compile_fn()
             torch.cuda.set_device(self._device)
-            # Variants of a function have the same launcher,
-            # which some versions of Triton compile with gcc, too.
-            with self._locks.setdefault(kernel.name, Lock()):
-                assert kernel.run is not None  # made when it is looked at
+            assert kernel.run is not None  # made when it is looked at
             finalize_fn(kernel)
             return kernel
 

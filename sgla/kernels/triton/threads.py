@@ -1,0 +1,36 @@
+# mypy: allow-untyped-defs
+"""What Triton lacks where several threads use a kernel for the first time at once."""
+
+from __future__ import annotations
+
+import sys
+from threading import Lock
+
+from triton.compiler import CompiledKernel
+from triton.runtime import build
+
+_loading, _locks = Lock(), dict[str, Lock]()
+_load, _run = build._load_module_from_path, CompiledKernel.run
+
+
+def _load_alone(name: str, path: str):
+    """A launcher, a C module, of which Triton 3.6 has one for each signature and all of the same name. Where
+    one is loaded again, Python puts its functions into the module that ``sys.modules`` has under this name,
+    which is of another launcher, and maybe in the hands of a thread that is about to take its function."""
+    with _loading:
+        sys.modules.pop(name, None)
+        return _load(name, path)
+
+
+def _run_of(kernel):
+    """The launcher of a kernel that is on the GPU. Triton makes one before the other, and who comes in
+    between would launch no function. Variants have the same launcher, which one thread compiles with gcc."""
+    if kernel.function is None:
+        with _locks.setdefault(kernel.name, Lock()):
+            return _run.fget(kernel)
+    return _run.fget(kernel)
+
+
+def mend() -> None:
+    build._load_module_from_path = _load_alone
+    CompiledKernel.run = property(_run_of)

@@ -1,0 +1,72 @@
+"""Threads that use kernels of Triton for the first time at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import build
+
+import sgla.kernels.triton  # noqa: F401  # has them mended
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) {
+  PyObject *module = PyModule_Create(&def);
+  if (module != NULL) PyModule_AddFunctions(module, methods);
+  return module;
+}
+"""
+
+
+def test_launchers_of_one_name_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are loaded again, as for further variants, the second by another thread before this one has taken
+    the first's function."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+
+    def loaded(number: int) -> Any:
+        return build.compile_module_from_src(LAUNCHER % number, "launcher")
+
+    for number in (1, 2):
+        assert loaded(number).launch() == number
+    one = loaded(1)
+    other = Thread(target=loaded, args=(2,))
+    other.start()
+    other.join()
+    assert one.launch() == 1
+
+
+def test_a_launcher_is_seen_with_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, goes_on = Event(), Event()
+    seen = []
+
+    def begin(kernel: Any) -> None:
+        if kernel.function is not None:
+            return
+        kernel._run = "launcher"
+        made.set()
+        goes_on.wait(10)
+        kernel.function = 7
+
+    def launch() -> None:
+        seen.append((kernel.run, kernel.function))
+
+    monkeypatch.setattr(CompiledKernel, "_init_handles", begin)
+    kernel: Any = CompiledKernel.__new__(CompiledKernel)
+    kernel.name, kernel.module, kernel.function, kernel._run = "kernel", None, None, None
+    threads = [Thread(target=launch) for _ in range(2)]
+    threads[0].start()
+    assert made.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    goes_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [("launcher", 7)] * 2
