@@ -11,6 +11,9 @@
 // both products, or of one and of the next layer, fit on a multiprocessor together. Rows that are too long
 // for two stages of each warp come in PARTS.
 //
+// Where other ranks have some of the experts (HELD), the outputs of those that are here are shared out alone,
+// and those of several tokens by turns, since one may have more experts here than another.
+//
 // Weights may be e4m3 (E4M3) with a scale for each row; x is not rounded. A lane takes 16 of a row, so of x
 // two pieces of 8, which lie apart in shared memory: all first ones, then all second ones.
 #include "common.cuh"
@@ -42,6 +45,9 @@
 #ifndef COMMON  // of them, the last ones, which every token has; they are the last of all
 #define COMMON 0
 #endif
+#ifndef HELD  // pairs whose ids are negative are of experts that other ranks have, and left out
+#define HELD 0
+#endif
 #ifndef GELU
 #define GELU 0
 #endif
@@ -55,7 +61,7 @@ constexpr int PART = WIDTH / PARTS, PART_BYTES = PART * SIZE, STAGE_BYTES = ROWS
 constexpr int CHOSEN = TOP_K - COMMON;
 constexpr int PIECES = (DOWN ? TOP_K : 2) * PARTS;  // of an output (or of ROWS), each of which fills a stage
 constexpr int EACH = 16 / SIZE;                     // weights that a lane loads at a time
-static_assert(PART % EACH == 0 && WIDTH % EACH == 0 && (ROWS == 1 || PARTS == 1));
+static_assert(PART % EACH == 0 && WIDTH % EACH == 0 && (ROWS == 1 || PARTS == 1) && !(HELD && COMMON));
 
 #if E4M3
 typedef unsigned char weight;
@@ -131,17 +137,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
 
   // This block's outputs: those of common experts come first.
   const int block = blockIdx.x, common = p.tokens * COMMON * OUTPUTS;
-  const int all = DOWN ? p.tokens * (OUTPUTS / ROWS) : p.tokens * CHOSEN * OUTPUTS;
   const int first_common = DOWN ? 0 : before(common, block),
             commons = DOWN ? 0 : before(common, block + 1) - first_common;
-  const int first = before(all, block), outputs = before(all, block + 1) - first + commons;
-  const int own = outputs > warp ? (outputs - warp + WARPS - 1) / WARPS : 0, pieces = own * PIECES;
+  u32 here = 0;  // HELD: the pairs whose experts are
+  int nth = 0;   // of these the one with the number ``lane``
+  int first = 0, own = 0, pieces = 0;
   // The pair and the row of the own output i (DOWN: the token's first pair, and the first of ROWS).
   auto find = [&](int i, int& pair, int& row) {
     const int j = warp + i * WARPS;
-    if (DOWN) {
+    if (DOWN && HELD) {
+      const u32 at = first + j, which = at / u32(p.tokens);
+      pair = (at - which * p.tokens) * TOP_K, row = which * ROWS;
+    } else if (DOWN) {
       const u32 at = first + j, token = at / (OUTPUTS / ROWS);
       pair = token * TOP_K, row = (at - token * (OUTPUTS / ROWS)) * ROWS;
+    } else if (HELD) {
+      const u32 at = first + j, which = at / OUTPUTS;
+      pair = __shfl_sync(~0u, nth, which), row = at - which * OUTPUTS;
     } else if (COMMON && j < commons) {
       const u32 at = first_common + j, which = at / OUTPUTS, token = which / max(COMMON, 1);
       pair = which + (token + 1) * CHOSEN, row = at - which * OUTPUTS;
@@ -150,13 +162,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
       pair = which + token * COMMON, row = at - which * OUTPUTS;
     }
   };
+  // Of the token whose first pair it is: the places of its experts that are here.
+  auto held = [&](int pair) { return here >> pair & (~0u >> (32 - TOP_K)); };
+  // What this block and this warp have.
+  auto share = [&]() {
+    const int chosen = HELD ? __popc(here) : p.tokens * CHOSEN;
+    const int all = DOWN ? p.tokens * (OUTPUTS / ROWS) : chosen * OUTPUTS;
+    first = before(all, block);
+    const int outputs = before(all, block + 1) - first + commons;
+    own = outputs > warp ? (outputs - warp + WARPS - 1) / WARPS : 0, pieces = own * PIECES;
+    if (!DOWN || !HELD) return;
+    pieces = 0;
+    for (int i = 0, pair, row; i < own; ++i) find(i, pair, row), pieces += __popc(held(pair)) * PARTS;
+  };
   int id = 0;  // of the pair ``lane``
   const u64 policy = policy_once();
-  int asked = 0, to = 0;  // pieces, and the next one's stage
+  int asked = 0, to = 0;            // pieces, and the next one's stage
+  int next = 0, pair = 0, row = 0;  // DOWN, HELD: the output behind that with this first pair and row,
+  u32 left = 0;                     // of which these experts are still to be asked for
   auto load = [&]() {
-    int pair, row;
-    find(asked / PIECES, pair, row);
-    const int which = asked % PIECES / PARTS, part = asked % PARTS;
+    int which = asked % PIECES / PARTS;
+    const int part = asked % PARTS;
+    if (DOWN && HELD) {
+      for (; !left; left = held(pair)) find(next++, pair, row);
+      which = __ffs(left) - 1;
+      if (part == PARTS - 1) left &= left - 1;
+    } else {
+      find(asked / PIECES, pair, row);
+    }
     const int expert = __shfl_sync(~0u, id, DOWN ? pair + which : pair);
     const long long at = (long long)(DOWN ? expert : 2 * expert + which) * OUTPUTS + row;
     if (lane == 0) {
@@ -170,7 +203,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
   auto find_experts = [&]() {
     const int place = lane % TOP_K;
     if (lane < p.tokens * TOP_K) id = place < CHOSEN ? p.ids[lane] : p.experts - TOP_K + place;
+    if (HELD) {
+      here = __ballot_sync(~0u, lane < p.tokens * TOP_K && id >= 0);
+      u32 rest = here;
+      for (int i = 0; i < lane; ++i) rest &= rest - 1;
+      nth = max(__ffs(rest) - 1, 0), id = max(id, 0);
+    }
+    if (DOWN || HELD) share();
   };
+  if (!(DOWN || HELD)) share();
   if (DOWN) {
     find_experts();
     while (asked < min(STAGES, pieces)) load();
@@ -228,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token_experts(const Par
       for (int r = 0; r < ROWS; ++r)
         by[r] = E4M3 && lane < TOP_K ? p.scale[(long long)expert * OUTPUTS + row + r] : 1.f;
       for (int j = 0; j < TOP_K; ++j) {
+        if (HELD && !(here >> pair >> j & 1)) continue;
         float of_expert[ROWS] = {};
         take(pair + j, of_expert);
 #pragma unroll

@@ -562,6 +562,7 @@ template <int COUNT> void arrive_at(int barrier) {
 }
 inline bool __any_sync(unsigned, bool v) { return __reduce_max_sync(~0u, v); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> T __ldcg(const T* from) { return *from; }

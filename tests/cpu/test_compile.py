@@ -255,6 +255,8 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
         "token_experts.cu": [
             {"COMMON": 1},
             {"DOWN": 1, "WIDTH": 1408, "OUTPUTS": 2048, "ROWS": 2, "ADD": 1},
+            {"HELD": 1},
+            {"HELD": 1, "DOWN": 1, "WIDTH": 768, "OUTPUTS": 2048, "ROWS": 2, "ADD": 1},
             {"E4M3": 1, "WIDTH": 4096, "COMMON": 1},
             {"E4M3": 1, "DOWN": 1, "WIDTH": 8192, "OUTPUTS": 5120, "PARTS": 2, "STAGES": 2},
         ],

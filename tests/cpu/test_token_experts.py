@@ -43,15 +43,17 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def assert_products(x: torch.Tensor, pairs: Chosen, f: int, w: Weight, v: Weight) -> None:
-    """``w`` and ``v``: gate and up, and down, of all experts."""
+    """``w`` and ``v``: gate and up, and down, of all experts that are here."""
     (tokens, d), top_k, named = x.shape, pairs.ids.shape[1], {"rtol": 1e-2, "atol": 1e-2}
-    ids, p = pairs.ids, pairs.probabilities
+    ids, here, p = pairs.ids.clamp(min=0), pairs.ids >= 0, pairs.probabilities
     inner = token_experts.gate_up(x, pairs, w.data, f, "silu", w.scale)
     g, up = torch.einsum("td,tkfd->tkf", x.float(), w.dequant().view(-1, 2 * f, d)[ids]).chunk(2, -1)
     expected = torch.nn.functional.silu(g) * up * p[:, :, None]
-    torch.testing.assert_close(inner.float().view(tokens, top_k, f), expected, **named)
-    of_down = v.dequant().view(-1, d, f)[ids]
-    summed = torch.einsum("tkf,tkdf->td", inner.float().view(tokens, top_k, f), of_down)
+    torch.testing.assert_close(inner.float().view(tokens, top_k, f)[here], expected[here], **named)
+    inner.view(tokens, top_k, f)[~here] = torch.nan  # nobody reads it
+    of_down = v.dequant().view(-1, d, f)[ids].where(here[:, :, None, None], 0)
+    known = inner.float().view(tokens, top_k, f).where(here[:, :, None], 0)
+    summed = torch.einsum("tkf,tkdf->td", known, of_down)
     alone = token_experts.down(inner, pairs, v.data, d, scale=v.scale)
     torch.testing.assert_close(alone.float(), summed, **named)
     residual = torch.randn(tokens, d).bfloat16()
@@ -91,6 +93,26 @@ def test_the_kernel_equals_the_products(
     ids[:, top_k - common :] = EXPERTS - common + torch.arange(common)
     w, v = pack(torch.randn(EXPERTS * 2 * f, d) / 16, kind), pack(torch.randn(EXPERTS * d, f) / 8, kind)
     assert_products(x, Chosen(p, ids, common), f, w, v)
+
+
+@pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
+@pytest.mark.parametrize(
+    ("kind", "ids"),
+    [
+        ("bf16", [[-1, 3, -1, 0], [2, -1, -1, -1]]),
+        ("fp8", [[-1, -1, -1, -1], [2, 0, 6, 1]]),
+        pytest.param("bf16", [[-1, -1, 5]], marks=pytest.mark.slow),
+        pytest.param("bf16", [[-1, -1, -1]], marks=pytest.mark.slow),
+    ],
+)
+def test_experts_of_other_ranks_are_left_out(emulated: None, kind: str, ids: list[list[int]]) -> None:
+    """One token has fewer here than the other, or none."""
+    torch.manual_seed(0)
+    d, f = (D, F) if kind == "bf16" else (544, 64)
+    w, v = pack(torch.randn(EXPERTS * 2 * f, d) / 16, kind), pack(torch.randn(EXPERTS * d, f) / 8, kind)
+    chosen = torch.tensor(ids, dtype=torch.int32)
+    x, p = torch.randn(len(ids), d).bfloat16(), torch.rand(chosen.shape)
+    assert_products(x, Chosen(p, chosen, 0, held=True), f, w, v)
 
 
 @pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")

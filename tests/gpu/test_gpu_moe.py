@@ -25,6 +25,7 @@ from sgla.kernels import ops
 from sgla.kernels.cuda import experts as native
 from sgla.kernels.cuda import grouped_gemm, router, token_experts
 from sgla.kernels.gpu import mixture
+from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import elementwise, moe
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
@@ -241,6 +242,24 @@ def test_experts_of_few_tokens_in_a_chain_of_layers(
             for _ in range(50):
                 graph.replay()
                 assert torch.equal(captured, eager)
+
+
+@pytest.mark.parametrize("ids", [[[-1, 3, -1, 0]], [[-1, 3, 7, 0], [2, -1, -1, -1]], [[-1, -1, -1, -1]]])
+def test_few_tokens_leave_out_experts_of_other_ranks(experts: Any, ids: list[list[int]]) -> None:
+    _, gate_up, down = experts
+    chosen = torch.tensor(ids, dtype=torch.int32, device="cuda")
+    pairs = token_experts.Chosen(torch.rand(chosen.shape, device="cuda"), chosen, 0, held=True)
+    x, residual = torch.randn(2, len(ids), 2048, dtype=BF16, device="cuda")
+
+    def found(total: torch.Tensor) -> torch.Tensor:
+        inner = token_experts.gate_up(x, pairs, gate_up, 768, "silu")
+        return token_experts.down(inner, pairs, down, 2048, total)
+
+    with rehearsing():
+        found(residual)
+    inner = moe.few_gate_up(x, pairs.probabilities, chosen, gate_up, None, 768, "silu")
+    expected = moe.few_down(inner, down, None, chosen, 2048, residual.clone())
+    assert relative(found(residual.clone()), expected) < 0.01
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

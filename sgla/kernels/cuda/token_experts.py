@@ -28,11 +28,12 @@ class _Params(ctypes.Structure):
 
 class Chosen(NamedTuple):
     """``probabilities`` float32 and ``ids`` int32, both ``[T, top_k]``, of whole experts; the last ``common``
-    of each token are the last of all."""
+    of each token are the last of all. ``held``: other ranks have some, whose ids are -1."""
 
     probabilities: Tensor
     ids: Tensor
     common: int
+    held: bool = False
 
 
 class Cut(NamedTuple):
@@ -88,7 +89,7 @@ def gate_up(
     float32[E * 2 f] the weights are e4m3, else bf16."""
     (tokens, d), top_k = x.shape, pairs.ids.shape[1]
     out = torch.empty(tokens * top_k, f, dtype=x.dtype, device=x.device)
-    made = {"TOP_K": top_k, "COMMON": pairs.common, "GELU": int(activation == "gelu_tanh")} | _storage(scale)
+    made = {"TOP_K": top_k, "GELU": int(activation == "gelu_tanh")} | _kind(pairs, scale)
     kernel = _kernel(False, d, f, cut(d, f, tokens, False, w.itemsize), tuple(made.items()))
     params = _Params(
         x.contiguous().data_ptr(), pairs.probabilities.data_ptr(), pairs.ids.data_ptr(), w.data_ptr(),
@@ -105,7 +106,7 @@ def down(
     place if it is given. ``scale``: as that of ``gate_up``, float32[E * d]."""
     (tokens, top_k), f = pairs.ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
-    made = {"TOP_K": top_k, "COMMON": pairs.common, "ADD": int(out is not None)} | _storage(scale)
+    made = {"TOP_K": top_k, "ADD": int(out is not None)} | _kind(pairs, scale)
     kernel = _kernel(True, f, d, cut(f, d, tokens * top_k, True, w.itemsize), tuple(made.items()))
     params = _Params(
         x.data_ptr(), None, pairs.ids.data_ptr(), w.data_ptr(), None if scale is None else scale.data_ptr(),
@@ -115,5 +116,6 @@ def down(
     return total
 
 
-def _storage(scale: Tensor | None) -> dict[str, int]:
-    return {} if scale is None else {"E4M3": 1}
+def _kind(pairs: Chosen, scale: Tensor | None) -> dict[str, int]:
+    made = {"COMMON": pairs.common} | ({"HELD": 1} if pairs.held else {})
+    return made if scale is None else made | {"E4M3": 1}

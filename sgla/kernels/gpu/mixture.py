@@ -126,9 +126,10 @@ def run(
     apart = _are_apart(activation, biases)
     one_kernel = not apart and _one_kernel(x, down, pairs, count.here)
     places = experts.places(count.here) if one_kernel else 0
-    common = routing.common if biases.places is None and routing.held is None else None
-    alone = not apart and common is not None and _alone(x, routing.top_k + common, down)
-    integers = not apart and common == 0 and _few_integers(x, routing.top_k, down)
+    placed = biases.places is not None
+    common = 0 if placed else routing.common if routing.held is None else None
+    alone = not apart and common is not None and _alone(x, routing.top_k + routing.common, down)
+    integers = not apart and not placed and common == 0 and _few_integers(x, routing.top_k, down)
     early = not (alone or integers)
     softmax = routed is None and fixed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
@@ -155,7 +156,7 @@ def run(
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
     if alone:
         assert common is not None
-        chosen = token_experts.Chosen(sent.probabilities, sent.ids, common)
+        chosen = token_experts.Chosen(sent.probabilities, sent.ids, common, placed)
         inner = token_experts.gate_up(sent.x, chosen, gate_up.data, down.k, activation, gate_up.scale)
         return Few(inner, chosen, down, x.shape[1])
     return _products(sent, count, common or 0, gate_up, down, activation, rounded)
