@@ -316,11 +316,30 @@ __device__ __forceinline__ void find_scales(const Params& p, float* scales, int 
   }
 }
 
+// GROUPED: the factors of ROWS rows of x. Each lane has every 32nd; fetched where they are needed, they would
+// be waited for at every eighth row.
+template <int ROWS>
+struct RowFactors {
+  float each[GROUPED ? (ROWS + 31) / 32 : 1];
+  __device__ __forceinline__ RowFactors(const Params& p, int row) {
+    row += threadIdx.x % 32;
+    if (GROUPED)
+#pragma unroll
+      for (int i = 0; i < (ROWS + 31) / 32; ++i)
+        each[i] = row + i * 32 < p.m ? __ldcg(p.row_scale + row + i * 32) : 0.f;
+  }
+  // Of row `first` + `more`, both of the same 32; `first` is a constant.
+  __device__ __forceinline__ float of(int first, int more) const {
+    return __shfl_sync(~0u, each[first / 32], first % 32 + more);
+  }
+};
+
 // A warp writes the columns from n on, those of its 16 rows of w, of rows of x from `row` on: lane (g, t) has
 // rows g and g + 8 of w, and rows 2t and 2t + 1 of every 8 of x. Transposed, four lanes write 16 bytes.
 template <int N>
 __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int n, int row,
-                                      const float* scales, unsigned char* waits) {
+                                      const float* scales, const RowFactors<N * 2>& factors,
+                                      unsigned char* waits) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float bias[2] = {};
   if (!GATED && p.bias) {
@@ -335,9 +354,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
       d[0] *= s.x, d[1] *= s.y, d[2] *= s.x, d[3] *= s.y;
     }
     if (GROUPED) {
-      const int at = row + t * 2;
-      const float x = at < p.m ? __ldcg(p.row_scale + at) : 0.f,
-                  y = at + 1 < p.m ? __ldcg(p.row_scale + at + 1) : 0.f;
+      const float x = factors.of(j * 2, t * 2), y = factors.of(j * 2, t * 2 + 1);
       d[0] *= x, d[1] *= y, d[2] *= x, d[3] *= y;
     }
     if (EPILOGUE == 3 || DRAW) {
@@ -675,6 +692,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   u32 kept[SHARE / 2];
   if constexpr (ADD) load_residual<SHARE>(p, kept, n, row);
   if (DRAW && told.draws && threadIdx.x < p.m) told.known = __ldcg(p.draw.keys + threadIdx.x);
+  const RowFactors<N / SPLIT> factors(p, row);
   float acc[N / 2] = {};
   const int w_at = unit * (64 * ROW_BYTES), x_at = W_BYTES + begin * ROW_BYTES;
   const float *one = columns.groups[0] + work.first, *two = columns.groups[1] + work.first;
@@ -711,7 +729,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
       if (best > told.given) atomicMax(p.draw.keys + threadIdx.x, told.given = best);
     }
   } else if (!NARROW || threadIdx.x / 32 < BM / 16) {
-    store(p, sum, n, row, shared.scales + row - tile.row, shared.waits);
+    store(p, sum, n, row, shared.scales + row - tile.row, factors, shared.waits);
 #if SEND
     send_rows(p, shared.waits, to_inboxes, tile.w_row(), row);
 #endif

@@ -76,3 +76,24 @@ def test_a_layer_that_joins_the_residual() -> None:
     near(residual, expected)
     near(found.x, expected * norm)
     near(found.squares.sum(0)[:40], expected.square().sum(1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "gated"),
+    [
+        (20, Config(128, 2, 1), False),
+        (70, Config(128, 2, 1, rows=128), False),
+        (100, Config(128, 1, 1, rows=128), True),
+        (130, Config(128, 1, 1, rows=128), False),
+        (200, Config(128, 1, 1, rows=256), False),
+    ],
+)
+def test_scales_of_groups(rows: int, config: Config, gated: bool) -> None:
+    torch.manual_seed(rows)
+    n, k = 384, 8 * 128
+    x, w = (torch.randn(size, k).to(torch.float8_e4m3fn) for size in (rows, n))
+    of_x, of_w = torch.rand(rows) + 0.5, torch.rand(n, k // 128) + 0.5
+    y = (x.float() * of_x[:, None]) @ (w.float() * of_w.repeat_interleave(128, 1)).T
+    scales, epilogue = batch_gemm.Scales(of_x, of_w), SILU if gated else STORE
+    found = batch_gemm.linear(x, w, config, epilogue=epilogue, scales=scales)
+    near(found, ops.act_mul(y, "silu") if gated else y)
