@@ -40,7 +40,7 @@ from sgla.kernels.cuda import build, tensor_map
 from sgla.kernels.rehearsal import under_way
 from sgla.loading import drafter, load
 from sgla.messages import SAMPLE, StepPlan
-from sgla.worker import gpu_model
+from sgla.worker import gpu_model, gpu_setup
 from sgla.worker.chains import Chains
 from sgla.worker.cuda import CudaRunner
 from sgla.worker.graphs import DecodeColumns, DecodeGraphs
@@ -202,6 +202,7 @@ def pretend(name: str = "H200") -> None:
         setattr(torch.Tensor, name, lambda self, *args, **kwargs: self)
     build.driver = tensor_map.driver = Nothing
     gpu_model.gpu_memory = HostMemory  # type: ignore[assignment]
+    gpu_setup.numbers_again = Nothing  # type: ignore[assignment]
     triton.runtime.driver.set_active(Driver())
     load.load_weights = drafter.load_weights = lambda *args, **kwargs: LOADED.append(True)
     load._device = lambda: GPU  # so storages are those of GPUs
