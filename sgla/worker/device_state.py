@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sgla import attention
 from sgla.attention import DeviceBatch
+from sgla.dist.pipe import Pipe
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import step
@@ -25,7 +26,13 @@ from sgla.sampling.device_rules import send
 from sgla.worker.state import Int32s, SlotTables, column
 
 SLIP, SLIPS = 4096, 64  # numbers that a slip has room for, and how many of these there are
-STAGES = 8  # pinned buffers, more than steps in flight
+STAGES = 8  # pinned buffers at least: see ``stages``
+
+
+def stages(pipe: Pipe | None) -> int:
+    """Pinned buffers that steps fill in turn: more than steps in flight, of which a pipeline has one in each
+    of its stages and one more."""
+    return STAGES if pipe is None else max(STAGES, pipe.stages + 2)
 
 
 class DeviceTables:

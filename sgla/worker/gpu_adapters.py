@@ -16,7 +16,7 @@ from sgla.kernels.triton.fetch import fetch
 from sgla.kernels.triton.lora import FEW, MANY, sort
 from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
-from sgla.worker.device_state import STAGES, DeviceTables, upload
+from sgla.worker.device_state import DeviceTables, upload
 
 SHARED = 4  # rows that an adapter has on average, up to which a step takes them apart
 
@@ -76,13 +76,13 @@ class AdaptedRows:
 
 class AdaptedPrompts:
     """Fills what ``adapted`` has for graphs that read prompts, of at most ``tokens`` and as many ``samples``,
-    on the host."""
+    on the host, in pinned buffers, of which there are ``stages``."""
 
-    def __init__(self, adapted: AdaptedRows, tokens: int, samples: int) -> None:
+    def __init__(self, adapted: AdaptedRows, tokens: int, samples: int, stages: int) -> None:
         self._adapted = adapted
         self._lengths = self._sizes(tokens, samples)
         self._columns = torch.zeros(sum(self._lengths), dtype=torch.int32, device="cuda")
-        self._pinned = [torch.zeros_like(self._columns, device="cpu").pin_memory() for _ in range(STAGES)]
+        self._pinned = [torch.zeros_like(self._columns, device="cpu").pin_memory() for _ in range(stages)]
         self._stage = 0
 
     def _sizes(self, tokens: int, samples: int) -> list[int]:
@@ -107,7 +107,7 @@ class AdaptedPrompts:
         its samples."""
         tokens, samples = np.repeat(self._adapted.places_of(slots), q_lens), self._adapted.places_of(sampled)
         pinned = self._pinned[self._stage]
-        self._stage = (self._stage + 1) % STAGES
+        self._stage = (self._stage + 1) % len(self._pinned)
         host = pinned.numpy()
         host[:] = 0
         at = 0

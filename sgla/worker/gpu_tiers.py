@@ -453,9 +453,12 @@ class GpuMemory:
     def _room(self) -> UnitRoom:
         if not hasattr(self._own, "room"):
             self._begin()
+            stream = torch.cuda.Stream()
             pinned = torch.empty(self.batch, self.nbytes, dtype=torch.uint8, pin_memory=True)
             units = torch.empty(self.batch, dtype=torch.int64, pin_memory=True)
-            staged, index = torch.empty_like(pinned, device="cuda"), torch.empty_like(units, device="cuda")
-            self._own.room = UnitRoom(pinned.numpy(), pinned, staged, units, index, torch.cuda.Stream())
+            with torch.cuda.stream(stream):  # what steps have given up may still be written to on theirs
+                staged = torch.empty(pinned.shape, dtype=torch.uint8, device="cuda")
+                index = torch.empty(units.shape, dtype=torch.int64, device="cuda")
+            self._own.room = UnitRoom(pinned.numpy(), pinned, staged, units, index, stream)
         room: UnitRoom = self._own.room
         return room

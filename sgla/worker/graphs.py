@@ -18,7 +18,7 @@ from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.messages import VERIFIED
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
-from sgla.worker.device_state import STAGES
+from sgla.worker.device_state import stages
 from sgla.worker.gpu_adapters import AdaptedRows, apart_of
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.verify import Verify
@@ -156,13 +156,17 @@ class DecodeGraphs:
         self._alone_sizes = many if steps.drafts is not None and steps.attention.decode.fused else []
         self._alone: dict[int, torch.cuda.CUDAGraph] = {}
         self._shared_plan: Prefixes | None = None  # what the buffer holds
+        self._stages = stages(steps.shard.pipe)
         flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
-        self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
+        self._shared = flat.cuda()
+        self._pinned_shared = [flat.clone().pin_memory() for _ in range(self._stages)]
         self._states = steps.tables.states
         length = DecodeColumns.length(self.limit, self._states)
         self._on_gpu = torch.zeros(length, dtype=torch.int32, device="cuda")
-        self._pinned = [torch.zeros_like(self._on_gpu, device="cpu").pin_memory() for _ in range(STAGES)]
-        self._landed = torch.zeros(STAGES, self.limit, dtype=torch.int32, pin_memory=True)
+        self._pinned = [
+            torch.zeros_like(self._on_gpu, device="cpu").pin_memory() for _ in range(self._stages)
+        ]
+        self._landed = torch.zeros(self._stages, self.limit, dtype=torch.int32, pin_memory=True)
         self._stage = 0
         self._ids, self._positions, self._kv_len = torch.zeros(
             3, self.limit, dtype=torch.int32, device="cuda"
@@ -320,7 +324,7 @@ class DecodeGraphs:
     ) -> int:
         """Send the step's columns to the graph of this size. Returns the place where its tokens land."""
         stage, rows = self._stage, len(slots)
-        self._stage = (stage + 1) % STAGES
+        self._stage = (stage + 1) % self._stages
         pinned = self._pinned[stage][: DecodeColumns.length(size, self._states)]
         host = DecodeColumns.of(pinned.numpy(), size, self._states)
         host.slots[:rows], host.starts[:rows] = slots, starts
@@ -356,7 +360,7 @@ class DecodeGraphs:
         least: int = 0,
     ) -> tuple[Tensor, Tensor | None, Pending | None]:
         """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory,
-        to be read before ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature
+        to be read before ``stages`` further steps. ``Pending`` instead of the latter if a draw by temperature
         is not all that rows need. ``least``: rows that the graph has at least."""
         rows = max(len(slots), least)
         adapted = self._steps.adapted

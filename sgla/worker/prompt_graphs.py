@@ -21,7 +21,7 @@ from sgla.kernels.triton.fetch import fetch
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
-from sgla.worker.device_state import STAGES
+from sgla.worker.device_state import stages
 from sgla.worker.gpu_adapters import AdaptedPrompts
 from sgla.worker.gpu_shared_cache import Shares
 from sgla.worker.gpu_steps import EAGER, GpuSteps
@@ -83,7 +83,8 @@ class PromptGraphs:
         self._states = steps.tables.states
         size = sum(self._lengths(steps.rows))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
-        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
+        count = stages(steps.shard.pipe)
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(count)]
         self._stage = 0
         self._tokens = torch.zeros(2, self.limit, dtype=torch.int32, device="cuda")
         self._out_loc = steps.tables.places(self.limit)
@@ -92,7 +93,7 @@ class PromptGraphs:
         self._graphs: dict[Which, torch.cuda.CUDAGraph] = {}
         self._adapted: AdaptedPrompts | None = None
         if steps.adapted is not None and self.tokens:
-            self._adapted = AdaptedPrompts(steps.adapted, self.limit, self._samples(steps.rows))
+            self._adapted = AdaptedPrompts(steps.adapted, self.limit, self._samples(steps.rows), count)
         self._pipe = steps.shard.pipe
         if self._pipe is not None:
             wide, dtype = (self.limit, steps.model.spec.hidden), steps.model.embed.dtype
@@ -202,7 +203,7 @@ class PromptGraphs:
         padded, size = sizes
         lengths = self._lengths(padded)
         pinned = self._pinned[self._stage][: sum(lengths)]
-        self._stage = (self._stage + 1) % STAGES
+        self._stage = (self._stage + 1) % len(self._pinned)
         host = pinned.numpy()
         host[:] = 0
         tiles, *six, q_start, kept = np.split(host, np.cumsum(lengths)[:-1])

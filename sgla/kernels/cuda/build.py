@@ -96,9 +96,9 @@ class Kernel:
         if self._function is None:
             cubin = self._cubin.result()
             torch.cuda.current_stream()  # the context must exist
-            self._module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            check(driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {self._file}")
-            code = driver().cuModuleGetFunction(ctypes.byref(function), self._module, self._name.encode())
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()  # other threads may load it, too
+            check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {self._file}")
+            code = driver().cuModuleGetFunction(ctypes.byref(function), module, self._name.encode())
             check(code, self._name)
             if self.shared > 48 << 10:
                 code = driver().cuFuncSetAttribute(function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, self.shared)
