@@ -11,8 +11,9 @@ are there. With ``--plain`` outputs are messages of a user, for models whose tem
 the model said stays in the conversation; with tools the calls are written beforehand.
 
 ``hit_rate`` is the share of prompt tokens that the server tells as cached (vLLM: with
-``--enable-prompt-tokens-details``), ``attainable`` what a cache that loses nothing would have, as far as one
-conversation goes: all of the turn before. Words are about a token each; what a server counted is in the line.
+``--enable-prompt-tokens-details``), ``attainable`` what a cache that loses nothing would have: all of the
+turn before, and of first turns, which begin alike, as much as any of them found. Words are about a token
+each; what a server counted is in the line.
 """
 
 from __future__ import annotations
@@ -161,12 +162,14 @@ def numbers(talks: Sequence[Talk], seconds: float, answers: bool) -> dict[str, A
     later = [1e3 * (r.chunks[0] - r.start) for talk in talks for r in talk.records[1:] if r.chunks]
     ends = [talk.records[-1].prompt_tokens for talk in talks if talk.records]
     whole = max(told["in_tokens"], 1)
+    alike = max((talk.records[0].cached_tokens or 0 for talk in talks if talk.records), default=0)
+    found = sum(talk.attainable(answers) for talk in talks) + alike * (len(ends) - 1)
     return {
         "talks": len(talks),
         "longest": max(ends, default=0),
         "working_set": sum(ends),
         "hit_rate": round(told["cached_tokens"] / whole, 4),
-        "attainable": round(sum(talk.attainable(answers) for talk in talks) / whole, 4),
+        "attainable": round(found / whole, 4),
         "ttft_mean_ms": round(sum(every) / max(len(every), 1), 1),
         "turns_s": round(len(records) / seconds, 3),
         "later_ttft_mean_ms": round(sum(later) / max(len(later), 1), 1),

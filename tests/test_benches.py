@@ -209,15 +209,22 @@ def test_what_a_cache_could_have_had_of_conversations() -> None:
 
     from sgla.bench.load import Record
 
-    talk = sessions.Talk("system")
-    for prompt, cached in ((100, 0), (250, 96), (400, 240)):
-        record = Record(start=0.0, end=2.0, chunks=[1.0, 2.0], prompt_tokens=prompt, completion_tokens=20)
-        record.cached_tokens = cached
-        talk.records.append(record)
+    def talked(*turns: tuple[int, int]) -> sessions.Talk:
+        talk = sessions.Talk("system")
+        for prompt, cached in turns:
+            record = Record(start=0.0, end=2.0, chunks=[1.0, 2.0], prompt_tokens=prompt, completion_tokens=20)
+            record.cached_tokens = cached
+            talk.records.append(record)
+        return talk
+
+    talk = talked((100, 0), (250, 96), (400, 240))
     assert (talk.attainable(False), talk.attainable(True)) == (100 + 250, 120 + 270)
     told = sessions.numbers([talk], 6.0, True)
     assert (told["hit_rate"], told["attainable"]) == (round(336 / 750, 4), round(390 / 750, 4))
     assert (told["working_set"], told["later_ttft_mean_ms"]) == (400, 1000.0)
+    others = [talked((100, 48)), talked((100, 32))]
+    told = sessions.numbers([talk, *others, sessions.Talk("system")], 6.0, True)
+    assert told["attainable"] == round((390 + 2 * 48) / 950, 4), "what first turns begin with is theirs, too"
 
 
 def test_outputs_of_tools_follow_from_the_seed() -> None:
