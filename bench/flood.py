@@ -36,7 +36,7 @@ from sgla.sched import hurry
 from sgla.sched.core import Core
 
 BEFORE = 1.0  # seconds that the long ones go on before the first short one comes
-FASTEST = 60_000  # tokens of long ones a second, at most
+HEAD = 8  # tokens that tell prompts apart
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Watch:
 
 
 def key(prompt: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prompt[:8])
+    return tuple(prompt[:HEAD])
 
 
 def shares(values: Sequence[float], digits: int = 1) -> list[float]:
@@ -128,13 +128,12 @@ def shares(values: Sequence[float], digits: int = 1) -> list[float]:
 
 
 class Bench:
-    def __init__(self, args: argparse.Namespace, runs: int) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.draw, self.read, self.watch = args, random.Random(1), 0, Watch()
         settings = {"load_format": "dummy", "device": "cuda", "itl_target_ms": None} | json.loads(args.extra)
         self.engine = Engine(args.model, context_length=args.long + 64, **settings)
-        # Made here, which takes 10 ms each: short ones would wait for it.
-        count = args.abreast + int((args.seconds + 2 * BEFORE) * FASTEST / args.long)
-        self.long = [self.prompt(args.long) for _ in range(runs * count)]
+        # Made once, which takes 10 ms: short ones would wait for it. Behind another head nothing is cached.
+        self.body = self.prompt(args.long - HEAD)
 
     def prompt(self, tokens: int) -> list[int]:
         return [self.draw.randrange(self.args.vocab) for _ in range(tokens)]
@@ -162,8 +161,8 @@ class Bench:
         return await asyncio.gather(*tasks)
 
     async def flood(self) -> None:
-        while self.long:
-            await self.first_token(self.long.pop(), 16)
+        while True:
+            await self.first_token(self.prompt(HEAD) + self.body, 16)
 
     async def run(self) -> dict[str, Any]:
         await self.shorts()  # what is compiled or learned on the way
@@ -173,7 +172,6 @@ class Bench:
         begun, self.read = now(), 0
         beside = await self.shorts()
         rate = self.read / (now() - begun)
-        assert self.long, "long prompts ended first"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -231,7 +229,7 @@ def main() -> None:
     parser.add_argument("--extra", default="{}", help="more settings of the engine, as JSON")
     args = parser.parse_args()
     tries = [float(each) for each in args.longer.split(",")]
-    bench = Bench(args, len(tries))
+    bench = Bench(args)
     with bench.engine:
         for hurry.LONGER in tries:
             head = {"bench": "flood", "model": args.model, "short": args.short, "long": args.long}
