@@ -22,7 +22,7 @@ from sgla.messages import KEY, CacheGroup, Tier
 from sgla.validation import folder_and_size
 from sgla.version import __version__
 from sgla.worker.memory import tier_units
-from sgla.worker.tiers import SUM, FileTier, Rows, UnitMemory, Units, checksums, runs_of
+from sgla.worker.tiers import FULL, SUM, FileTier, Rows, UnitMemory, Units, checksums, runs_of
 
 FORMAT = 5  # of the files
 ENTRY = KEY + SUM
@@ -140,9 +140,11 @@ def open_disk(
         if rank == 0:
             _look_at_room(folder, own, size)
     except OSError as error:
+        change = "make room there, or name a folder of another disk"
+        if error.errno not in FULL:
+            change = "name a folder that this user may write to"
         raise ConfigError(
-            f"--kv-disk {folder}: {error.strerror or error}; name a folder that this user may write to",
-            param="kv_disk",
+            f"--kv-disk {folder}: {error.strerror or error}; {change}", param="kv_disk"
         ) from error
     return FileTier("--kv-disk", files, memory, abreast=abreast), Tier("disk", units, lasting=True), keys
 

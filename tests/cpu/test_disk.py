@@ -435,6 +435,17 @@ def test_two_servers_do_not_share_a_folder(folder: Path) -> None:
     start(folder)
 
 
+def test_a_disk_that_is_full_at_the_start_is_no_fault_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, at: int, count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="No space left on device; make room there"):
+        start(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("folder", "size", "words"),
     [
