@@ -22,11 +22,13 @@ import lines
 from sgla.messages import CacheGroup, Copy, Moved, RowSampling, StepPlan, StepResult, Submit, Tier
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
+from sgla.worker.crossing import MARGIN
 
 TOKEN = 147_456  # bytes of KV
 PAGE, BANDS = 16, 6
 SEND = 3e-4  # seconds of a message between the scheduler and a worker
 TURN = 1.5e-3  # and of a client between two requests
+LOOK = 5e-4  # and between looks at copies, whose rates follow what the GPU does
 LONG = 12_500  # tokens of a prompt that is prepared behind others of its client; shorter ones two at a time
 
 
@@ -45,6 +47,20 @@ class Turn:
     first: float = 0.0
     last: float = 0.0
     tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Crossing:
+    """A copy: what a ``Copy`` says of it, the time from which on it may begin, and how far it is."""
+
+    transfer: int
+    slack: float
+    units: set[int]
+    behind: float
+    total: int
+    done: float = 0.0
+    begun: float = 0.0
+    told: bool = False
 
 
 class World:
@@ -66,13 +82,15 @@ class World:
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._order = itertools.count()
         self._free = 0.0  # when the GPU is
-        self._link = {"device": 0.0, "host": 0.0}  # and the link in this direction
-        self._early: dict[int, tuple[set[int], float, float]] = {}  # units that come, from when until when
+        self._steps: deque[tuple[float, float, bool]] = deque()  # begin, end, whether they read prompts
+        self._lanes: dict[str, deque[Crossing]] = {"device": deque(), "host": deque()}
+        self._looked: float | None = None  # when copies were looked at
+        self._early: list[Crossing] = []  # that have been told of
         self._results: list[StepResult] = []  # that have not been told, by their steps
         self._step = 1  # whose result is next
         self._queue: deque[Talk] = deque()  # talks that have had no turn in this round
         self._round, self._left, self._asking = -1, 0, 0
-        self._lanes = {False: [0.0, 0.0], True: [0.0]}  # when threads that prepare prompts are free
+        self._threads = {False: [0.0, 0.0], True: [0.0]}  # when threads that prepare prompts are free
         self.mixed: list[tuple[float, int]] = []  # seconds and prompt tokens of steps
 
     def run(self) -> None:
@@ -104,10 +122,10 @@ class World:
             self._asking += 1
             talk, start = self._queue.popleft(), self.now + TURN
             talk.tokens += [self.draw.randrange(50_000) for _ in range(self.args.question)]
-            lane = self._lanes[len(talk.tokens) > LONG]
-            i = lane.index(min(lane))
-            lane[i] = max(lane[i], start) + self.args.prepare * len(talk.tokens)
-            self._at(lane[i], self._arrive, Turn(talk, self._round, start))
+            threads = self._threads[len(talk.tokens) > LONG]
+            i = threads.index(min(threads))
+            threads[i] = max(threads[i], start) + self.args.prepare * len(talk.tokens)
+            self._at(threads[i], self._arrive, Turn(talk, self._round, start))
 
     def _arrive(self, turn: Turn) -> None:
         rid = str(len(self.turns))
@@ -131,16 +149,18 @@ class World:
         begin, seconds = max(self.now + SEND, before), self._seconds(starts, counts)
         touched = {page for new in plan.new for page in array("i", new.pages[0])}
         end = begin + seconds
-        for units, first, last in self._early.values():
-            if units & touched:
+        for crossing in self._early:
+            if crossing.units & touched:  # the rest crosses as beside prompts, band by band
                 at = begin
                 for band in range(1, BANDS + 1):
-                    at = max(at, first + (last - first) * band / BANDS) + seconds / BANDS
+                    left = max(0.0, crossing.total * band / BANDS - crossing.done)
+                    at = max(at, self.now + left / (self.args.link[1] * 1e9)) + seconds / BANDS
                 end = max(end, at)
         self._free = end
         prompt = sum(n for n in counts if n > 1)
         if prompt:
             self.mixed.append((end - begin, prompt))
+        self._steps.append((begin, end, prompt > 0))
         tokens = array("i", [7] * sum(flags & 1 for flags in plan.flags)).tobytes()
         result = StepResult(step=plan.step, tokens=tokens, seconds=end - begin)
         self._at(end + SEND, self._told, result)
@@ -151,23 +171,54 @@ class World:
         prompts = [(start, n) for start, n in zip(starts, counts) if n > 1]
         pairs = sum(n * start + n * (n + 1) // 2 for start, n in prompts)
         seconds: float = args.step + args.token * sum(n for _, n in prompts) + args.pair * pairs
+        seconds += args.behind * sum(start for start, n in zip(starts, counts) if n == 1)
         eager = any(start >= 8192 for start, _ in prompts) or sum(counts) > 1024
         return max(seconds, args.launch) if eager else seconds
 
     def _copy(self, copy: Copy, behind: float) -> None:
-        inward = copy.target == "device"
-        pages = array("i", (copy.targets if inward else copy.sources)[0])
-        start = max(self._link[copy.target], behind, self.now + SEND)
-        seconds = len(pages) * PAGE * TOKEN / (self.args.link * 1e9) + SEND
-        told = self._link[copy.target] = end = start + seconds
-        if copy.slack:
-            told -= min(seconds * (1 - 1 / BANDS), copy.slack * (BANDS - 1) / BANDS / 1.25)
-            self._early[copy.transfer] = set(pages), start, end
-            self._at(end, self._come, copy.transfer)
-        self._at(told + SEND, self._moved, copy.transfer)
+        units = set(array("i", (copy.targets if copy.target == "device" else copy.sources)[0]))
+        total = max(1, len(units) * PAGE * TOKEN)
+        begin = max(behind, self.now + SEND)
+        self._lanes[copy.target].append(Crossing(copy.transfer, copy.slack, units, begin, total))
+        if self._looked is None:
+            self._looked = self.now
+            self._at(self.now + LOOK, self._look, None)
 
-    def _come(self, transfer: int) -> None:
-        del self._early[transfer]
+    def _look(self, _: None) -> None:
+        """What has crossed since the last time."""
+        assert self._looked is not None
+        for lane, rate in zip(self._lanes.values(), self._rates(self._looked)):
+            self._cross(lane, 1e9 * rate, self.now - self._looked)
+        self._looked = self.now if any(self._lanes.values()) else None
+        if self._looked is not None:
+            self._at(self.now + LOOK, self._look, None)
+
+    def _rates(self, when: float) -> tuple[float, float]:
+        """Of what comes, and of what leaves."""
+        while self._steps and self._steps[0][1] <= when:
+            self._steps.popleft()
+        idle, prompts, *decodes = self.args.link
+        if not self._steps or self._steps[0][0] > when:
+            return idle, idle
+        return (prompts, prompts) if self._steps[0][2] else (decodes[0], decodes[1])
+
+    def _cross(self, lane: deque[Crossing], rate: float, seconds: float) -> None:
+        while lane and seconds > 0 and lane[0].behind < self.now:
+            one = lane[0]
+            one.begun = one.begun or self.now - seconds
+            took = min(seconds, (one.total - one.done) / rate)
+            one.done, seconds = one.done + took * rate, seconds - took
+            over, left = one.total - one.done < 1, 0.0
+            if not over:
+                left = MARGIN * (self.now - one.begun) * (one.total - one.done) / max(1.0, one.done)
+            may = one.slack and one.done >= one.total / BANDS and left <= one.slack * (BANDS - 1) / BANDS
+            if (over or may) and not one.told:
+                one.told = True
+                self._early += [] if over else [one]
+                self._at(self.now + SEND, self._moved, one.transfer)
+            if over:
+                self._early = [other for other in self._early if other is not one]
+                lane.popleft()
 
     def _moved(self, transfer: int) -> None:
         self.core.moved(Moved(transfer, ok=True))
@@ -225,7 +276,16 @@ def parsed(given: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict
     parser.add_argument("--token", type=float, default=24e-6, help="of a prompt's token in it, and")
     parser.add_argument("--pair", type=float, default=0.93e-9, help="of a token and one that it reads")
     parser.add_argument("--launch", type=float, default=0.016, help="of an eager step, at least")
-    parser.add_argument("--link", type=float, default=55, help="GB a second between the host and the GPU")
+    parser.add_argument("--behind", type=float, default=35e-9, help="of what is behind a decode row")
+    parser.add_argument(
+        "--link",
+        type=float,
+        nargs=4,
+        default=[50, 20, 12, 10],
+        metavar=("IDLE", "PROMPTS", "IN", "OUT"),
+        help="GB a second between the host and the GPU: beside nothing, beside steps that read prompts, and "
+        "into the GPU and out of it beside decode steps",
+    )
     parser.add_argument("--prepare", type=float, default=2e-6, help="seconds a token that prompts wait for")
     args = parser.parse_args(given)
     return args, {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
