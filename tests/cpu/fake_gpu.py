@@ -4,11 +4,12 @@ and a launch only says that it was.
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``,
 the model's under ``model``, those of one that guesses under ``draft``, of the ``card``, an H200), sends it
 steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its
-rehearsal asked for and what was launched besides, its context, its pages, its ledger and its notes, and which
-decode graphs ran with columns of another size; or the error that ended it. With ``compile`` Triton's kernels
-are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they take is
-told. ``free``: bytes of the GPU; ``looks``: steps of a module look at values on the host. Kernels are known
-by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+rehearsal asked for and what was launched besides, its context, its pages, its ledger and its notes, and
+which graphs ran with columns of another size, or of no sense; or the error that ended it. With ``compile``
+Triton's kernels are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory
+that they take is told. ``free``: bytes of the GPU; ``looks``: steps of a module look at values on the host.
+Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of
+its own.
 """
 
 from __future__ import annotations
@@ -37,18 +38,23 @@ from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels import device
 from sgla.kernels.cuda import build, tensor_map
+from sgla.kernels.gpu.states import CHUNK
 from sgla.kernels.rehearsal import under_way
 from sgla.loading import drafter, load
 from sgla.messages import SAMPLE, StepPlan
 from sgla.worker import gpu_model, gpu_setup
 from sgla.worker.chains import Chains
 from sgla.worker.cuda import CudaRunner
+from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import DecodeColumns, DecodeGraphs
+from sgla.worker.kv import state_of_layer
+from sgla.worker.prompt_graphs import PromptGraphs
 
 ROWS = 24
 GPU = torch.device("cuda", 0)
 LOADED: list[bool] = []  # not empty: weights were asked for
-ASKEW: list[int] = []  # sizes of decode graphs that have run with columns of another size, or were sent such
+ASKEW: list[int] = []  # sizes of graphs that have run with columns of another size, or of no sense
+UNSET = 1 << 28  # more than any index
 
 
 class OnCpu(TorchFunctionMode):
@@ -355,15 +361,71 @@ def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
     )
 
 
+def units_of(steps: GpuSteps) -> int:
+    """Of its layers that keep states."""
+    layers = filter(None, map(state_of_layer, steps.kv))
+    return min((len(x) for layer in layers for x in (layer.conv, layer.memory) if x.numel()), default=1)
+
+
+def outside(*columns: tuple[Any, int]) -> bool:
+    """Whether some of them has an index that is negative, or not below a bound."""
+    return any(column.size and not 0 <= column.min() <= column.max() < end for column, end in columns)
+
+
+def unset(graphs: DecodeGraphs | PromptGraphs) -> Any:
+    """The columns that are filled next, with what is no index."""
+    columns = graphs._pinned[graphs._stage].numpy()
+    columns[:] = UNSET
+    return columns
+
+
+def decodes_askew(graphs: DecodeGraphs, flat: Any, rows: int, size: int) -> bool:
+    """Rows of nobody, behind so many others, have to read and write the unit of nobody."""
+    steps, host = graphs._steps, DecodeColumns.of(flat, size, graphs._states)
+    reads, writes, marks, runs = host.states
+    units, end = units_of(steps), steps.context_len
+    return any(column[rows:].any() for column in (reads, writes, marks)) or outside(
+        *((host.slots, steps.slots + 1), (host.starts + 1, end + 1), (host.ends, end + 1)),
+        *((host.stage, len(graphs._pinned)), (host.plain, 2)),
+        *((reads, units), (writes, units), (marks[:, 2], units), (runs, size + 1)),
+    )
+
+
+def prompts_askew(graphs: PromptGraphs, flat: Any, sizes: tuple[int, int], split: bool) -> bool:
+    """``split``: its tiles are a plan of ``Splits``."""
+    (padded, size), steps, end = sizes, graphs._steps, graphs._steps.context_len
+    lengths = graphs._lengths(padded)
+    parts = np.split(flat[: sum(lengths)], np.cumsum(lengths)[:-1])
+    tiles, slots, starts, kv_len, at, where, ends, q_start, kept = parts
+    tiles, lens = tiles.reshape(-1, 4)[: 0 if split else None], np.diff(q_start)
+    # Rows of nobody may have as many tokens as the step.
+    last = starts[padded:] + lens
+    wrong = outside(
+        *((slots, steps.slots + 1), (where, steps.slots + 1), (starts + 1, end + 1), (last, end + 1)),
+        *((kv_len, end + 1), (ends, end + 1), (at, size), (q_start, size + 1), (lens, size + 1)),
+        *((tiles[:, 0], steps.slots + 1), (tiles[:, 3], graphs._tile + 1)),
+        *((tiles[:, 1] + tiles[:, 3], size + 1), (tiles[:, 2] + tiles[:, 3], end + 1)),
+    )
+    if wrong or not graphs._states:
+        return wrong
+    reads, writes, marks, runs, first, segments, chunks = graphs._units(kept, padded)
+    units = units_of(steps)
+    return outside(
+        *((reads, units), (writes, units), (marks[:, 2], units), (segments[:, 2], units)),
+        *((runs, padded + 1), (first, len(segments) + 1), (chunks[:, 1], CHUNK + 1)),
+        *((segments[:, 0] + segments[:, 1], size + 1), (chunks[:, 0] + chunks[:, 1], size + 1)),
+        (chunks[:, 2], len(q_start)),
+    )
+
+
 def note_askew() -> None:
     """From now on."""
-    send, forward, sent = DecodeGraphs._send, DecodeGraphs._forward, [0]
+    send, forward, fill, sent = DecodeGraphs._send, DecodeGraphs._forward, PromptGraphs._fill, [0]
 
     def sends(graphs: DecodeGraphs, slots: Any, starts: Any, size: int, *more: Any) -> int:
-        sent[0] = size
+        sent[0], flat = size, unset(graphs)
         stage = send(graphs, slots, starts, size, *more)
-        *units, _ = DecodeColumns.of(graphs._pinned[stage].numpy(), size, graphs._states).states
-        if any(column[len(slots) :].any() for column in units):
+        if decodes_askew(graphs, flat, len(slots), size):
             ASKEW.append(size)
         return stage
 
@@ -372,7 +434,14 @@ def note_askew() -> None:
             ASKEW.append(size)
         forward(graphs, size, *args, **how)
 
+    def fills(graphs: PromptGraphs, *columns: Any) -> None:
+        flat, (*_, sizes, _, plan) = unset(graphs), columns
+        fill(graphs, *columns)
+        if prompts_askew(graphs, flat, sizes, plan is not None):
+            ASKEW.append(sizes[1])
+
     DecodeGraphs._send, DecodeGraphs._forward = sends, runs  # type: ignore[method-assign]
+    PromptGraphs._fill = fills  # type: ignore[method-assign]
 
 
 def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
