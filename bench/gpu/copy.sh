@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Guesses of n-grams on one H200, and rows of which none may guess: no network, random weights but for the demo's. Run it in the
 # repository's root; results into $OUT (copy.jsonl: a JSON line each; copy.log: what was printed). At most 75 s, or LIMIT:
-#   OUT=... bash bench/gpu/copy.sh [small] [copy]     OUT=... LIMIT=118 bash bench/gpu/copy.sh blocks (or: crowd)
+#   OUT=... bash bench/gpu/copy.sh [small] [copy]     OUT=... LIMIT=118 bash bench/gpu/copy.sh blocks (or: crowd, beside)
 #   small: Qwen3-0.6B, one stream, four fifths of the guesses right (goal: 0.20 ms a token with five), and none right (<= 3 %)
 #   copy: the demo model, if its file has come along in ~/.cache/sgla (goal: >= 2 times), repeats code and tells a story
 #   blocks: Qwen3-8B, one stream, a head of the shape of DFlash's published ones and one of EAGLE-3's; four fifths right, and none
+#   beside: Qwen3-0.6B and Qwen3-8B, one stream, without a head and with one of EAGLE-3's shape; none right (<= 3 %), and four fifths
 #   crowd: 64 streams of Qwen3-8B without guesses, with n-grams and with a head of EAGLE-3 (goal: not slower)
 set -uo pipefail
 LIMIT=${LIMIT:-75}
@@ -12,6 +13,7 @@ LIMIT=${LIMIT:-75}
 
 common="bench/drafts.py --device cuda --alone"
 small="$common --dummy --model bench/models/qwen3-0.6b --texts free --tokens 512 --repeat 3 --kv 2"
+large="$common --dummy --model bench/models/qwen3-8b --texts free --tokens 512 --repeat 3 --kv 4"
 crowd="$common --dummy --model bench/models/qwen3-8b --texts free --rows 64 --tokens 512 --repeat 3 --kv 14"
 for each in ${*:-small copy}; do
     case $each in
@@ -20,9 +22,13 @@ for each in ${*:-small copy}; do
         ;;
     copy) part copy 30 bench/drafts.py --device cuda --tokens 400 --repeat 3 --kv 2 --algorithm ngram ;;
     blocks)
-        large="$common --dummy --model bench/models/qwen3-8b --texts free --tokens 512 --repeat 3 --kv 4"
         part blocks 50 $large --algorithm dflash --draft bench/heads/qwen3-8b-dflash --accept 0.8,0 --guesses 15,8,5
         part heads 45 $large --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
+        ;;
+    beside)
+        head="--algorithm eagle3 --guesses 5 --draft bench/heads"
+        part small 50 ${small/ --alone/} $head/qwen3-0.6b --accept 0,0.8
+        part large 60 ${large/ --alone/} $head/qwen3-8b --accept 0
         ;;
     crowd)
         part none 40 $crowd --algorithm off

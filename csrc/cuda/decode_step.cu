@@ -54,6 +54,9 @@ struct Layer {
   const float *input_norm, *mlp_norm;    // [HIDDEN]
   const float *q_norm, *k_norm;          // [HD]
   bf16 *k, *v;                           // pages
+#if COPIED
+  bf16* input;                           // [HIDDEN], of the residual stream in front of it; or none
+#endif
 };
 
 constexpr int END = Exchange::INNER + INTER;  // in `words`: the residual stream behind a layer
@@ -295,12 +298,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
 #pragma unroll
   for (int i = 0; i < (OWN + 3) / 4; ++i) h[i] = 4 * i + self.lane / 8 < OWN ? bf2f(token[own + 4 * i]) : 0.f;
   tell_h(END);
+  auto copy_h = [&](bf16* to, auto&& then) {
+#pragma unroll
+    for (int i = 0; i < (OWN + 3) / 4; ++i)
+      if (tells && 4 * i + self.lane / 8 < OWN) to[own + 4 * i] = f2bf(then(h[i], own + 4 * i));
+  };
 
 #pragma unroll 1
   for (int l = 0; l < p.count; ++l) {
     const Layer& layer = s.layers[l];
     const u32 before = tag;
     tag = (tag + 1) & 0xff;
+#if COPIED
+    if (layer.input) copy_h(layer.input, [](float x, int) { return x; });
+#endif
     if (at.split < at.blocks) {  // they are read while others use the memory
       prefetch_to_l2(layer.k + spots.first + self.lane * 64);
       prefetch_to_l2(layer.v + spots.first + self.lane * 64);
@@ -359,6 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   meet();
   pdl_launch();
   const float f = norm_factor(s.square, p.eps, self.lane);
+  if (COPIED && p.last) copy_h(p.last, [&](float x, int at) { return x * f * p.norm[at]; });
 #pragma unroll 1
   for (int row = 0; row < self.head_rows; row += 4) {
     Dots<4, false> sums;

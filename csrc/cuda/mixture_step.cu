@@ -71,6 +71,9 @@ struct Layer {
   const float *input_norm, *mlp_norm;               // [HIDDEN]
   const float *q_norm, *k_norm;                     // [HD]
   bf16 *k, *v;                                      // pages
+#if COPIED
+  bf16* input;  // [HIDDEN], of the residual stream in front of it; or none
+#endif
 };
 
 // Shared memory behind the rings.
@@ -283,6 +286,17 @@ __device__ __forceinline__ void put_stream(Shared& s, const Self& self, const fl
   }
 }
 
+// Each thread its places of the stream, times the weight and f.
+__device__ __forceinline__ void copy_stream(const Shared& s, bf16* to, const float4 (&weight)[2], float f,
+                                            int tid) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float4 h = s.stream[i][tid], w = weight[i];
+    reinterpret_cast<uint2*>(to)[i * THREADS + tid] = {pack2(h.x * f * w.x, h.y * f * w.y),
+                                                       pack2(h.z * f * w.z, h.w * f * w.w)};
+  }
+}
+
 __device__ __forceinline__ float sum_of(const float (&x)[WARPS]) {
   const float4 a = reinterpret_cast<const float4*>(x)[0], b = reinterpret_cast<const float4*>(x)[1];
   return a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w;
@@ -384,6 +398,10 @@ __device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, 
   }
   __syncwarp();
   if (l > 0) receive_updates<RANKS>(s, updates(p) + END, tag - 1 & 0xff, self.tid);
+#if COPIED
+  const float4 one = {1.f, 1.f, 1.f, 1.f};
+  if (layer.input && block == 0) copy_stream(s, layer.input, {one, one}, 1.f, self.tid);
+#endif
   put_stream<false>(s, self, weight, {});
   __syncthreads();
   load_row(x, smem_addr(s.narrow), self.lane);
@@ -548,6 +566,7 @@ __device__ __forceinline__ void project_head(const Params& p, Shared& s, Self& s
   __syncthreads();
   pdl_launch();
   const float f = norm_of(s, p.eps);
+  if (COPIED && p.last && self.me < WARPS) copy_stream(s, p.last, weight, f, self.tid);
   const int first = head_first(p, self.me), rows = head_first(p, self.me + 1) - first;
   uint4 x[8];
   load_row(x, smem_addr(s.narrow), self.lane);

@@ -10,6 +10,9 @@
 // fetched into registers before q is there. A block merges its warps. A few blocks' results everyone merges
 // by himself; if there are more, each block merges an equal slice of the head's outputs first.
 //
+// With COPIED the residual stream in front of layers and the state behind the last norm are also stored, for
+// whoever guesses what comes next.
+//
 // With RANKS (mixture_step.cu) each GPU has its heads and its columns of o and down, and runs the same
 // kernel. What these add to the residual stream all store into each other's `inbox`, in such words too:
 // whoever tells the next part has heard from all ranks, each of which has read the part before, so no word
@@ -19,6 +22,9 @@
 
 #ifndef RANKS
 #define RANKS 1
+#endif
+#ifndef COPIED  // 1: hidden states go where layers and parameters say
+#define COPIED 0
 #endif
 // Looks at a word before the kernel fails: some seconds, and some minutes for ranks, which may begin late.
 #define PATIENCE (1u << (RANKS > 1 ? 29 : 22))
@@ -62,6 +68,7 @@ struct Params {
   long long page_stride, head_stride;  // elements of k and v
   int count, vocab, table_stride;      // layers; output columns, a multiple of 4 (decode_step.cu) or 2
   float eps, scale;                    // scale times log2(e)
+  bf16* last;                          // [HIDDEN], behind the last norm, with COPIED; or none
 #if RANKS > 1
   u32* inbox[8];                       // of every rank, as this one sees it
   u32* own;                            // this rank's

@@ -964,6 +964,13 @@ def tap(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
 
 
 @op
+def copied(x: Tensor, to: Tensor) -> Tensor:
+    """Copy x ``[T, d]`` to the first rows of ``to``, and return x."""
+    to[: len(x)].copy_(x)
+    return x
+
+
+@op
 def arriving(receive: Callable[[Tensor], None], ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Hidden states ``[T, width]`` of the tokens ids int32[T], which ``receive`` fills in."""
     x = torch.empty(ids.shape[0], width, dtype=dtype, device=ids.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -103,7 +104,7 @@ class DraftSetup:
         if not layers:
             self.hook = self._hidden[0].hook
         for layer, hidden in zip(layers, self._hidden):
-            target.blocks[layer] = Hooked(target.blocks[layer], hidden.hook, ops.tap)
+            target.blocks[layer] = Hooked(target.blocks[layer], partial(ops.tap, hidden.hook))
 
     def make(
         self, tables: SlotTables, sampler: Sampler, kv: list[Layer], step_tokens: int, threads: int

@@ -164,8 +164,8 @@ class GpuSteps:
     @kv.setter
     def kv(self, kv: list[Layer]) -> None:
         rows = None if self.adapted is None else self.adapted.rows
-        hook = None if self.hidden is None else self.hidden.hook
-        self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, hook)
+        final = None if self.hidden is None else self.hidden.final
+        self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, final)
         if self.drafts is not None and self.tables.states:
             self.drafts.units = Units(kv, self.spare)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import zlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -37,6 +38,7 @@ from sgla.kernels.triton import elementwise, fp8
 from sgla.loading.load import _Dummy, load_model
 from sgla.model import registry
 from sgla.quant.weight import pack
+from sgla.worker.hooked import Hooked
 
 MODELS: dict[str, dict[str, Any]] = {
     "ToyForCausalLM": {"model_type": "toy"},
@@ -505,15 +507,22 @@ def small_model(architecture: str, shard: Shard | None = None, **more: Any) -> E
     return driver
 
 
+@pytest.mark.parametrize("copied", [None, [], [0, 1], [1]])
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_a_whole_step_is_found_in_what_was_recorded(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, copied: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``copied``: the inputs of these layers, [] what the last norm makes."""
     driver, made = small_model(architecture), Mock()
     monkeypatch.setattr(whole_step, "DecodeStep", made)
     monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
     monkeypatch.setattr(whole_step.MixtureShape, "pays", lambda *_: True)
-    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    latest = torch.zeros(3, 512, dtype=torch.bfloat16)
+    final = latest[:, 256:] if copied == [] else None
+    for layer in copied or ():
+        columns = latest[:, 256 * layer : 256 * layer + 256]
+        driver.model.blocks[layer] = Hooked(driver.model.blocks[layer], partial(ops.copied, to=columns))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend), final=final)
     work = forward.rewritten("step", False, ONE_ROW)
     assert work is not None
     [node] = work.nodes.values()
@@ -523,14 +532,23 @@ def test_a_whole_step_is_found_in_what_was_recorded(
     assert node.fn is not None
     assert node.fn(node.given["step"], 0, batch, "out") == "out"
     made.return_value.assert_called_once_with(1, 5, 2, 3, 4, "out")
-    shape, layers, kv, embedding, head, norm, *_ = made.call_args.args
+    shape, layers, kv, embedding, head, norm, *_, copies = made.call_args.args
     model: Any = driver.model
+    assert shape.copied == (copies is not None) == (copied is not None)
+    if copied is not None:
+        found = [*copies.inputs, copies.last]
+        there = [0 in copied, 1 in copied, copied == []]
+        rows = [latest[0, :256], latest[0, 256:], latest[0, 256:]]
+        assert [x is not None for x in found] == there
+        for x, row in zip(found, rows, strict=True):
+            assert x is None or (x.data_ptr(), x.shape) == (row.data_ptr(), row.shape)
+    blocks = [getattr(block, "_block", block) for block in model.blocks]
     assert (shape.hidden, shape.heads, shape.kv_heads, shape.inner) == (256, 4, 2, shape.inner)
     assert [id(layer.k) for layer in kv] == [id(layer.k) for layer in driver.kv]
     assert embedding is model.embed.weight.data
     assert head is model.lm_head.weight.data
     assert norm is model.norm.weight
-    for block, layer in zip(model.blocks, layers, strict=True):
+    for block, layer in zip(blocks, layers, strict=True):
         assert layer.qkv is block.attention.qkv.weight.data
         assert layer.out is block.attention.out.weight.data
         assert layer.input_norm is block.input_norm.weight
@@ -563,7 +581,7 @@ def test_a_whole_step_of_ranks_exchanges_what_each_adds(
         return
     [node] = work.nodes.values()
     assert node.rule == "whole step"
-    shape, *_, inbox = made.call_args.args
+    shape, *_, inbox, _ = made.call_args.args
     assert inbox == "inbox"
     exchange.for_steps.assert_called_with(shape)
     assert (shape.ranks, shape.hidden, shape.heads, shape.kv_heads) == (2, 256, 2, 1)
@@ -716,6 +734,27 @@ def test_why_there_is_no_whole_step(architecture: str, more: dict[str, Any], why
     work = forward.rewritten("step", False, ONE_ROW)
     assert work is not None
     assert "whole step" not in work.taken
+    [said] = [reason for rule, reason in work.refused if rule == "whole step"]
+    assert why in said
+
+
+@pytest.mark.parametrize(
+    ("look", "why"),
+    [
+        ([partial(ops.copied, to=torch.zeros(3, 256))], "not kept in bfloat16"),
+        ([partial(ops.copied, to=torch.zeros(3, 256, dtype=torch.bfloat16))] * 2, "rms_norm does not come"),
+        ([partial(ops.inplace, print)], "rms_norm does not come"),
+    ],
+)
+def test_a_whole_step_copies_to_one_place_in_its_own_type(
+    look: list[Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
+    driver = small_model("Qwen3ForCausalLM")
+    for each in look:
+        driver.model.blocks[1] = Hooked(driver.model.blocks[1], each)
+    work = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend)).rewritten("step", False, ONE_ROW)
+    assert work is not None
     [said] = [reason for rule, reason in work.refused if rule == "whole step"]
     assert why in said
 

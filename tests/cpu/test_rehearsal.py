@@ -176,6 +176,11 @@ CASES["a head of 4 bits guesses"] = (
     *CASES["a head guesses"][:2],
     CASES["a head guesses"][2] | {"speculative_head_quantization": "int4"},
 )
+CASES["a head guesses beside steps of one kernel"] = (
+    "qwen3-0.6b",
+    {"num_hidden_layers": 8, "vocab_size": 3000},
+    CASES["a head guesses"][2],
+)
 MEDUSA = {"medusa_num_heads": 4, "medusa_num_layers": 1}
 CASES["medusa guesses"] = (
     "qwen3-0.6b",
@@ -200,6 +205,10 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "another guesses": ("qwen3-0.6b", DENSE | {"num_hidden_layers": 3}),
     "a head guesses": ("../heads/qwen3-8b", {"vocab_size": 3000, "draft_vocab_size": 2048}),
 }
+DRAFTS["a head guesses beside steps of one kernel"] = (
+    "../heads/qwen3-0.6b",
+    {"vocab_size": 3000, "draft_vocab_size": 2048},
+)
 DRAFTS["a head of 4 bits guesses"] = DRAFTS["a head guesses"]
 
 

@@ -13,9 +13,18 @@ import torch.nn.functional as F
 from emulated_cuda import HERE, compile_kernel
 from torch import Tensor
 
-from sgla.kernels import ops
+from sgla.device import nvidia
+from sgla.kernels import device, ops
 from sgla.kernels.cuda import decode_step, mixture_step
-from sgla.kernels.cuda.decode_step import BLOCKS, DecodeStep, DenseShape, LayerWeights, StepInbox, told
+from sgla.kernels.cuda.decode_step import (
+    BLOCKS,
+    Copies,
+    DecodeStep,
+    DenseShape,
+    LayerWeights,
+    StepInbox,
+    told,
+)
 from sgla.kernels.cuda.mixture_step import MixtureShape
 from sgla.kernels.ops import KVLayer
 
@@ -25,6 +34,26 @@ BF16 = torch.bfloat16
 
 def weight(*shape: int) -> Tensor:
     return (torch.randn(*shape) * 0.02).to(BF16)
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That has room for all blocks."""
+    monkeypatch.setattr(device, "_this", [nvidia("", (9, 0), 132)])
+
+
+class Copied:
+    """Where the second layer's input and the last state go, and what has to come there."""
+
+    def __init__(self, hidden: int) -> None:
+        self.latest = torch.full((3, 2 * hidden), float("nan"), dtype=BF16)
+        self.to = Copies([None, self.latest[0, hidden:]], self.latest[0, :hidden])
+        self.expected = torch.empty(0)
+
+    def compare(self) -> None:
+        found = self.latest[0].float()
+        assert self.latest[1:].isnan().all()
+        assert (found - self.expected).norm() < 0.015 * self.expected.norm()
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -79,6 +108,7 @@ class Model:
         inboxes = [told(shape.inbox, torch.device("cpu"))[0] for _ in range(RANKS)]
         addresses = (ctypes.c_void_p * 8)(*(inbox.data_ptr() for inbox in inboxes))
         self.kept = inboxes
+        self.copied = [Copied(shape.hidden) for _ in range(RANKS)]
         self.steps = [
             DecodeStep(
                 shape,
@@ -91,6 +121,7 @@ class Model:
                 EPS,
                 HD**-0.5,
                 StepInbox(addresses, rank, *told(shape.words, torch.device("cpu"))),
+                self.copied[rank].to if shape.copied else None,
             )
             for rank in range(RANKS)
         ]
@@ -110,6 +141,7 @@ class Model:
         h, angles = self.embedding[token].float(), self.cos_sin[length - 1]
         pool = torch.cat(self.pools, 3)
         for layer, pages in zip(self.layers, pool, strict=True):
+            second_input = h
             first, second, q_norm, k_norm = layer.norms
             x = ops.rms_norm(h, first, EPS)
             q, k, v = ((w.float() @ x).view(-1, HD) for w in (layer.q, layer.k, layer.v))
@@ -120,15 +152,19 @@ class Model:
             scores = torch.einsum("hgd,nhd->hgn", q.view(-1, self.group, HD), keys) * HD**-0.5
             h = h + layer.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
             h = h + layer.experts(ops.rms_norm(h, second, EPS))
-        return self.head.float() @ ops.rms_norm(h, self.norm, EPS)
+        last = ops.rms_norm(h, self.norm, EPS)
+        for copied in self.copied:
+            copied.expected = torch.cat([last, second_input])
+        return self.head.float() @ last
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
-def test_two_ranks_equal_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_two_ranks_equal_the_model(copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens before, and more than blocks have tiles for; steps that follow each other."""
     torch.manual_seed(0)
-    shape = MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, RANKS)
+    shape = MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, RANKS, copied)
     libraries, params = [], list[Any]()
 
     class Emulated:
@@ -147,6 +183,8 @@ def test_two_ranks_equal_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         params.clear()
         libraries[0].run(ctypes.byref(given), RANKS, BLOCKS)
         assert (torch.cat(parts, 1)[0] - expected).norm() < 0.015 * expected.norm()
+        for each in model.copied if copied else ():
+            each.compare()
 
 
 class Dense:
@@ -169,12 +207,15 @@ class Dense:
         self.pool = torch.randn(LAYERS, 2, pages + 1, shape.kv_heads, 16, HD).to(BF16)
         kv = [KVLayer(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self.pool]
         parts = self.embedding, self.head, self.norm, self.cos_sin
-        self.step = DecodeStep(shape, self.layers, kv, *parts, EPS, HD**-0.5)
+        self.copied = Copied(hidden)
+        copies = self.copied.to if shape.copied else None
+        self.step = DecodeStep(shape, self.layers, kv, *parts, EPS, HD**-0.5, copies=copies)
 
     def oracle(self, token: int, length: int) -> Tensor:
         shape = self.shape
         h, angles = self.embedding[token].float(), self.cos_sin[length - 1]
         for w, pages in zip(self.layers, self.pool, strict=True):
+            second_input = h
             heads = (w.qkv.float() @ ops.rms_norm(h, w.input_norm, EPS)).view(-1, HD)
             q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
             assert w.q_norm is not None
@@ -190,12 +231,15 @@ class Dense:
             h = h + w.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
             gate, up = (w.gate_up.float() @ ops.rms_norm(h, w.mlp_norm, EPS)).chunk(2)
             h = h + w.down.float() @ (F.silu(gate) * up)
-        return self.head.float() @ ops.rms_norm(h, self.norm, EPS)
+        last = ops.rms_norm(h, self.norm, EPS)
+        self.copied.expected = torch.cat([last, second_input])
+        return self.head.float() @ last
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
-def test_a_dense_step_equals_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_dense_step_equals_the_model(copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that follow each other: tokens that one block of a head attends to, few, and more than few do."""
     torch.manual_seed(0)
     libraries, params = [], list[Any]()
@@ -209,7 +253,7 @@ def test_a_dense_step_equals_the_model(tmp_path: Path, monkeypatch: pytest.Monke
             params.append(given)
 
     monkeypatch.setattr(decode_step, "Kernel", Emulated)
-    shape = DenseShape(1024, 16, 8, 1024, True, 16)
+    shape = DenseShape(1024, 16, 8, 1024, True, 16, copied)
     decode_step._kernel.cache_clear()
     model = Dense(shape, 1440)
     decode_step._kernel.cache_clear()
@@ -221,3 +265,5 @@ def test_a_dense_step_equals_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         model.step(ids, positions, slots, kv_len, model.table, logits)
         libraries[0].run(ctypes.byref(params.pop()), 1, BLOCKS)
         assert (logits[0] - expected).norm() < 0.015 * expected.norm()
+        if copied:
+            model.copied.compare()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_gpu_runner import generate, make, prompt
+from test_gpu_verify import BY_LAST, BY_LAYERS, FOUR
 from torch import Tensor
 
 from sgla.kernels import ops
@@ -46,7 +47,7 @@ class Decoder:
     behind = 0
 
     def __init__(self, shape: Any, tokens: int) -> None:
-        from sgla.kernels.cuda.decode_step import DecodeStep
+        from sgla.kernels.cuda.decode_step import Copies, DecodeStep
 
         hidden = shape.hidden
         self.shape, self.scale, pages = shape, 128**-0.5, -(-tokens // 16)
@@ -60,9 +61,10 @@ class Decoder:
             torch.arange(0, 128, 2, device="cuda") / 128
         )
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
-        self.step = DecodeStep(
-            shape, self.layers, self.kv, self.embedding, self.head, self.norm, self.cos_sin, EPS, self.scale
-        )
+        self.copied = torch.full((3, 2, hidden), float("nan"), dtype=BF16, device="cuda")
+        copies = Copies([None, self.copied[0, 0]], self.copied[0, 1]) if shape.copied else None
+        parts = self.embedding, self.head, self.norm, self.cos_sin
+        self.step = DecodeStep(shape, self.layers, self.kv, *parts, EPS, self.scale, copies=copies)
 
     def layer(self) -> Any:
         from sgla.kernels.cuda.decode_step import LayerWeights
@@ -91,6 +93,7 @@ class Decoder:
         shape, written = self.shape, []
         h, angles = self.embedding[token].float(), self.cos_sin[length - 1 - self.behind]
         for w, kv in zip(self.layers, self.kv):
+            second_input = h
             heads = (w.qkv.float() @ rms_norm(h, w.input_norm)).view(-1, 128)
             q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
             if w.q_norm is not None and w.k_norm is not None:
@@ -103,7 +106,9 @@ class Decoder:
             scores = torch.einsum("hgd,nhd->hgn", q.view(shape.kv_heads, -1, 128), keys) * self.scale
             h = h + w.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
             h = h + self.mlp(w, rms_norm(h, w.mlp_norm))
-        return self.head.float() @ rms_norm(h, self.norm), torch.stack(written)
+        last = rms_norm(h, self.norm)
+        self.states = torch.stack([second_input, last])
+        return self.head.float() @ last, torch.stack(written)
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
@@ -116,6 +121,9 @@ def compare(decoder: Decoder, token: int, length: int) -> None:
     page, at = int(decoder.table[SLOT, (length - 1) // 16]), (length - 1) % 16
     stored = torch.stack([torch.stack([kv.k[page, at], kv.v[page, at]]) for kv in decoder.kv])
     assert relative(stored, written) < 0.015
+    if decoder.shape.copied:
+        assert relative(decoder.copied[0], decoder.states) < 0.015
+        assert decoder.copied[1:].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -140,6 +148,15 @@ def test_a_step_turns_by_its_own_position() -> None:
     compare(decoder, 3, 640)
 
 
+def test_a_step_copies_hidden_states() -> None:
+    from sgla.kernels.cuda.decode_step import DenseShape
+
+    torch.manual_seed(0)
+    decoder = Decoder(DenseShape(1024, 16, 8, 3072, True, 16, copied=True), 700)
+    for token, length in enumerate((1, 640)):
+        compare(decoder, token, length)
+
+
 def test_words_of_a_step_long_ago_are_not_taken() -> None:
     """Numbers of layers come again: here the ones of the parts that only the long steps have."""
     from sgla.kernels.cuda.decode_step import DenseShape
@@ -154,9 +171,13 @@ def test_words_of_a_step_long_ago_are_not_taken() -> None:
         assert relative(decoder.run(3, 640), expected) < 0.015
 
 
-@pytest.fixture
-def runner() -> Iterator[Any]:
-    yield make()
+# Who reads hidden states: of three layers, and behind the last norm.
+HEADS: dict[str, dict[str, Any]] = {"nobody": {}, "eagle3": BY_LAYERS, "medusa": BY_LAST}
+
+
+@pytest.fixture(params=HEADS)
+def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield make(FOUR, **HEADS[request.param])
     torch.cuda.empty_cache()
 
 
@@ -172,13 +193,24 @@ def compare_in_runner(runner: Any) -> None:
 
     def logits(run: Callable[[], None]) -> Tensor:
         runner.steps.logits.zero_()
+        if runner.steps.hidden is not None:
+            runner.steps.hidden.latest.zero_()
         run()
         return runner.steps.logits[0].clone()
 
+    def states() -> Tensor:
+        """Of the row, which its slot keeps, too."""
+        hidden = runner.steps.hidden
+        if hidden is None:
+            return torch.ones(1)
+        assert (hidden.ring[3] == hidden.latest[0]).all(1).any()
+        return hidden.latest[0].clone()
+
     with torch.inference_mode():
-        captured = logits(graphs._graphs[1].replay)
+        captured, copied = logits(graphs._graphs[1].replay), states()
         assert torch.equal(logits(lambda: graphs._forward(1)), captured)
         runner.steps.forward._programs.clear()
         others = [rule for rule in rules.RULES[ops.logits] if rule.name != "whole step"]
         with patch.dict(rules.RULES, {ops.logits: tuple(others)}):
             assert relative(captured, logits(lambda: graphs._forward(1))) < 0.05
+            assert relative(states(), copied.float()) < 0.05

@@ -60,12 +60,15 @@ class Mixture(Decoder):
         return self.gap > CLEAR
 
 
-@pytest.mark.parametrize(("inner", "normalize", "qk_norm"), [(768, True, True), (512, False, False)])
-def test_step_equals_torch(inner: int, normalize: bool, qk_norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("inner", "normalize", "qk_norm", "copied"),
+    [(768, True, True, False), (768, True, True, True), (512, False, False, False)],
+)
+def test_step_equals_torch(inner: int, normalize: bool, qk_norm: bool, copied: bool) -> None:
     from sgla.kernels.cuda.mixture_step import MixtureShape
 
     torch.manual_seed(0)
-    decoder = Mixture(MixtureShape(2048, 32, 4, inner, 128, 8, normalize, qk_norm, 16), 4200)
+    decoder = Mixture(MixtureShape(2048, 32, 4, inner, 128, 8, normalize, qk_norm, 16, copied=copied), 4200)
     for length in LENGTHS:
         token = next(token for token in range(VOCAB) if decoder.clear(token, length))
         compare(decoder, token, length)

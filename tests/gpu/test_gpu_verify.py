@@ -46,6 +46,13 @@ BLOCKS = TINY | {
     "dflash_config": {"target_layer_ids": [0], "mask_token_id": 7},
 }
 BY_HEAD = BY_MODEL | {"speculative_algorithm": "eagle3", "draft": EAGLE}
+# Heads beside a model whose steps of one row are one kernel, which has to keep what they read.
+FOUR = TINY | {"num_hidden_layers": 4}
+BY_LAYERS = {
+    "speculative_algorithm": "eagle3",
+    "draft": EAGLE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+}
+BY_LAST = {"speculative_algorithm": "medusa", "draft": MEDUSA}
 ROUNDED = {"speculative_head_quantization": "int4"}
 # Model, settings, those of who guesses. One that guesses for itself is right where no rule is in the way.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -221,6 +228,21 @@ def test_kernels_of_bfloat16(settings: dict[str, Any], guesses: dict[str, Any]) 
         for request in requests():
             if request.rid in ("greedy", "prompt"):
                 brought = scored(plain, request.tokens + found[request.rid])[-len(found[request.rid]) :]
+                assert max(place.top[0][1] - place.logprob for place in brought) < NEAR
+
+
+@pytest.mark.parametrize("guesses", [BY_LAYERS, BY_LAST], ids=["eagle3", "medusa"])
+def test_heads_beside_steps_of_one_kernel(guesses: dict[str, Any]) -> None:
+    """Greedy texts of one row are nearly the best."""
+    plain, guessing = make(FOUR), make(FOUR, **guesses)
+    for runner in (plain, guessing):
+        assert any(program.work.taken["whole step"] for program in runner.steps.forward._programs.values())
+    core = make_core(guessing.facts, drafts=guessing.facts.drafts, depth=2)
+    for _ in range(2):
+        for request in requests():
+            if request.rid in ("greedy", "prompt"):
+                text = run(guessing, [request], core)[request.rid]
+                brought = scored(plain, request.tokens + text)[-len(text) :]
                 assert max(place.top[0][1] - place.logprob for place in brought) < NEAR
 
 

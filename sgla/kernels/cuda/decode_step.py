@@ -52,6 +52,7 @@ class DenseShape(NamedTuple):
     inner: int
     qk_norm: bool
     page_size: int
+    copied: bool = False  # hidden states, for who guesses
 
     @property
     def group(self) -> int:
@@ -83,7 +84,7 @@ class DenseShape(NamedTuple):
         return (
             inputs
             + attention
-            + MAX_LAYERS * ctypes.sizeof(_Layer)
+            + MAX_LAYERS * (ctypes.sizeof(_Layer) + self.copied * ctypes.sizeof(P))
             + 4 * self.layer_weights // (BLOCKS * PIECE)
         )
 
@@ -148,6 +149,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("count", "vocab", "table_stride")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("last", P),
         ("inbox", P * MAX_RANKS),  # from here on only with several ranks
         ("own", P),
         ("rank", ctypes.c_int),
@@ -163,6 +165,7 @@ def _kernel(shape: DenseShape) -> Kernel:
         "MAX_LAYERS": MAX_LAYERS,
         "DEPTH": shape.depth,
         "COPIES": COPIES,
+        "COPIED": int(shape.copied),
     }
     rings = WARPS * shape.depth * (2 * PIECE + 8)
     return Kernel("decode_step.cu", "decode_step", defines, rings + shape.shared)
@@ -178,10 +181,22 @@ class StepInbox(NamedTuple):
     steps: Tensor
 
 
+class Copies(NamedTuple):
+    """Where hidden states go, bf16[hidden] each; None: nowhere. ``inputs``: of each layer, the residual
+    stream in front of it; ``last``: what the last norm makes."""
+
+    inputs: list[Tensor | None]
+    last: Tensor | None
+
+
 def told(words: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Words of a layer that never was, int32[words], and the number of layers so far, int32[1]."""
     steps = torch.zeros(1, dtype=torch.int32, device=device)
     return torch.full((words,), -1, dtype=torch.int32, device=device), steps
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 class DecodeStep:
@@ -189,7 +204,7 @@ class DecodeStep:
     ``[vocab, hidden]``, ``norm`` float32[hidden], ``cos_sin`` float32 ``[positions, 128]``, ``scale`` of the
     attention scores; ``kv`` bf16, all layers with the same strides, the tokens of a page and head
     contiguous. ``inbox``: where ranks exchange what they add; ``head`` then is a part of the output
-    layer, and all ranks make the same calls."""
+    layer, and all ranks make the same calls. ``copies``: where the shape says that there are some."""
 
     def __init__(
         self,
@@ -203,17 +218,20 @@ class DecodeStep:
         eps: float,
         scale: float,
         inbox: StepInbox | None = None,
+        copies: Copies | None = None,
     ) -> None:
         k = kv[0].k
         assert k.stride(1) == HEAD_DIM, "tokens of one page and head must be contiguous"
+        inputs = [()] * len(layers) if copies is None else [(x,) for x in copies.inputs]
         pointers = [
-            [t.data_ptr() if t is not None else 0 for t in (*w, p.k, p.v)] for w, p in zip(layers, kv)
+            [_address(t) for t in (*w, p.k, p.v, *x)] for w, p, x in zip(layers, kv, inputs, strict=True)
         ]
         table = torch.tensor(pointers, device=k.device)
         words, steps = told(shape.words, k.device) if inbox is None else (inbox.words, inbox.steps)
         self._inbox = () if inbox is None else (inbox.addresses, inbox.addresses[inbox.rank], inbox.rank)
         self._fixed = (table, embedding, head, norm, cos_sin), (words, steps)
-        self._kept = layers, kv
+        self._kept = layers, kv, copies
+        self._last = 0 if copies is None else _address(copies.last)
         self._numbers = k.stride(0), k.stride(2), len(layers), head.shape[0]
         self._eps, self._scale = eps, scale * 1.4426950408889634
         self._kernel, self._threads = shape.kernel(), 32 * shape.warps
@@ -233,7 +251,7 @@ class DecodeStep:
         before, after = self._fixed
         tensors = (*before, ids, positions, slots, kv_len, page_table, logits, *after)
         pointers = (t.data_ptr() for t in tensors)
-        numbers = *self._numbers, page_table.stride(0), self._eps, self._scale
+        numbers = *self._numbers, page_table.stride(0), self._eps, self._scale, self._last
         params = _Params(*pointers, *numbers, *self._inbox)
         assert gpu_holds_blocks(), "blocks wait for each other"
         self._kernel.launch(BLOCKS, self._threads, params)

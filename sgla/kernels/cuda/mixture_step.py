@@ -30,6 +30,7 @@ class MixtureShape(NamedTuple):
     qk_norm: bool
     page_size: int
     ranks: int = 1
+    copied: bool = False  # hidden states, for who guesses
 
     @property
     def words(self) -> int:
@@ -91,11 +92,12 @@ def _kernel(shape: MixtureShape) -> Kernel:
         "PAGE_TILES": shape.page_size // 16,
         "MAX_LAYERS": MAX_LAYERS,
         "RANKS": shape.ranks,
+        "COPIED": int(shape.copied),
     }
     group = shape.heads // shape.kv_heads
     inputs = 2 * (shape.hidden + shape.top_k * shape.inner) + 4 * shape.hidden + 8 * WARPS
     down = 4 * WARPS * shape.hidden // BLOCKS
     attention = WARPS * (group * HEAD_DIM * 4 + 64) + 2 * HEAD_DIM * (group + 2)
-    layers = MAX_LAYERS * ctypes.sizeof(P) * (len(MixtureWeights._fields) + 2)
+    layers = MAX_LAYERS * ctypes.sizeof(P) * (len(MixtureWeights._fields) + 2 + shape.copied)
     rings = WARPS * DEPTH * (2 * PLACE + 8)
     return Kernel("mixture_step.cu", "mixture_step", defines, rings + inputs + down + attention + layers)

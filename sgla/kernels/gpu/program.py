@@ -122,7 +122,7 @@ Computes = Literal["hidden", "step", "part", "logits"]
 
 class RecordedForward:
     """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op, and so do
-    steps that read pictures. ``hook`` is called with the final hidden states of all tokens of a batch."""
+    steps that read pictures. The final hidden states of all tokens of a batch go to ``final``, too."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class RecordedForward:
         kv: list[Layer],
         gpu: GpuOps,
         adapters: lora.Rows | None = None,
-        hook: Callable[[Tensor], None] | None = None,
+        final: Tensor | None = None,
     ) -> None:
         self._model, self._kv, self._gpu, self._adapters = model, kv, gpu, adapters
-        self._hook, self._lockstep = hook, model.shard.lockstep
+        self._final, self._lockstep = final, model.shard.lockstep
         self._counted = ("tokens", "sampled") if self._lockstep is None else ("tokens", "sampled", "gathered")
         self.awaits: Awaits | None = None  # of the step that runs
         self.watched = False  # somebody looks into the steps that run: op by op
@@ -326,9 +326,9 @@ class RecordedForward:
     ) -> Tensor:
         model = self._model
         with using(dispatcher):
-            if what in ("hidden", "step") and (self._hook is not None or self._lockstep is not None):
+            if what in ("hidden", "step") and (self._final is not None or self._lockstep is not None):
                 hidden = model.forward(batch, self._kv)
-                hidden = hidden if self._hook is None else ops.inplace(self._hook, hidden)
+                hidden = hidden if self._final is None else ops.copied(hidden, self._final)
                 hidden = hidden if rows is None else ops.gather(hidden, rows)
             elif what in ("hidden", "step"):
                 hidden = model.forward(batch, self._kv, rows)

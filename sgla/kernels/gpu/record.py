@@ -351,5 +351,6 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     lora_embedding: lambda ids, stack, *_: [((ids.shape[0], stack.n), torch.float32)],
     ops.arriving: lambda _, ids, width, dtype: [((ids.shape[0], width), dtype)],
     ops.inplace: lambda _, x: _like(x),
+    ops.copied: _like,
     ops.call: lambda _, x, width: _wide(x, width),
 }

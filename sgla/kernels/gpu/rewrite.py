@@ -155,7 +155,7 @@ def _visit(work: Work, node: Node, rules: Sequence[Rule]) -> None:
     made = next((found for rule in rules if (found := _apply(work, rule, node)) is not None), None)
     if made is None:
         made = [node.but({"out": work.input("out")} if node.op is ops.logits else {})]
-        if node.op in (ops.inplace, ops.all_reduce):
+        if node.op in (ops.inplace, ops.copied, ops.all_reduce):
             made[0].overwrites = node.reads[0]
     for new in made:
         work.put(new)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, DenseShape, LayerWeights, StepInbox
+from sgla.kernels.cuda.decode_step import HEAD_DIM, Copies, DecodeStep, DenseShape, LayerWeights, StepInbox
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.record import Node, Record, Ref
@@ -25,13 +25,24 @@ class Refused(Exception):
     """Why a record is not what the kernel computes."""
 
 
+class Stream(NamedTuple):
+    """What goes on between halves of layers: numbers that a norm has made, and the residual stream before
+    it. ``copy``: where the stream is copied to."""
+
+    x: Ref
+    h: Ref
+    norm: Tensor
+    eps: float
+    copy: Tensor | None
+    ranks: Ranks | None = None  # over which what was added is summed
+
+
 class Layer(NamedTuple):
     """A layer of the record. ``common``: what must be the same in all layers."""
 
     weights: LayerWeights | MixtureWeights
     kv: KVLayer
     common: tuple[Any, ...]
-    norm: Tensor  # of what follows the layer
     ranks: Ranks | None  # over which o and down are summed
 
 
@@ -48,6 +59,7 @@ class Found(NamedTuple):
     eps: float
     scale: float
     inbox: StepInbox | None
+    copies: Copies | None
 
 
 def refuses(work: Work, logits: Node) -> str | None:
@@ -80,15 +92,18 @@ def _found(record: Record) -> Found:
     """Raises Refused."""
     nodes = iter(record.nodes)
     embed = _next(nodes, ops.embedding)
-    h = Ref(embed.results[0])
-    first = _next(nodes, ops.rms_norm, h)
-    x, norm, eps, layers = Ref(first.results[0]), first.given["weight"], first.given["eps"], list[Layer]()
+    stream = _normed(next(nodes, None), nodes, Ref(embed.results[0]))
+    layers, inputs = list[Layer](), list[Tensor | None]()
     node = next(nodes)
-    while node.op is not ops.logits:
-        layer, x, h = _layer(node, nodes, x, h, norm, eps)
+    while node.op not in (ops.logits, ops.copied):
+        inputs.append(stream.copy)
+        layer, stream = _layer(node, nodes, stream)
         layers.append(layer)
-        norm, node = layer.norm, next(nodes)
-    if x not in node.given.values() or next(nodes, None) is not None:
+        node = next(nodes)
+    last, x = None, stream.x
+    if node.op is ops.copied and node.given["x"] == x:
+        last, x, node = _row(node), Ref(node.results[0]), next(nodes)
+    if node.op is not ops.logits or x not in node.given.values() or next(nodes, None) is not None:
         raise Refused("something follows the last norm but the output layer")
     words, head = embed.given["weight"], _plain(node)
     alike = layers and len({(layer.common, id(layer.ranks)) for layer in layers}) == 1
@@ -96,7 +111,9 @@ def _found(record: Record) -> Found:
         raise Refused("layers differ, or embeddings are scaled")
     if words.kind != "bf16":
         raise Refused(f"embeddings are {words.kind}")
-    shape, cos_sin, _, scale = layers[0].common
+    shape, cos_sin, eps, scale = layers[0].common
+    copied = last is not None or any(x is not None for x in inputs)
+    shape = shape._replace(copied=copied)
     if not shape.pays(len(layers), head.shape[0]):
         raise Refused("its blocks or bytes do not fit this model or GPU")
     ranks, inbox = layers[0].ranks, None
@@ -105,18 +122,18 @@ def _found(record: Record) -> Found:
     if ranks is not None and (inbox := ranks.for_steps(shape)) is None:
         raise Refused("the ranks cannot store into each other's memory")
     weights, kv = [layer.weights for layer in layers], [layer.kv for layer in layers]
-    return Found(shape, weights, kv, words.data, head, norm, cos_sin, eps, scale, inbox)
+    tables, copies = (words.data, head, stream.norm, cos_sin), Copies(inputs, last) if copied else None
+    return Found(shape, weights, kv, *tables, eps, scale, inbox, copies)
 
 
-def _layer(
-    node: Node, nodes: Iterator[Node], x: Ref, h: Ref, norm: Tensor, eps: float
-) -> tuple[Layer, Ref, Ref]:
-    """The layer that begins with ``node``, which reads x, and what goes on behind it."""
-    qkv = _linear(node, x)
+def _layer(node: Node, nodes: Iterator[Node], stream: Stream) -> tuple[Layer, Stream]:
+    """The layer that begins with ``node``, which reads the stream, and what goes on behind it."""
+    qkv = _linear(node, stream.x)
     heads = _next(nodes, ops.qk_norm_rope_store, Ref(node.results[0]))
     attention = _next(nodes, ops.attention, Ref(heads.results[0]))
     out = _next(nodes, ops.linear, Ref(attention.results[0]))
-    added, ranks = _added(nodes, out)
+    middle = _added(nodes, out, stream.h)
+    ranks = middle.ranks
     kv, q_norm, k_norm = (heads.given[name] for name in ("kv", "q_norm", "k_norm"))
     whole = kv.k.shape[3] == kv.v.shape[3] == heads.given["cos_sin"].shape[1] == HEAD_DIM
     if not whole or kv.k.dtype != torch.bfloat16:
@@ -124,12 +141,12 @@ def _layer(
     given = attention.given
     if given["window"] or given["softcap"] or given["sinks"] is not None or given["slopes"] is not None:
         raise Refused("attention has a window, a soft cap, sinks or slopes")
-    norms = norm, added.given["weight"], q_norm, k_norm
+    norms = stream.norm, middle.norm, q_norm, k_norm
     hidden, width, kv_heads, page_size = qkv.shape[1], out.given["w"].k, kv.k.shape[2], kv.k.shape[1]
     counts = hidden, width // HEAD_DIM, kv_heads
     node = next(nodes)
     weights: LayerWeights | MixtureWeights
-    if node.op is ops.moe and node.given["x"] == Ref(added.results[0]) and node.given["activation"] == "silu":
+    if node.op is ops.moe and node.given["x"] == middle.x and node.given["activation"] == "silu":
         routing, biases = node.given["routing"], node.given["biases"]
         if (why := mixture.refuses(routing, "silu", biases)) is not None:
             raise Refused(why)
@@ -141,32 +158,56 @@ def _layer(
     elif ranks is not None:
         raise Refused("several ranks are slower with it, but for mixtures")
     else:
-        gate_up = _linear(node, Ref(added.results[0]))
+        gate_up = _linear(node, middle.x)
         act = _next(nodes, ops.act_mul, Ref(node.results[0]))
         node = _next(nodes, ops.linear, Ref(act.results[0]))
         if act.given["kind"] != "silu":
             raise Refused("gates are not SiLU")
         weights = LayerWeights(qkv, _plain(out), gate_up, _plain(node), *norms)
         shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size)
-    after, others = _added(nodes, node)
-    if others is not ranks:
+    after = _added(nodes, node, middle.h)
+    if after.ranks is not ranks:
         raise Refused("not both halves of a layer are summed over the ranks")
-    if added.given["residual"] != h or after.given["residual"] != Ref(added.results[1]):
-        raise Refused("the residual stream takes another way")
-    if {added.given["eps"], after.given["eps"], heads.given["eps"]} != {eps}:
+    if middle.copy is not None:
+        raise Refused("the residual stream is copied within a layer")
+    if {stream.eps, middle.eps, after.eps} != {heads.given["eps"]}:
         raise Refused("norms have different epsilons")
-    common = shape, heads.given["cos_sin"], eps, attention.given["scale"]
-    layer = Layer(weights, kv, common, after.given["weight"], ranks)
-    return layer, Ref(after.results[0]), Ref(after.results[1])
+    common = shape, heads.given["cos_sin"], stream.eps, attention.given["scale"]
+    return Layer(weights, kv, common, ranks), after
 
 
-def _added(nodes: Iterator[Node], made: Node) -> tuple[Node, Ranks | None]:
-    """The add and norm of what ``made`` makes, or of its sum over the ranks, and these."""
-    node, x = next(nodes, None), Ref(made.results[0])
-    if node is None or node.op is not ops.all_reduce:
-        return _expect(node, ops.add_rms_norm, x), None
-    total = _expect(node, ops.all_reduce, x)
-    return _next(nodes, ops.add_rms_norm, Ref(total.results[0])), total.given["ranks"]
+def _added(nodes: Iterator[Node], made: Node, h: Ref) -> Stream:
+    """Behind the add and norm of the stream ``h`` and what ``made`` makes, or its sum over the ranks."""
+    node, x, ranks = next(nodes, None), Ref(made.results[0]), None
+    if node is not None and node.op is ops.all_reduce:
+        total = _expect(node, ops.all_reduce, x)
+        node, x, ranks = next(nodes, None), Ref(total.results[0]), total.given["ranks"]
+    if node is not None and node.op is ops.add:  # who copies the sum wants it apart
+        if [node.given["x"], node.given["y"]] != [h, x]:
+            raise Refused("the residual stream takes another way")
+        return _normed(next(nodes, None), nodes, Ref(node.results[0]))._replace(ranks=ranks)
+    node = _expect(node, ops.add_rms_norm, x)
+    if node.given["residual"] != h:
+        raise Refused("the residual stream takes another way")
+    x, h = (Ref(number) for number in node.results)
+    return Stream(x, h, node.given["weight"], node.given["eps"], None, ranks)
+
+
+def _normed(node: Node | None, nodes: Iterator[Node], h: Ref) -> Stream:
+    """Behind the norm of ``h``, which is ``node``, or comes behind a copy."""
+    copy = None
+    if node is not None and node.op is ops.copied:
+        copy, h, node = _row(_expect(node, ops.copied, h)), Ref(node.results[0]), next(nodes, None)
+    norm = _expect(node, ops.rms_norm, h)
+    return Stream(Ref(norm.results[0]), h, norm.given["weight"], norm.given["eps"], copy)
+
+
+def _row(node: Node) -> Tensor:
+    """Where the one row of a copy goes."""
+    to: Tensor = node.given["to"]
+    if to.dtype != torch.bfloat16:
+        raise Refused("hidden states are not kept in bfloat16")
+    return to[0]
 
 
 def _next(nodes: Iterator[Node], op: Any, x: Ref | None = None) -> Node:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.common import cdiv, next_power_of_2
+from sgla.kernels.triton.common import _begin, _pdl, cdiv, next_power_of_2
 from sgla.kernels.triton.tokens import TokenTable, _token
 
 HISTORY = 1024  # tokens that a program looks at together
@@ -259,8 +259,9 @@ def _accept(
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _ring(
     values, stride, ring, slots, positions, width,
-    REACH: tl.constexpr, INTO: tl.constexpr, BLOCK: tl.constexpr,
+    REACH: tl.constexpr, INTO: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(slots + row).to(tl.int64) * REACH + tl.load(positions + row) % REACH
@@ -468,5 +469,5 @@ def _move(values: Tensor, ring: Tensor, slots: Tensor, positions: Tensor, into: 
     count, width = values.shape
     _ring[(count, cdiv(width, 1024))](
         values, values.stride(0), ring, slots, positions, width,
-        REACH=ring.shape[1], INTO=into, BLOCK=1024, num_warps=4,
+        REACH=ring.shape[1], INTO=into, BLOCK=1024, num_warps=4, **_pdl(),
     )  # fmt: skip
