@@ -36,6 +36,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 ROPE, _SHARE = "rope_parameters", "partial_rotary_factor"
 _ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", TRAINED)
+_BY_LAYERS = ("full_attention", "sliding_attention")
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
@@ -48,13 +49,6 @@ def ropes(
     if "rope_local_base_freq" not in c.values and not local_theta:
         rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions, partial)
         return rope, rope
-    stray = {key for key, value in new.items() if value is not None}
-    if stray := stray - {"full_attention", "sliding_attention"}:
-        raise ConfigError(
-            f"config.json: rope_parameters of {c.architecture} has {shown(min(stray))}; full_attention and "
-            "sliding_attention are supported",
-            param="model",
-        )
     if old.get("type", "default") != "default" and "rope_type" not in old:
         raise ConfigError(
             f"config.json: rope_scaling.type {shown(old['type'])} is ignored by transformers for "
@@ -63,7 +57,7 @@ def ropes(
             param="model",
         )
     parts = Reader(c.architecture, new)
-    full, local = (parts.table(f"{kind}_attention", nulls=True) for kind in ("full", "sliding"))
+    full, local = (parts.table(kind, nulls=True) for kind in _BY_LAYERS)
     full |= old
     if not (full.get("truncate", True) and local.get("truncate", True)):
         raise ConfigError(
@@ -71,10 +65,19 @@ def ropes(
             "remove it for the same numbers as there",
             param="model",
         )
-    return (
-        _rope(full, c, c.values.get("rope_theta"), head_dim, positions, partial),
-        _rope(local, c, c.values.get("rope_local_base_freq", local_theta), head_dim, positions, partial),
-    )
+    rope = _rope(full, c, c.values.get("rope_theta"), head_dim, positions, partial)
+    # transformers 5 may write both beside the tables of the layers, which alone are read.
+    same = {"rope_type": "default", "rope_theta": rope.theta}
+    beside = {key: value for key, value in new.items() if key not in _BY_LAYERS}
+    if stray := {key for key, value in beside.items() if value not in (None, same.get(key))}:
+        raise ConfigError(
+            f"config.json: rope_parameters of {c.architecture} has {shown(min(stray))}, which transformers "
+            f"ignores beside {' and '.join(_BY_LAYERS)}; move it into these, or remove it for the same "
+            "numbers as there",
+            param="model",
+        )
+    base = c.values.get("rope_local_base_freq", local_theta)
+    return rope, _rope(local, c, base, head_dim, positions, partial)
 
 
 def _rope(

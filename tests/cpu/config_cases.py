@@ -2220,6 +2220,23 @@ HONOURED: dict[str, Case] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         )
     ),
+    "gemma-3 with what transformers 5 writes beside its layers' ropes": Case(
+        gemma3(
+            rope_theta=...,
+            rope_local_base_freq=...,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "rope_theta": None,
+                "rope_type": "default",
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        )
+    ),
+    "olmo3 of transformers 5, one rope for all layers": Case(
+        PUBLISHED["Olmo-3-7B"]
+        | {"rope_scaling": None, "rope_theta": 500000}
+        | {"rope_parameters": {"rope_theta": 500000, "rope_type": "default"}}
+    ),
     "llama yarn with nulls": Case(
         llama(rope_scaling=YARN | {"factor": None, "truncate": None, "beta_fast": None})
     ),
@@ -2379,6 +2396,11 @@ REFUSED: dict[str, Case] = {
         gemma3(_sliding_window_pattern=2, sliding_window_pattern=...), "_sliding_window_pattern"
     ),
     "flat rope in Gemma": Case(gemma3(rope_parameters={"rope_theta": 1e5}), "rope_theta"),
+    "flat yarn in OLMo 3": Case(
+        PUBLISHED["Olmo-3-7B"]
+        | {"rope_scaling": None, "rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 5e5}},
+        "move it into these",
+    ),
     "old type of rope in Gemma": Case(
         gemma3(rope_scaling={"type": "linear", "factor": 8.0}), "rope_scaling.type"
     ),
