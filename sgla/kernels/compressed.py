@@ -140,7 +140,7 @@ def pick_entries(
 ) -> Tensor:
     """The entries that each token is to read, of the first ``counts`` int32[T] of its row: int32 ``[T,
     most]``, as ``picking.pick`` picks tokens. q ``[T, H, i]``, weights float32 ``[T, H]``."""
-    found = torch.full((q.shape[0], most), -1, dtype=torch.int32, device=q.device)
+    found = q.new_full((q.shape[0], most), -1, dtype=torch.int32)
     for start, end, pages, length in spans(batch, entries):
         n = torch.arange(length // places.rate, device=q.device)
         if not len(n):

@@ -53,7 +53,7 @@ def pick(q: Tensor, key: Tensor, weights: Tensor, kv: KVLayer, batch: ForwardBat
     token's score is the sum of each head's positive products, weighted; of equals the earliest counts,
     however a prompt is cut."""
     kv.put_values(key[:, None], ops.places(kv, batch.out_loc))
-    found = torch.full((q.shape[0], most), -1, dtype=torch.int32, device=q.device)
+    found = q.new_full((q.shape[0], most), -1, dtype=torch.int32)
     for start, end, pages, length in spans(batch, kv):
         keys = kv.values(pages).flatten(0, 2)[:length]
         places = torch.arange(length, device=q.device)

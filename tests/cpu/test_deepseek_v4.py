@@ -117,6 +117,15 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert decided(Eager(model, page_size=16, native=True).generate(PROMPTS[2:3], 6)) == whole[2:3]
 
 
+@torch.no_grad()
+def test_entries_that_tokens_choose_take_no_memory_while_a_model_is_recorded(tmp_path: Path) -> None:
+    """Where a symbol stands for the tokens, which is a large number: of 512 entries each 32 GB."""
+    saved(tmp_path, index_topk=1 << 16)
+    model = load_model(open_source(tmp_path))
+    whole = decided(Eager(model, 150, 16).generate(PROMPTS, 2))
+    assert decided(Eager(model, 40, 16, native=True).generate(PROMPTS, 2)) == whole
+
+
 async def test_chunks_caches_and_ranks_change_nothing(tmp_path: Path) -> None:
     """Beside windows that give pages back."""
     saved(tmp_path)
