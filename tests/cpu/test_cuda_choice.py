@@ -57,6 +57,7 @@ def test_a_step_in_one_kernel_needs_room_for_all_blocks(
         (DenseShape(4096, 32, 8, 12288, True, 16), 36, False),  # Qwen3-8B: too many bytes
         (QWEN3, 28, True),
         (MixtureShape(2048, 32, 4, 768, 128, 8, True, True, 16), 48, True),  # Qwen3-30B-A3B
+        (MixtureShape(2048, 32, 4, 1024, 128, 8, True, True, 16), 48, False),  # too much shared memory
         (MixtureShape(2048, 16, 2, 384, 128, 8, True, True, 16, 2), 48, True),
         (MixtureShape(2048, 8, 1, 192, 128, 8, True, True, 16, 4), 48, False),
     ],
@@ -64,6 +65,7 @@ def test_a_step_in_one_kernel_needs_room_for_all_blocks(
 def test_steps_in_one_kernel(monkeypatch: pytest.MonkeyPatch, shape: Any, layers: int, pays: bool) -> None:
     monkeypatch.setattr(device, "_this", [nvidia("", (9, 0), 132)])
     assert shape.pays(layers, 75968) is pays
+    assert shape._replace(copied=True).pays(layers, 75968) is pays
 
 
 @pytest.mark.parametrize("processors", [32, 46, 64, 66, 78, 114, 132, 144])

@@ -56,7 +56,7 @@ class MixtureShape(NamedTuple):
         """Whether the kernel takes this model on this GPU."""
         heads = self.heads * self.ranks, self.kv_heads * self.ranks
         attends = heads == (32, 4) and self.ranks <= 2 and self.page_size % 16 == 0
-        widths = (512, 768, 1024) if self.ranks == 1 else (384, 512)
+        widths = (512, 768) if self.ranks == 1 else (384, 512)
         chooses = (self.experts, self.top_k) == (BLOCKS, WARPS) and self.inner in widths
         # With an odd number of layers,
         # words that only long steps write could have the number of one that is awaited.
