@@ -5,15 +5,15 @@
 
 ``sleep``: seconds of each level, and of the wakes behind them, with the GiB that the GPU has free meanwhile;
 the tokens of a request are the same before and after. ``prefix``: seconds to the first token of a prompt of
-so many tokens and 16 more that is computed, that the KV cache has, and that lies in the host's memory because
-others have pushed it out (or in files: ``plain read`` has what threads alone read of them), and of the
-latter two with 2,048 more (``*_more_s``), whose step may begin beside
-the copy; and the bytes a second of a plain copy from pinned memory. ``update``: seconds that
-all weights take as tensors of this GPU, while eight requests are paused, and whether these come to their end.
-Weights are random. ``regions``: where the seconds of a wake go, without a server: so many bytes of weights
-and of KV are mapped as at a start, given back, and come back three times, with the driver's calls told apart,
-with the KV in pieces of several sizes, and ``-alone``: the driver is asked for the next piece when one has
-been mapped, not meanwhile.
+so many tokens and 16 more that is computed, that the KV cache has, at once, while it is copied to the tier,
+and when it has been (``cached_later_s``), and that lies in the host's memory because others have pushed it
+out (or in files: ``plain read`` has what threads alone read of them), and of the latter two with 2,048 more
+(``*_more_s``), whose step may begin beside the copy; and the bytes a second of a plain copy from pinned
+memory. ``update``: seconds that all weights take as tensors of this GPU, while eight requests are paused, and
+whether these come to their end. Weights are random. ``regions``: where the seconds of a wake go, without a
+server: so many bytes of weights and of KV are mapped as at a start, given back, and come back three times,
+with the driver's calls told apart, with the KV in pieces of several sizes, and ``-alone``: the driver is
+asked for the next piece when one has been mapped, not meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def main() -> None:
 def engine_of(args: argparse.Namespace, **settings: Any) -> Any:
     from sgla.engine import Engine
 
-    return Engine(args.model, load_format="dummy", device="cuda", **settings | json.loads(args.extra))
+    fixed = {"load_format": "dummy", "device": "cuda"}
+    return Engine(args.model, **fixed | settings | json.loads(args.extra))
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -133,6 +134,7 @@ def prefix(args: argparse.Namespace) -> None:
             fields: dict[str, Any] = {
                 "cold_s": cold,
                 "cached_s": tree,
+                "cached_later_s": tree_again,
                 "other_s": other,
                 "host_s": host,
                 "cached_more_s": tree_more,
