@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 import zlib
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm, stationary_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import norms, rewrite, rules, tiles, tuning, whole_step
+from sgla.kernels.gpu import norms, program, rewrite, rules, tiles, tuning, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
@@ -554,6 +555,29 @@ def test_a_whole_step_is_found_in_what_was_recorded(
         assert layer.input_norm is block.input_norm.weight
         assert layer.mlp_norm is block.mlp_norm.weight
         assert layer.q_norm is block.attention.q_norm
+
+
+def test_tables_of_a_whole_step_stay_for_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many other steps come."""
+    made = []
+
+    class Step:
+        def __init__(self, *_: Any) -> None:
+            made.append(weakref.ref(self))
+
+    driver = small_model("Qwen3ForCausalLM")
+    monkeypatch.setattr(whole_step, "DecodeStep", Step)
+    monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
+    monkeypatch.setattr(program, "KEPT", 2)
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    forward.prepare(ONE_ROW.decode)
+    record = forward._record("step", False)
+    assert record is not None
+    for rows in (5, 6, 7):
+        forward._program(record, rewrite.Asked({"tokens": rows, "sampled": 0, "rows": rows}, None))
+    assert len(forward._programs) == 2
+    (step,) = made
+    assert step() is not None
 
 
 @pytest.mark.parametrize(

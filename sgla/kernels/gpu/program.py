@@ -14,7 +14,7 @@ from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture
+from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -58,13 +58,15 @@ class Call(NamedTuple):
 
 
 class Program:
-    """The steps of one record for one kind of step."""
+    """The steps of one record for one kind of step. ``lasts``: it has tables on the GPU, which a graph may
+    read."""
 
     def __init__(self, gpu: GpuOps, work: Work) -> None:
         self.work, self.outputs = work, work.record.outputs
         self._inputs = work.record.inputs
         self._count = work.values
         self._steps = _steps(gpu, work)
+        self.lasts = any(node.op == whole_step.NAME for node in work.nodes.values())
 
     def __call__(self, given: dict[str, Any], awaits: Awaits | None = None) -> list[Any]:
         values: list[Any] = [given.get(name) for name in self._inputs]
@@ -268,7 +270,7 @@ class RecordedForward:
         program = self._programs.get(key)
         if program is None:
             if len(self._programs) == KEPT:
-                del self._programs[next(iter(self._programs))]
+                del self._programs[next(key for key, one in self._programs.items() if not one.lasts)]
             program = self._programs[key] = Program(self._gpu, apply(record, asked))
         return program
 

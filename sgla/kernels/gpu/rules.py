@@ -151,7 +151,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("e4m3 tiles", (ops.linear,), e4m3.tiles_refuses, e4m3.tiles),
     ),
     ops.logits: (
-        Rule("whole step", (ops.logits,), whole_step.refuses, whole_step.make),
+        Rule(whole_step.NAME, (ops.logits,), whole_step.refuses, whole_step.make),
         Rule("tiles + drawn", (ops.logits,), tiles.draw_refuses, tiles.draw),
         Rule("tiles + logits", (ops.logits,), tiles.logits_refuses, tiles.logits),
         Rule("norm + few rows + logits", (ops.rms_norm, ops.logits), few.refuses, few.logits),

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
 
 
+NAME = "whole step"
+
+
 class Refused(Exception):
     """Why a record is not what the kernel computes."""
 
@@ -80,7 +83,7 @@ def make(work: Work, logits: Node) -> list[Node]:
     found = _found(work.record)
     given = {"step": DecodeStep(*found), "group": found.kv[0].group}
     given |= {"batch": work.input("batch"), "out": work.input("out")}
-    return [Node("whole step", _run, given, logits.results, logits.rows)]
+    return [Node(NAME, _run, given, logits.results, logits.rows)]
 
 
 def _run(step: DecodeStep, group: int, batch: ForwardBatch, out: Tensor) -> Tensor:
