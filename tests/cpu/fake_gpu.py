@@ -37,7 +37,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels import device
-from sgla.kernels.cuda import build, tensor_map
+from sgla.kernels.cuda import batch_gemm, build, tensor_map
 from sgla.kernels.gpu.states import CHUNK
 from sgla.kernels.rehearsal import under_way
 from sgla.loading import drafter, load
@@ -216,7 +216,8 @@ def pretend(name: str = "H200") -> None:
 
 
 class Launches:
-    """What is launched, or asked for in a rehearsal."""
+    """What is launched, or asked for in a rehearsal, and what is made on the GPU once for all launches: made
+    while a graph is captured, it would be set whenever that graph runs, and by no other."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -255,6 +256,13 @@ class Launches:
             lambda self: ctypes.c_void_p(1),
         )
         triton.JITFunction._do_compile, triton.JITFunction.run = compile_, run
+        exchange = batch_gemm._exchange
+
+        def exchanges(*given: Any) -> Any:
+            launches.add(f"exchange {given}")
+            return exchange(*given)
+
+        batch_gemm._exchange = exchanges  # type: ignore[assignment]
 
 
 # Kernels that know nothing of the model but its vocabulary.
