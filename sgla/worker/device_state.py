@@ -167,6 +167,10 @@ class DeviceTables:
             slots, values = upload(np.array(changed, np.int32).T)
             self.deltas[slots.long()] = values
 
+    def turned(self, slots: Int32s, positions: Int32s) -> Int32s:
+        """What keys and queries of tokens at these ``positions`` are turned by, as steps have it."""
+        return np.maximum(positions + self._deltas[slots], 0)
+
     def put(self, given: Int32s) -> None:
         """Change the token table: int32[3, n] of slots, positions and tokens. Of those that have no page yet
         the host knows all before, and brings them with their pages."""

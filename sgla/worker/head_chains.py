@@ -149,9 +149,10 @@ class HeadChains(ModelChains):
         super()._catch_up(slots, starts, width)
 
     def behind(self, slots: Int32s, starts: Int32s, q_lens: Int32s, first: Int32s) -> None:
-        last = first + q_lens - 1
-        at, d_slots, positions = upload(np.stack([last, slots, starts + q_lens - 1]))
-        self._hidden.keep(d_slots, positions, at.long())
+        last, ends = first + q_lens - 1, starts + q_lens - 1
+        turned = self.steps.tables.turned(slots, ends)
+        at, d_slots, positions, places = upload(np.stack([last, slots, ends, turned]))
+        self._hidden.keep(d_slots, places, at.long())
         self._floors.index_copy_(0, d_slots.long(), positions)
         order = eager_order(starts, q_lens)
         at = np.concatenate([np.arange(first[i], first[i] + q_lens[i]) for i in order])

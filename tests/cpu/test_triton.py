@@ -551,6 +551,23 @@ def test_prepare_decode_and_pages() -> None:
     assert cum.tolist() == [0, 2, 4, 4]
 
 
+def test_no_token_is_turned_by_less_than_nothing() -> None:
+    """Pictures of slot 2 have 40 tokens more than positions: in front of them a token would be before the
+    first row of a table of rotations, and of a ring of hidden states."""
+    tokens = in_rows(torch.zeros(4, 64, dtype=torch.int32))
+    table = torch.zeros(4, 8, dtype=torch.int32)
+    deltas = torch.tensor([0, 0, -40, 0], dtype=torch.int32)
+    slots, starts = torch.tensor([2, 2, 0], dtype=torch.int32), torch.tensor([5, 50, 7], dtype=torch.int32)
+    ids, positions, kv_len, out_loc = (torch.full((3,), 9, dtype=torch.int32) for _ in range(4))
+    cum, given = torch.zeros(4, dtype=torch.int32), (tokens, table, ids, positions)
+    step.prepare_decode(slots, starts, *given, kv_len, out_loc, cum, tile=2, deltas=deltas)
+    assert positions.tolist() == [0, 10, 7]
+    q_start = torch.tensor([0, 2, 3], dtype=torch.int32)
+    begins = torch.tensor([39, 7], dtype=torch.int32)
+    step.prepare_extend(slots[1:], begins, q_start, 2, *given, out_loc, deltas)
+    assert positions.tolist() == [0, 0, 7]
+
+
 def draw(
     logits: torch.Tensor, temperature: float, seeds: list[int], position: int = 3, cut: bool = False, **shape
 ):

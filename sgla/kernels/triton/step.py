@@ -22,6 +22,13 @@ def _place(page, position, page_size, RANKS: tl.constexpr, RANK: tl.constexpr):
     return place
 
 
+@triton.jit
+def _turned(position, delta):
+    """What keys and queries are turned by. A picture takes fewer positions than it has tokens, so that those
+    of tokens in front of one, which come out of its grid, would be negative here."""
+    return tl.maximum(position + delta, 0)
+
+
 # Steps differ in their counts and in where a column begins;
 # neither is worth a compilation in the midst of traffic.
 @triton.jit(do_not_specialize=["count"])
@@ -54,7 +61,7 @@ def _prepare_decode(
     tl.store(ids + r, token, mask=live)
     if DELTAS:
         delta = tl.load(deltas + slot, mask=real, other=0)
-        tl.store(positions + r, position + delta, mask=live)
+        tl.store(positions + r, _turned(position, delta), mask=live)
     else:
         tl.store(positions + r, position, mask=live)
     tl.store(kv_len + r, start + 1, mask=live)
@@ -215,7 +222,7 @@ def _prepare_extend(
     at = _token(tokens, pages, stride, held, page_size, base, slot, position + SHIFT)
     tl.store(ids + begin + i, tl.load(at, mask=live, other=0), mask=live)
     if DELTAS:
-        tl.store(positions + begin + i, position + tl.load(deltas + slot), mask=live)
+        tl.store(positions + begin + i, _turned(position, tl.load(deltas + slot)), mask=live)
     else:
         tl.store(positions + begin + i, position, mask=live)
     tl.store(out_loc + begin + i, _place(page, position, page_size, RANKS, RANK), mask=live)
