@@ -1,4 +1,5 @@
-"""Cost of everything but the model: the fake executor takes ``--step-ms`` a step, the client counts tokens.
+"""Cost of everything but the model: the fake executor takes ``--step-ms`` a step, and the server counts
+tokens, of which a chunk has several where it cannot keep up.
 
     python bench/overhead.py --streams 256 --step-ms 6
 
@@ -31,6 +32,8 @@ from sgla.bench.workloads import tokens
 from sgla.observe.machine import detect
 
 STALL_SECONDS = 20
+LOOK = 0.1  # seconds between two looks at the server's metrics
+TOKENS = "generation_tokens_total"
 
 
 class Stream(asyncio.Protocol):
@@ -72,10 +75,10 @@ def request_bytes(port: int, model: str, prompt: list[int], output_len: int) -> 
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Sums and counts of the step histograms."""
+    """Sums and counts of the step histograms, and tokens."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     text = opener.open(f"{url}/metrics", timeout=30).read().decode()
-    pattern = r"^sgla:(step_seconds_sum|step_gap_ms_sum|step_seconds_count)\{.*\} (\S+)$"
+    pattern = rf"^sgla:(step_seconds_sum|step_gap_ms_sum|step_seconds_count|{TOKENS})\{{.*\}} (\S+)$"
     return {name: float(value) for name, value in re.findall(pattern, text, re.M)}
 
 
@@ -91,23 +94,13 @@ async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
         ends.append(end)
     total = args.streams * args.output_len
     everything = asyncio.gather(*ends)
-    await reach(counter, total // 4, everything)
-    own = time.process_time()
-    before, cpu, began, first = (
-        await loop.run_in_executor(None, scrape, url),
-        cpu_seconds(pid),
-        time.monotonic(),
-        counter[0],
-    )
-    await reach(counter, total * 3 // 4, everything)
-    after, seconds, count = (
-        await loop.run_in_executor(None, scrape, url),
-        time.monotonic() - began,
-        counter[0] - first,
-    )
-    busy_cpu, own = cpu_seconds(pid) - cpu, time.process_time() - own
+    before = await reach(url, total // 4, everything)
+    own, cpu, began = time.process_time(), cpu_seconds(pid), time.monotonic()
+    after = await reach(url, total * 3 // 4, everything)
+    seconds, busy_cpu, own = time.monotonic() - began, cpu_seconds(pid) - cpu, time.process_time() - own
     await everything
     change = {name: after[name] - before[name] for name in before}
+    count = change[TOKENS]
     gap = change["step_gap_ms_sum"] / 1e3
     return {
         "out_tok_s": round(count / seconds, 1),
@@ -118,21 +111,20 @@ async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
         "server_cpu_us_per_tok": round(1e6 * busy_cpu / count, 2),
         "client_cpu_us_per_tok": round(1e6 * own / count, 2),
         "chunks": counter[0],
-        "expected_chunks": total,
+        "tokens": total,
     }
 
 
-async def reach(counter: list[int], chunks: int, everything: asyncio.Future[Any]) -> None:
-    """Wait until that many chunks have come. Ends the program if they never will."""
-    seen, since = counter[0], time.monotonic()
-    while counter[0] < chunks:
-        if counter[0] > seen:
-            seen, since = counter[0], time.monotonic()
+async def reach(url: str, tokens: int, everything: asyncio.Future[Any]) -> dict[str, float]:
+    """Wait until so many have been made. Ends the program if they never will."""
+    loop, seen, since = asyncio.get_running_loop(), 0.0, time.monotonic()
+    while (found := await loop.run_in_executor(None, scrape, url))[TOKENS] < tokens:
+        if found[TOKENS] > seen:
+            seen, since = found[TOKENS], time.monotonic()
         if everything.done() or time.monotonic() - since > STALL_SECONDS:
-            raise SystemExit(
-                f"only {counter[0]} of {chunks} chunks came; the server refused or merged the rest"
-            )
-        await asyncio.sleep(0.01)
+            raise SystemExit(f"only {seen:.0f} of {tokens} tokens came; the server refused the rest")
+        await asyncio.sleep(LOOK)
+    return found
 
 
 def cpu_seconds(pid: int) -> float:
