@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
-import sys
 from threading import Lock
+from types import ModuleType
 
 from triton.compiler import CompiledKernel
 from triton.runtime import build
 
-_loading, _locks = Lock(), dict[str, Lock]()
+_loading, _loaded = Lock(), dict[str, ModuleType]()  # by path
+_locks = dict[str, Lock]()  # by the name of a kernel
 _load, _run = build._load_module_from_path, CompiledKernel.run
 
 
-def _load_alone(name: str, path: str):
-    """A launcher, a C module, of which Triton 3.6 has one for each signature and all of the same name. Where
-    one is loaded again, Python puts its functions into the module that ``sys.modules`` has under this name,
-    which is of another launcher, and maybe in the hands of a thread that is about to take its function."""
+def _load_once(name: str, path: str) -> ModuleType:
+    """A launcher, a C module, of which Triton 3.6 has one for each signature and all of the same name, and
+    loads it for each variant. Where one is loaded again, Python puts its functions into the module that
+    ``sys.modules`` has under this name: that of another launcher, maybe in the hands of a thread that is
+    about to take its function."""
     with _loading:
-        sys.modules.pop(name, None)
-        return _load(name, path)
+        if path not in _loaded:
+            _loaded[path] = _load(name, path)
+        return _loaded[path]
 
 
 def _run_of(kernel):
@@ -32,5 +35,5 @@ def _run_of(kernel):
 
 
 def mend() -> None:
-    build._load_module_from_path = _load_alone
+    build._load_module_from_path = _load_once
     CompiledKernel.run = property(_run_of)
