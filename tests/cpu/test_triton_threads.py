@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import pytest
+import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import build
 
-import sgla.kernels.triton  # noqa: F401  # has them mended
+from sgla.kernels.triton import integers  # of the package that has them mended
 
 LAUNCHER = """
 #include <Python.h>
@@ -70,3 +72,24 @@ def test_a_launcher_is_seen_with_its_function(monkeypatch: pytest.MonkeyPatch) -
     for thread in threads:
         thread.join(10)
     assert seen == [("launcher", 7)] * 2
+
+
+def test_threads_that_load_launch_their_kernel_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each would compile it, and a kernel that another one replaces may be unloaded while it runs."""
+    inside, most = [], []
+
+    def launch(*_: Any, **__: Any) -> None:
+        inside.append(None)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+
+    monkeypatch.setattr(integers, "_pack", {(16,): launch})
+    monkeypatch.setattr(integers, "_pdl", dict)
+    dense = torch.zeros(64, 128)
+    threads = [Thread(target=integers.pack, args=(dense, 4, 128, False)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert most == [1] * 4

@@ -8,6 +8,7 @@ ones the numbers meet it, rounded to bfloat16, before they are multiplied.
 from __future__ import annotations
 
 from functools import lru_cache
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from sgla.kernels.triton.elementwise import _begin, _pdl
 
 JOINED = 512  # outputs of a program that adds up
 WIDE = 1 << 13  # channels of a wide x
+_packing = Lock()  # of the threads that load, one compiles for all
 
 
 class Tile(NamedTuple):
@@ -388,10 +390,11 @@ def pack(dense: Tensor, bits: int, group: int, whole: bool) -> tuple[Tensor, Ten
     blocks = cdiv(k, BLOCK)
     sizes = blocks * 4 * bits, blocks * (BLOCK // group)
     words, constants = (torch.empty(n, size, dtype=torch.int32, device=dense.device) for size in sizes)
-    _pack[(cdiv(n, 4) * blocks,)](
-        dense, words, constants, n, k, dense.stride(0), blocks, BITS=bits, GROUP=group, WHOLE=whole, N=4,
-        num_warps=4, **_pdl(),
-    )  # fmt: skip
+    with _packing:
+        _pack[(cdiv(n, 4) * blocks,)](
+            dense, words, constants, n, k, dense.stride(0), blocks, BITS=bits, GROUP=group, WHOLE=whole, N=4,
+            num_warps=4, **_pdl(),
+        )  # fmt: skip
     return words, constants
 
 
