@@ -96,12 +96,12 @@ class Shard:
         return [list(peer.range(experts)) for peer in self.peers()]
 
     def range(self, count: int, unit: int = 1) -> range:
-        """This rank's part of ``count`` things:
-        contiguous, balanced, in multiples of ``unit`` if that divides them.
+        """This rank's part of ``count`` things: contiguous, balanced, in multiples of ``unit`` if that divides
+        them and no rank would have none.
 
         Parts may differ by one unit: 3 KV heads over 2 ranks are 1 and 2.
         """
-        unit = unit if count % unit == 0 else 1
+        unit = unit if count % unit == 0 and count >= unit * self.size else 1
         units = count // unit
         return range(self.rank * units // self.size * unit, (self.rank + 1) * units // self.size * unit)
 

@@ -254,6 +254,18 @@ async def test_two_ranks_equal_one(name: str, cache: str, tmp_path: Path) -> Non
     assert both.tokens() == run(one, requests).tokens()
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+async def test_ranks_share_mlps_that_are_narrower_than_a_group_for_each(
+    model_type: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, model_type, intermediate_size=32)
+    source = open_source(tmp_path)
+    requests = [submit(str(i), prompt, 8) for i, prompt in enumerate(PROMPTS)]
+    one = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
+    both = await over_two_ranks(source, requests, native_kernels=True)
+    assert both.tokens() == run(one, requests).tokens()
+
+
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 71])
 def test_slopes_are_those_of_transformers(heads: int) -> None:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
