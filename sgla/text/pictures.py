@@ -146,6 +146,25 @@ class Speller:
         return made, placed
 
 
+def positions(job: Job, tokens: Sequence[int], placed: Sequence[Placed], limit: int) -> int:
+    """How many a prompt takes at most, of ``limit``. Those of a video may go by seconds, and be more than its
+    tokens. Raises InvalidField."""
+    taken, why = len(tokens), ""
+    for shown in placed:
+        steps = next((found for found in shown.picture.arrays if found.name == "steps"), None)
+        if steps is not None and not steps.values:
+            why = f"a video has {steps.shape[0]} steps in time, of which positions are not known"
+        elif steps is not None:
+            taken += max(0, steps.values[-1] + 1 - (shown.end - shown.first))
+    if limit <= taken > len(tokens):
+        why = f"positions of a video go by its seconds, and the prompt takes {taken} of {limit} with them"
+    if why:
+        hint = "mm_processor_kwargs: fps, num_frames"
+        error = InvalidField(f"{why}; ask for other frames ({hint}) or a shorter video", param="messages")
+        raise of_prompt(error, job)
+    return taken
+
+
 def of_prompt(error: SglaError, job: Job) -> SglaError:
     """What is said of messages is of the prompt, where a job has none."""
     if error.param == "messages" and job.messages is None:

@@ -36,7 +36,7 @@ from sgla.messages import (
 from sgla.sched.limits import plan_bytes_of
 from sgla.sched.repetition import check_repetition
 from sgla.text.infill import Infill
-from sgla.text.pictures import Speller
+from sgla.text.pictures import Speller, positions
 from sgla.text.process import BoundedTemplate
 from sgla.text.regex import RegexError
 from sgla.text.stops import make_stops
@@ -129,7 +129,8 @@ class Preparer:
         if job.pool is not None:
             return [self._pooled(job, job.pool)]
         tokens, placed = self.prompt(job)
-        max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
+        taken = positions(job, tokens, placed, self.limits.context_len)
+        max_new = self._max_new(taken, job.sampling.max_tokens, job.clip)
         common = self._common(job)
         if job.prompt_logprobs is not None:
             check_prompt_logprobs(len(tokens), job.sampling.n, common.sampling, job.prompt_logprobs)
@@ -241,6 +242,7 @@ class Preparer:
         segment, placed = 0, list[Placed]()
         if job.prepared:
             tokens, placed = self.prompt(job)
+            positions(job, tokens, placed, limit)
         elif job.text is not None:
             text, pair = self._reachable(job.text, most), job.pair and self._reachable(job.pair, most)
             special, longest = job.add_special_tokens, limit + CUT

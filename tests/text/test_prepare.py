@@ -14,7 +14,7 @@ import tiny_tokenizers as tiny
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
 from sgla.media.picture import Picture
-from sgla.messages import Job, Prepared, SamplingParams, Thinking, ThinkLimit
+from sgla.messages import Array, Job, Placed, Prepared, SamplingParams, Thinking, ThinkLimit
 from sgla.text.infill import FAMILIES, Marks
 from sgla.text.prepare import Preparer, choice_seed, prepare, without
 from sgla.text.template import PICTURE, SOUND, ChatTemplate
@@ -60,6 +60,17 @@ def test_a_prompt_has_the_logprobs_that_there_is_room_for(byte_level: Tokenizer)
     ) as refused:
         prepared(job(text="the dog", sampling=wish, prompt_logprobs=8 * tokens - 1))
     assert refused.value.param == "prompt_logprobs"
+
+
+def test_a_video_leaves_fewer_tokens_to_answers(byte_level: Tokenizer) -> None:
+    """Its 4 tokens take 20 positions."""
+    made, steps = preparer(byte_level), Array("steps", "int64", [2], 0, [0, 19])
+    shown = Prepared(b"digest", "", [steps], "video")
+    made.speller = SimpleNamespace(prompt=lambda *_: ([1] * 10, [Placed(2, 6, shown)]))  # type: ignore[assignment]
+    (found,) = made(job(text="<video>", prepared=[shown], sampling={"max_tokens": None}))
+    assert found.max_new == 64 - 10 - 16
+    with pytest.raises(ContextTooLong):
+        made(job(text="<video>", prepared=[shown], sampling={"max_tokens": 39}))
 
 
 def test_choices_have_the_logprobs_of_the_prompt_each(byte_level: Tokenizer) -> None:

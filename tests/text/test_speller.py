@@ -8,7 +8,7 @@ from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import Array, Job, Placed, Prepared, SamplingParams
 from sgla.model.vision.spec import Settings
 from sgla.model.vision.table import VISIONS
-from sgla.text.pictures import Speller
+from sgla.text.pictures import Speller, positions
 
 LLAVA = {"image_token_index": 32, "vision_config": {"patch_size": 14}}
 PIXTRAL = {"image_token_index": 1, "spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
@@ -88,6 +88,29 @@ def test_what_is_not_tested_beside_pictures_is_refused(param: str, sampling: Sam
     with pytest.raises(UnsupportedField, match="with pictures") as caught:
         speller("Llava", LLAVA).prompt(job, lambda job: "", lambda text, special, param: encode(text))
     assert caught.value.param == param
+
+
+def video(*steps: int) -> Prepared:
+    return prepared(Array("steps", "int64", [max(len(steps), 2048)], 0, list(steps)))
+
+
+@pytest.mark.parametrize(
+    ("shown", "why"),
+    [
+        (video(0, 100), "the prompt takes 104 of 104 with them"),
+        (video(), "2048 steps in time, of which positions are not known"),
+    ],
+)
+def test_videos_take_positions_that_there_are(shown: Prepared, why: str) -> None:
+    """Few frames of a long video, whose positions go by seconds, have more positions than tokens: they would
+    be turned by what no table has. Steps that are too many are told to nobody."""
+    job, tokens = Job(rid="r", sampling=SamplingParams(), text="<video>"), [0] * 11
+    assert positions(job, tokens, [Placed(2, 10, video(0, 1))], 12) == 11
+    assert positions(job, tokens, [Placed(2, 10, video(0, 100))], 105) == 104
+    with pytest.raises(InvalidField, match=why) as caught:
+        positions(job, tokens, [Placed(2, 10, shown)], 104)
+    assert caught.value.param == "prompt"
+    assert "num_frames" in caught.value.message
 
 
 def test_a_prompt_that_is_read_as_a_whole_is_cached_for_equal_ones_alone() -> None:
