@@ -298,10 +298,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
 #pragma unroll
   for (int i = 0; i < (OWN + 3) / 4; ++i) h[i] = 4 * i + self.lane / 8 < OWN ? bf2f(token[own + 4 * i]) : 0.f;
   tell_h(END);
-  auto copy_h = [&](bf16* to, auto&& then) {
+  auto copy_h = [&](bf16* to, float f, const float* weight) {
 #pragma unroll
     for (int i = 0; i < (OWN + 3) / 4; ++i)
-      if (tells && 4 * i + self.lane / 8 < OWN) to[own + 4 * i] = f2bf(then(h[i], own + 4 * i));
+      if (tells && 4 * i + self.lane / 8 < OWN)
+        to[own + 4 * i] = f2bf(weight ? h[i] * f * weight[own + 4 * i] : h[i]);
   };
 
 #pragma unroll 1
@@ -310,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     const u32 before = tag;
     tag = (tag + 1) & 0xff;
 #if COPIED
-    if (layer.input) copy_h(layer.input, [](float x, int) { return x; });
+    if (layer.input) copy_h(layer.input, 1.f, nullptr);
 #endif
     if (at.split < at.blocks) {  // they are read while others use the memory
       prefetch_to_l2(layer.k + spots.first + self.lane * 64);
@@ -370,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   meet();
   pdl_launch();
   const float f = norm_factor(s.square, p.eps, self.lane);
-  if (COPIED && p.last) copy_h(p.last, [&](float x, int at) { return x * f * p.norm[at]; });
+  if (COPIED && p.last) copy_h(p.last, f, p.norm);
 #pragma unroll 1
   for (int row = 0; row < self.head_rows; row += 4) {
     Dots<4, false> sums;
