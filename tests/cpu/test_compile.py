@@ -268,6 +268,11 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
         ],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}],
         "act_mul.cu": [{"GELU": gelu} for gelu in (0, 1)],
+        "decode_step.cu": [{"COPIED": 1}],
+        "mixture_step.cu": [
+            {"COPIED": 1},
+            {"COPIED": 1, "HEADS": 16, "KV_HEADS": 2, "INTER": 384, "RANKS": 2},
+        ],
     }
     for file, cases in apart.items():
         for defines in cases:
