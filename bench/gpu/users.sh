@@ -11,7 +11,7 @@
 #   partition  decode rows and prompts on multiprocessors of their own (40 s)
 #   chats      W9 and W10 over HTTP (60 s)
 #   agents     W7 over HTTP: Llama-3.1-8B, 16 agents, 30 turns, prompts of up to 60,000 tokens (100 s)
-# SMALL=1: a tiny model on a CPU, to see that the parts run.
+# SMALL=1: a tiny model on a CPU, to see that the parts run, but for orders and partition, which are of GPUs.
 set -uo pipefail
 LIMIT=${LIMIT:-500}
 . "$(dirname "$0")/parts.sh"
@@ -20,7 +20,9 @@ eight=bench/models/qwen3-8b llama=bench/models/llama-3.1-8b device=cuda
 document=32768 longest=131072 beside=100000 short=33100 flood=16000 outputs=128 rates=32,64,96 agents=60000 turns=30 context=8192
 words=$(mktemp -d)
 trap 'rm -rf "$words"' EXIT
+parts="orders documents whole flood arrival schemas partition chats agents"
 if [ "${SMALL:-}" ]; then
+    parts="documents whole flood arrival schemas chats agents"
     eight=$words/small llama=$words/small device=cpu
     document=512 longest=2048 beside=20000 short=4200 flood=800 outputs=16 rates=2,4 agents=3500 turns=3 context=4096
     mkdir -p "$words/small"
@@ -39,7 +41,7 @@ vocab=$($python -c 'import json, sys; print(min(100000, json.load(open(sys.argv[
 with() { printf '{"device": "%s"%s}' "$device" "${1:-}"; }
 text_of() { printf ', "tokenizer": "%s/%s"' "$words" "$(basename "$1")"; }
 
-for each in ${*:-orders documents whole flood arrival schemas partition chats agents}; do
+for each in ${*:-$parts}; do
     case $each in
     orders) part orders 40 bench/gpu_kernels.py orders ;;
     documents)
