@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LARGE = 4  # so large a part of what is free is put in order before it is handed out
+
 
 class PagePool:
     """Pages ``1 .. total - 1``; page 0 is the dummy and is never handed out.
@@ -27,6 +29,8 @@ class PagePool:
         """Hand out ``n`` pages, which the caller owns: such as follow each other, where there are any, since
         these are copied at once."""
         assert 0 < n <= len(self._free), f"{n} pages wanted, {len(self._free)} free"
+        if n * LARGE >= len(self._free):
+            self._free.sort(reverse=True)
         pages = self._free[: -n - 1 : -1]
         del self._free[-n:]
         out = self._out

@@ -20,6 +20,7 @@ SHARE = 0.018  # of the time of decode steps, which copies beside them may take
 PASSED = 4  # pieces of the other direction that go before one that waits for its turn beside steps
 ROWS = 256  # rows that cross in one call, which takes the host 0.7 to 1 us for each
 TURN = 2e-4  # seconds after which no other piece is queued before the worker has looked at its steps again
+LATE = 5e-4  # seconds by which the worker may look late without what crosses beside steps being less
 MARGIN = 1.25  # by how much longer than so far a copy may take
 
 
@@ -59,14 +60,15 @@ class Crossing:
 
 class Chunk(NamedTuple):
     """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
-    ``width``: bytes of a unit; ``rows``: those of it that cross one by one, 0: it is always staged;
-    ``closes``: it is the last of its band."""
+    ``width``: bytes of a unit; ``rows``: those of it that may cross one by one, 0: it is always staged, or
+    never if they are ``long``; ``closes``: it is the last of its band."""
 
     section: int
     units: Int32s
     places: Int32s
     width: int
     rows: int
+    long: bool
     closes: bool
 
     @property
@@ -144,11 +146,14 @@ class Toll:
         late = any(passed >= PASSED for other, passed in self._passed.items() if other is not lane)
         return late or self._paid > clock.now()
 
-    def take(self, lane: object, seconds: float) -> None:
-        """For all that the lane has queued."""
+    def take(self, lane: object, seconds: float, before: float = 0.0) -> None:
+        """For what the lane has queued now. ``before``: for what else of it has not crossed, which is paid
+        for already beside steps, and is all that is to be paid for besides when some begin."""
         self._passed.pop(lane, None)
         self._passed = {other: passed + 1 for other, passed in self._passed.items()}
-        self._paid = max(self._paid, clock.now() + seconds / SHARE)
+        now = clock.now()
+        each, all_of_it = max(self._paid, now - LATE) + seconds / SHARE, now + (before + seconds) / SHARE
+        self._paid = max(self._paid, min(each, all_of_it))
 
 
 class Lane:
@@ -208,10 +213,11 @@ class Lane:
 
     def _queue(self, hurries: bool = False) -> None:
         """The next chunk. Beside decode steps it is fewer units, whose rows cross one by one, where they may;
-        not where a step ``hurries``, for which that is too slow."""
+        not where a step ``hurries``, for which that is too slow unless they are long."""
         chunk, begin, crossing = self._waiting.popleft()
-        by_rows = bool(chunk.rows) and self._toll.runs and not hurries
-        if by_rows and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
+        beside = bool(chunk.rows) and self._toll.runs and not hurries
+        by_rows = beside or chunk.long
+        if beside and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
             chunk, rest = chunk.parted(count)
             self._waiting.appendleft((rest, begin, crossing))
         assert crossing.index is not None
@@ -227,8 +233,8 @@ class Lane:
         if chunk.closes:
             crossing.ends.append(end)
         toll = chunk.nbytes * (self._route.rows_toll if by_rows else self._route.toll)
+        self._toll.take(self, toll, before=sum(queued.toll for queued in self._queued))
         self._queued.append(Queued(crossing, end, chunk.nbytes, toll))
-        self._toll.take(self, sum(queued.toll for queued in self._queued))
 
     def _cross(self, chunk: Chunk, begin: torch.cuda.Event) -> torch.cuda.Event:
         end = torch.cuda.Event()

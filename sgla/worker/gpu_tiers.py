@@ -30,8 +30,9 @@ HALVES = 2  # of what is staged in each direction: one is filled while the other
 # the GPU's memory three times, in rows that cross by themselves once; what is written costs more than what is
 # read.
 TOLL_IN, TOLL_OUT = 2.1e-12, 1.0e-12
-ROWS_IN, ROWS_OUT = 0.6e-12, 0.3e-12
+ROWS_IN, ROWS_OUT = 0.85e-12, 0.3e-12
 ROW = 16 << 10  # bytes of a unit in each tensor from which on that does not take the host too long
+LONG = 64 << 10  # bytes of a row, on average, from which on rows cross as fast as what is staged
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
 BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
@@ -51,30 +52,61 @@ class Room(Protocol):
 
 class Parts(NamedTuple):
     """What a unit holds of each tensor, int64: its ``width`` in bytes, the ``address`` of that of unit 0 and
-    how far ``apart`` those of others are, and the address of that of place 0 ``beside`` the device."""
+    how far ``apart`` those of others are; the address of that of place 0 ``beside`` the device, and how far
+    apart those are of other places (``far``). ``joins``: nothing lies between on either side."""
 
     width: Int64s
     address: Int64s
     apart: Int64s
     beside: Int64s
+    far: Int64s
+    joins: bool
+
+    def rows(self, units: Int32s, places: Int32s) -> tuple[Int64s, Int64s, Int64s]:
+        """Addresses on the device and beside it, and bytes, of what crosses as one, of at least one unit:
+        that of units which follow each other on both sides is, if it ``joins``."""
+        firsts = self._firsts(units, places)
+        counts = np.diff(firsts, append=len(units))
+        here = self.address + units[firsts, None].astype(np.int64) * self.apart
+        there = self.beside + places[firsts, None].astype(np.int64) * self.far
+        return here.ravel(), there.ravel(), (counts[:, None] * self.width).ravel()
+
+    def mean(self, units: Int32s, places: Int32s) -> float:
+        """Bytes of one of the ``rows``."""
+        return float(self.width.mean()) * len(units) / len(self._firsts(units, places))
+
+    def _firsts(self, units: Int32s, places: Int32s) -> Int64s:
+        """Where each of the ``rows`` of a tensor begins."""
+        if not self.joins:
+            return np.arange(len(units))
+        return np.flatnonzero(np.append(True, (np.diff(units) != 1) | (np.diff(places) != 1)))
+
+    def staged(self, half: Tensor, places: Int32s) -> tuple[Int64s, Int64s, Int64s]:
+        """As ``rows``, where what is staged lies as beside the device: tensor by tensor."""
+        address = half.data_ptr() + len(places) * (self.width.cumsum() - self.width)
+        units = np.arange(len(places), dtype=np.int32)
+        return self._replace(address=address, apart=self.width, joins=True).rows(units, places)
 
 
 class Section(NamedTuple):
     """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
-    of a unit]; ``parts``: where both lie, if rows may cross by themselves."""
+    of a unit]; ``parts``: where both lie, if rows may cross by themselves. ``split``: there, and where it is
+    staged, not what a unit holds lies together, but what all hold of a tensor."""
 
     group: int
     band: int
     memory: list[Tensor]
     beside: Tensor
     parts: Parts | None
+    split: bool
 
 
 class HostTier:
     """``memory``: of each cache group, on the device (``kv.memory_of``); ``rooms``: of each, room for units
     whose numbers begin with 1, as a rule in the host's memory. What a unit holds in all layers lies together
-    there, or in those of each of ``bands``, which cross one after the other. What is loaded does not wait for
-    what is saved.
+    there, or in those of each of ``bands``, which cross one after the other; with ``split``, where rows may
+    cross by themselves, what units hold of each tensor, so that those which follow each other are one row.
+    What is loaded does not wait for what is saved.
 
     A copy to the device that has ``slack`` is told of before it ends. From then on steps may read its units:
     who launches one asks ``awaited`` whether it does, and has it wait for its layers."""
@@ -85,6 +117,7 @@ class HostTier:
         rooms: Sequence[Room],
         staging: Tensor,
         bands: int = 1,
+        split: bool = False,
     ) -> None:
         """``staging``: uint8[2, HALVES, STAGED]"""
         self._rooms = rooms  # which keep their memory
@@ -98,7 +131,8 @@ class HostTier:
                 self._band_of |= {tensor.data_ptr(): band for tensor in own}
                 size = places * _width(own)
                 beside = flat[at : at + size].view(places, _width(own))
-                sections.append(Section(group, band, _joined(_wide(own)), beside, _parts(own, beside)))
+                parts, joined = _parts(own, beside, split), _joined(_wide(own))
+                sections.append(Section(group, band, joined, beside, parts, split and parts is not None))
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self.toll = Toll()
@@ -141,8 +175,11 @@ class HostTier:
         bands = [self._sections[number].band for number, *_ in parts]
         for part, band, after in zip(parts, bands, [*bands[1:], -1]):
             section = self._sections[part[0]]
-            rows = 0 if section.parts is None or not len(part[1]) else len(section.parts.width)
-            yield Chunk(*part, width=section.beside.shape[1], rows=rows, closes=band != after)
+            rows, is_long = 0, False
+            if section.parts is not None and len(part[1]):
+                rows = len(section.parts.width)
+                is_long = section.parts.mean(*part[1:]) >= LONG
+            yield Chunk(*part, section.beside.shape[1], rows, is_long, closes=band != after)
 
     def awaited(self, plan: StepPlan) -> list[Crossing]:
         """Those told of that have units which the step reads or writes: what its new rows have, or others
@@ -181,32 +218,42 @@ class HostTier:
                 self.wait([c for c in self._early if _meet(c, [column(u) for u in units])])
 
     def _cross_in(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if (rows := self._staged(chunk, half)) is None:
+        if not self._fits(chunk, half):
             return
-        beside, places = self._sections[chunk.section].beside, chunk.places.tolist()
-        for first, count, place in runs_of(places):
-            rows[first : first + count].copy_(beside[place : place + count], non_blocking=True)
+        section = self._sections[chunk.section]
+        if section.split and section.parts is not None:
+            here, there, sizes = section.parts.staged(half, chunk.places)
+            copy_rows(here, there, sizes)
+            return
+        rows = _rows_of(half, section, len(chunk.units))
+        for first, count, place in runs_of(chunk.places.tolist()):
+            rows[first : first + count].copy_(section.beside[place : place + count], non_blocking=True)
 
     def _scatter(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if (rows := self._staged(chunk, half)) is None:
+        if not self._fits(chunk, half):
             self._direct(chunk, True)
             return
-        for tensor, part in self._pairs(chunk, rows):
+        for tensor, part in self._pairs(chunk, half):
             tensor.index_copy_(0, index, part)
 
     def _gather(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if (rows := self._staged(chunk, half)) is None:
+        if not self._fits(chunk, half):
             return
-        for tensor, part in self._pairs(chunk, rows):
+        for tensor, part in self._pairs(chunk, half):
             torch.index_select(tensor, 0, index, out=part)
 
     def _cross_out(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if (rows := self._staged(chunk, half)) is None:
+        if not self._fits(chunk, half):
             self._direct(chunk, False)
             return
-        beside = self._sections[chunk.section].beside
+        section = self._sections[chunk.section]
+        if section.split and section.parts is not None:
+            here, there, sizes = section.parts.staged(half, chunk.places)
+            copy_rows(there, here, sizes)
+            return
+        rows = _rows_of(half, section, len(chunk.units))
         for first, count, place in runs_of(chunk.places.tolist()):
-            beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
+            section.beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _rows_in(self, chunk: Chunk) -> None:
         here, there, sizes = self._rows(chunk)
@@ -217,34 +264,33 @@ class HostTier:
         copy_rows(there, here, sizes)
 
     def _rows(self, chunk: Chunk) -> tuple[Int64s, Int64s, Int64s]:
-        """Addresses on the device and beside it, and bytes, of each row."""
-        section = self._sections[chunk.section]
-        assert section.parts is not None
-        width, address, apart, beside = section.parts
-        here = address + chunk.units[:, None].astype(np.int64) * apart
-        there = beside + chunk.places[:, None].astype(np.int64) * chunk.width
-        return here.ravel(), there.ravel(), np.tile(width, len(here))
+        parts = self._sections[chunk.section].parts
+        assert parts is not None
+        return parts.rows(chunk.units, chunk.places)
 
-    def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
-        """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
-        width = self._sections[chunk.section].beside.shape[1]
-        if width > len(half) or not len(chunk.units):
-            return None
-        return half[: len(chunk.units) * width].view(len(chunk.units), width)
+    def _fits(self, chunk: Chunk, half: Tensor) -> bool:
+        """There are units, and room for them where they are staged."""
+        return len(chunk.units) > 0 and self._sections[chunk.section].beside.shape[1] <= len(half)
 
     def _direct(self, chunk: Chunk, inward: bool) -> None:
         """Units that are large: each part crosses by itself."""
-        beside = self._sections[chunk.section].beside
+        section = self._sections[chunk.section]
+        if section.split and len(chunk.units):
+            (self._rows_in if inward else self._rows_out)(chunk)
+            return
         for unit, place in zip(chunk.units.tolist(), chunk.places.tolist()):
-            for tensor, part in self._pairs(chunk, beside[place : place + 1]):
+            beside = parts_of(section.beside[place : place + 1], section.memory)
+            for tensor, part in zip(section.memory, beside):
                 for here, there in zip(tensor[unit], part[0]):
                     ends = (here, there) if inward else (there, here)
                     ends[0].copy_(ends[1], non_blocking=True)
 
-    def _pairs(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Memory on the device, and its part of ``rows``."""
-        memory = self._sections[chunk.section].memory
-        return zip(memory, parts_of(rows, memory))
+    def _pairs(self, chunk: Chunk, half: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Memory on the device, and what is staged of it, as ``[n, parts, width]``."""
+        section, n = self._sections[chunk.section], len(chunk.units)
+        if not section.split:
+            return zip(section.memory, parts_of(_rows_of(half, section, n), section.memory))
+        return zip(section.memory, split_of(half, section.memory, n))
 
     def drop(self, transfer: int) -> None: ...
 
@@ -286,7 +332,7 @@ def open_host(
         )
     try:
         host = [Pinned(max(1, (count + 1) * n)) for count, n in zip(units, nbytes)]
-        return Tier("host", units), HostTier(tensors, host, staging, BANDS)
+        return Tier("host", units), HostTier(tensors, host, staging, BANDS, split=True)
     except RuntimeError as error:  # of pages that cannot be locked
         raise OutOfMemory(
             f"the host's memory ran out while {mib(room)} for prefixes were taken ({error}); lower "
@@ -322,19 +368,39 @@ def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
+def split_of(staged: Tensor, tensors: Sequence[Tensor], n: int) -> list[Tensor]:
+    """``parts_of``, where what ``n`` units hold of each part lies together."""
+    parts, at = [], 0
+    for tensor in tensors:
+        _, count, width = tensor.shape
+        size = n * count * width * tensor.itemsize
+        parts.append(staged[at : at + size].view(tensor.dtype).view(count, n, width).transpose(0, 1))
+        at += size
+    return parts
+
+
+def _rows_of(half: Tensor, section: Section, n: int) -> Tensor:
+    """Room for ``n`` units: uint8[n, bytes of a unit]"""
+    width = section.beside.shape[1]
+    return half[: n * width].view(n, width)
+
+
 def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
     """Whether some of ``units`` of each cache group are to come."""
     return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
 
 
-def _parts(tensors: Sequence[Tensor], beside: Tensor) -> Parts | None:
+def _parts(tensors: Sequence[Tensor], beside: Tensor, split: bool) -> Parts | None:
     """``tensors``: uint8[units, bytes]. None: they cannot cross row by row, or not without harm."""
     width, address, apart = (
         np.array([(x.shape[1], x.data_ptr(), x.stride(0)) for x in tensors], np.int64).reshape(-1, 3).T
     )
     if beside.is_cuda or not in_batches() or width.min(initial=ROW) < ROW:
         return None
-    return Parts(width, address, apart, beside.data_ptr() + width.cumsum() - width)
+    places, unit = beside.shape
+    first = beside.data_ptr() + (width.cumsum() - width) * (places if split else 1)
+    far = width if split else np.full_like(width, unit)
+    return Parts(width, address, apart, first, far, split and np.array_equal(apart, width))
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

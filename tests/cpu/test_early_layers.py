@@ -35,7 +35,7 @@ def late_copies(row: int = 0, decodes: float = 0.0) -> Iterator[Waits]:
     """``row``: bytes from which on they cross without being staged beside decode steps, 0: none do;
     ``decodes``: how often there is one."""
     draw = Random(row)
-    rows = {"ROW": row, "in_batches": lambda: row > 0, "copy_rows": move_rows}
+    rows = {"ROW": row, "LONG": 2 * row + 6, "in_batches": lambda: row > 0, "copy_rows": move_rows}
     runs = patch.object(Toll, "runs", property(lambda toll: draw.random() < decodes))
     on_host = patch.object(crossing, "upload", torch.from_numpy)
     with late() as waits, patch.multiple(gpu_tiers, STAGED=STAGED, **rows), on_host, runs:
@@ -51,13 +51,14 @@ class World:
     """A device with two cache groups, a tier beside it, and what a scheduler believes of both: of each group
     the text of each unit, and of each place. Who is under way is not touched."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, split: bool = False) -> None:
         self.draw = Random(seed)
         widths = (3, 8)  # bytes of a unit in a layer
-        self.memory = [[torch.zeros(UNITS, w, dtype=torch.uint8) for _ in range(LAYERS)] for w in widths]
+        made = torch.zeros(LAYERS, UNITS, widths[1], dtype=torch.uint8)  # at one distance from each other
+        self.memory = [[torch.zeros(UNITS, widths[0], dtype=torch.uint8) for _ in range(LAYERS)], [*made]]
         rooms = [Room(w * LAYERS * (PLACES + 1)) for w in widths]
         staging = torch.zeros(2, 2, STAGED, dtype=torch.uint8)
-        self.tier = HostTier(self.memory, rooms, staging, bands=3)
+        self.tier = HostTier(self.memory, rooms, staging, bands=3, split=split)
         self.tier._in._second.speed = self.draw.choice([0.05, 0.2, 1.0])
         self.device = [[0] * UNITS for _ in widths]
         self.beside = [[0] * (PLACES + 1) for _ in widths]
@@ -133,7 +134,7 @@ class World:
 def played(seed: int) -> int:
     """How often a step found a layer not to be there."""
     with late_copies(*((0, 0.0), (1, 1.0), (8, 0.5))[seed % 3]) as waits:
-        world = World(seed)
+        world = World(seed, split=bool(seed // 3 % 2))
         for _ in range(150):
             world.draw.choice([world.copy, world.hear, world.hear, world.step, world.step])()
         world.verify()
@@ -240,30 +241,35 @@ def test_what_leaves_gets_its_turn_beside_what_comes_without_end(
 
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("hurries", [True, False])
+@pytest.mark.parametrize("long", [True, False])
 def test_rows_cross_by_themselves_beside_decode_steps_that_nobody_waits_behind(
-    monkeypatch: pytest.MonkeyPatch, decodes: bool, hurries: bool
+    monkeypatch: pytest.MonkeyPatch, decodes: bool, hurries: bool, long: bool
 ) -> None:
-    """In pieces of few rows, behind what was launched before, for their own price; else as one, staged."""
+    """In pieces of few rows, behind what was launched before, for their own price; else as one, staged unless
+    its rows are long."""
     monkeypatch.setattr(crossing, "ROWS", 6)
     waited, crossed, staged, paid = [], [], [], []
     with late_copies(decodes=float(decodes)):
-        toll: Any = SimpleNamespace(runs=decodes, due=lambda *_: False, take=lambda _, s: paid.append(s))
+        toll: Any = SimpleNamespace(
+            runs=decodes, due=lambda *_: False, take=lambda _, s, before: paid.append(before + s)
+        )
         route = Route(lambda *_: None, lambda c, *_: staged.append(len(c.units)), 2.0, lambda c: None, 1.0)
         lane = crossing.Lane(torch.zeros(2, 64, dtype=torch.uint8), route, toll)
         lane._route = route._replace(rows=lambda chunk: crossed.append(len(chunk.units)))
         lane._second.wait_event = waited.append  # type: ignore[assignment]
         units = np.arange(8, dtype=np.int32)
         one = Crossing(1, total=80, firsts=80, bands=1)
-        lane.add(one, [Chunk(0, units, units, width=10, rows=2, closes=True)])
+        lane.add(one, [Chunk(0, units, units, width=10, rows=2, long=long, closes=True)])
         begin = lane._waiting[0][1]
         if hurries:
             lane.queue(one, 0)
         while not one.over:
             lane.go_on()
     apart = decodes and not hurries
-    assert (crossed, staged) == (([3, 3, 2], []) if apart else ([], [8]))
-    assert paid[0] == (30.0 if apart else 160.0)
-    assert (begin in waited) is apart
+    pieces = [3, 3, 2] if apart else [8]
+    assert (crossed, staged) == ((pieces, []) if apart or long else ([], pieces))
+    assert paid[0] == 10.0 * pieces[0] * (1.0 if apart or long else 2.0)
+    assert (begin in waited) is (apart or long)
     assert one.queued == 8
 
 
@@ -275,20 +281,72 @@ def test_rows_of_places_far_away_are_found() -> None:
         section = world.tier._sections[0]
         assert section.parts is not None
         place, width = 30_000, 400_000
-        section = section._replace(parts=section.parts._replace(beside=np.zeros(1, np.int64)))
-        world.tier._sections[0] = section._replace(parts=section.parts)
+        parts = section.parts._replace(beside=np.zeros(1, np.int64), far=np.array([width]))
+        world.tier._sections[0] = section._replace(parts=parts)
         there = np.array([place], np.int32)
-        world.tier._rows_in(Chunk(0, there, there, width=width, rows=1, closes=True))
+        world.tier._rows_in(Chunk(0, there, there, width=width, rows=1, long=False, closes=True))
     assert found[1][0] == place * width
 
 
-def test_places_that_follow_each_other_cross_at_once() -> None:
-    with late_copies():
-        world = World(0)
-        parts = list(
-            world.tier._parted(
-                [np.array([5, 6, 7]), np.array([], int)], [np.array([9, 8, 7]), np.array([], int)]
-            )
-        )
-        assert [(part.units.tolist(), part.places.tolist()) for part in parts] == [([7, 6, 5], [7, 8, 9])] * 3
-        assert [part.closes for part in parts] == [True] * 3
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("decodes", [0.0, 0.5, 1.0])
+def test_each_layer_is_what_it_was(split: bool, row: int, decodes: float) -> None:
+    """In whatever way units leave and come back, to others."""
+    draw = torch.Generator().manual_seed(1)
+    with late_copies(row=row, decodes=decodes):
+        world = World(0, split=split)
+        for tensor in (tensor for tensors in world.memory for tensor in tensors):
+            tensor.random_(0, 256, generator=draw)
+        was = [[tensor.clone() for tensor in tensors] for tensors in world.memory]
+        units, others = [9, 4, 5, 6, 20, 21], [1, 12, 13, 2, 3, 4]
+        places, ends = [int32([7, 8, 9, 10, 2, 3])] * 2, ("device", "host")
+        world.tier.begin(Copy(1, *ends, [int32(units)] * 2, places))
+        while world.tier.under_way:
+            world.tier.ended()
+        world.tier.begin(Copy(2, *ends[::-1], places, [int32(others)] * 2))
+        while world.tier.under_way:
+            world.tier.ended()
+    for tensors, before in zip(world.memory, was):
+        assert all(torch.equal(tensor[others], old[units]) for tensor, old in zip(tensors, before))
+
+
+@pytest.mark.parametrize(("split", "rows"), [(False, 6 * 4), (True, 3 * 4)])
+def test_units_that_follow_each_other_on_both_sides_are_one_row(split: bool, rows: int) -> None:
+    """Of each tensor, where what it has of them lies together."""
+    units, places = (np.array(column, np.int32) for column in ([4, 5, 6, 20, 21, 22], [8, 9, 10, 11, 12, 14]))
+    with late_copies(row=1):
+        section = next(s for s in World(0, split=split).tier._sections if s.band == 2 and s.group == 1)
+        assert section.parts is not None
+        here, there, sizes = section.parts.rows(units, places)
+    layers = len(section.parts.width)
+    assert len(here) == len(there) == len(sizes) == rows * layers // 4
+    assert sizes.reshape(-1, layers)[:, 0].tolist() == ([24, 16, 8] if split else [8] * 6)
+    assert (here.reshape(-1, layers)[0] == section.parts.address + 4 * 8).all()
+
+
+def test_what_looks_that_come_late_have_missed_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that is little; and what is under way when steps begin is paid for then."""
+    now, toll, begun = 5.0, Toll(), SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(clock, "now", lambda: now)
+    toll.beside(SimpleNamespace(begin=begun, done=False))  # type: ignore[arg-type]
+    piece = SHARE * crossing.LATE  # so long one waits behind each
+
+    def taken(looks: int, every: float) -> int:
+        nonlocal now
+        count = 0
+        for _ in range(looks):
+            if not toll.due("in", begun):
+                toll.take("in", piece)
+                count += 1
+            now += every * crossing.LATE
+        return count
+
+    assert taken(1000, 0.6) == pytest.approx(600, abs=2)
+    now += 1.0
+    assert taken(3, 0.01) == 2, "all that time has been made up for"
+    now += 1.0
+    for _ in range(100):
+        toll.take("in", piece, before=3 * piece)
+    assert taken(39, 0.1) == 0, "four are under way"
+    assert taken(10, 0.1) > 0

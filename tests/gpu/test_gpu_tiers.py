@@ -16,11 +16,11 @@ UNITS, LAYERS, WIDTHS = 300, 6, (16384, 4096, 24)
 
 
 @pytest.mark.parametrize("run", [16, 1], ids=["side by side", "apart"])
-@pytest.mark.parametrize("bands", [1, 3])
+@pytest.mark.parametrize(("bands", "split"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("decodes", [False, True])
 @torch.inference_mode()
 def test_units_are_what_they_were(
-    run: int, bands: int, decodes: bool, monkeypatch: pytest.MonkeyPatch
+    run: int, bands: int, split: bool, decodes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside decode steps, too."""
     monkeypatch.setattr(Toll, "runs", decodes)
@@ -30,7 +30,7 @@ def test_units_are_what_they_were(
         for width in WIDTHS
     ]
     rooms = [Pinned((UNITS + 1) * width * LAYERS) for width in WIDTHS]
-    tier = HostTier(memory, rooms, staging(), bands)
+    tier = HostTier(memory, rooms, staging(), bands, split)
 
     def scattered(count: int) -> list[int]:
         """Runs in any order."""

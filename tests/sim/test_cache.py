@@ -283,3 +283,15 @@ def test_the_past_knows_other_namespaces() -> None:
     for salt in "vwxyz":
         past.add(salt, text, 0)
     assert past.known("v", text, 0) == Known(0, 3 * SPAN, "salt"), "of each span the latest are remembered"
+
+
+def test_pages_follow_each_other_where_many_are_taken() -> None:
+    """Few come in the order in which they were given back, without a look at all that are free."""
+    pool = PagePool(101)
+    pages = pool.alloc(100)
+    for page in Random(5).sample(pages, 100):
+        pool.free([page])
+    before = pool.alloc(3)
+    assert before != sorted(before)
+    assert pool.alloc(30) == sorted(set(range(1, 101)) - set(before))[:30]
+    pool.check()
