@@ -180,7 +180,10 @@ class Prefill:
             if request.read:
                 recurrent.pin(request)
                 step.read_state(request)
-            step.add_checkpoints(request, recurrent.checkpoint(request, start))
+            checkpoints = recurrent.checkpoint(request, start)
+            if complete and request.planned not in checkpoints[::2]:
+                checkpoints += recurrent.checkpoint_output(request)
+            step.add_checkpoints(request, checkpoints)
         if not (complete or halves or wide or self._hurry.hurries(request)):
             # The rest of an aligned chunk must not go to a request that would compute the same page.
             budget.close()

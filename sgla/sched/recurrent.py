@@ -78,8 +78,8 @@ class Recurrent:
         return told
 
     def checkpoint_output(self, request: Request) -> list[int]:
-        """``checkpoint`` for a row of one token that the host does not know yet: at the end of each page, in
-        place of those before, so that the next turn begins there."""
+        """``checkpoint`` for the end of a prompt, and for a row of one token that the host does not know yet:
+        where that is the end of a page, in place of those before, so that the next turn begins there."""
         if not self._keeps or request.planned % self._page_size or not self._spare():
             return []
         if len(request.tails) == TAILS:

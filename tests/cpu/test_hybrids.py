@@ -416,6 +416,16 @@ def test_a_second_turn_computes_its_new_tokens(runner: CpuRunner) -> None:
     del runner.execute  # type: ignore[attr-defined]
 
 
+def test_a_second_turn_begins_where_a_prompt_ended_with_a_page(runner: CpuRunner) -> None:
+    """The answer fills no page."""
+    page, prompt = runner.facts.page_size, requests()[0].tokens
+    for pages in (1, 3):
+        core, text = make_core(runner.facts), prompt[: pages * page]
+        answer = run(runner, [submit("a", text, 5)], core).tokens()["a"]
+        again = run(runner, [submit("b", [*text, *answer, 7, 8, 9], 1)], core)
+        assert again["b"][0].cached_tokens == pages * page
+
+
 def test_what_others_leave_is_not_read(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
     """Whatever a free unit holds; it may be no number."""
     core = core_of(runner, depth=1)

@@ -94,7 +94,7 @@ def test_the_states_longest_unused_go_first_and_the_tokens_stay() -> None:
     run(simulation, "first", LONG)  # the last three of four checkpoints are left beside its own state
     assert simulation.core.stats().pages_cached >= 15
     assert run(simulation, "short", LONG[:20]) == 0
-    assert run(simulation, "again", [*LONG, 1]) == 56
+    assert run(simulation, "again", [*LONG, 1]) == 60
     simulation.verify()
 
 
@@ -129,4 +129,15 @@ def test_nothing_is_left_of_a_request_that_had_no_numbers() -> None:
     simulation.step(broken=0.0)
     simulation.run()
     assert run(simulation, "next", [*LONG[:30], 1, 2, 3, 4]) == 16
+    simulation.verify()
+
+
+@pytest.mark.parametrize(("count", "places"), [(44, [16, 32, 40, 44]), (48, [16, 32, 44, 48])])
+def test_a_prompt_that_ends_with_a_page_leaves_one_checkpoint_there(count: int, places: list[int]) -> None:
+    """Beside that of the page before, which who asks the same begins with; a row of one token has no two."""
+    simulation = simulate()
+    run(simulation, "first", LONG[:count])
+    assert lengths(simulation.plans) == places
+    assert run(simulation, "again", LONG[:count]) == count - PAGE
+    assert run(simulation, "next", [*LONG[:count], 1, 2]) == count
     simulation.verify()
