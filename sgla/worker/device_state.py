@@ -25,7 +25,7 @@ from sgla.sampling.device import DeviceSampler
 from sgla.sampling.device_rules import send
 from sgla.worker.state import Int32s, SlotTables, column
 
-SLIP, SLIPS = 4096, 64  # numbers that a slip has room for, and how many of these there are
+SLIP, SLIPS = 32_768, 64  # numbers that a slip has room for: those of a long prompt; and how many there are
 STAGES = 8  # pinned buffers at least: see ``stages``
 
 
@@ -256,7 +256,7 @@ class DeviceTables:
 
 
 class Slips:
-    """Pinned memory that few numbers are fetched from (``kernels/triton/fetch.py``), with what has passed
+    """Pinned memory that numbers are fetched from (``kernels/triton/fetch.py``), with what has passed
     when they have been."""
 
     def __init__(self) -> None:
