@@ -467,6 +467,15 @@ PUBLISHED: dict[str, Config] = {
         partial_rotary_factor=0.5,
         rope_scaling=None,
     ),
+    "Nemotron-4-340B": _layer_normed(
+        "NemotronForCausalLM",
+        "nemotron",
+        attention_bias=False,
+        hidden_act="relu2",
+        layer_norm_eps=1e-5,
+        rope_percent=0.5,
+        rope_scaling=None,
+    ),
     "Seed-OSS-36B": published(
         "SeedOssForCausalLM",
         "seed_oss",

@@ -112,6 +112,8 @@ FAMILIES = {
         | BIASES
         | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
         CAUSAL,
+        {"layer_norm_eps": "norm_eps"}
+        | dict.fromkeys(("rope_percent", "rope_percentage"), "partial_rotary_factor"),
         model="sgla.model.llama:Llama",
         nulls=HEAD_DIM,
         norm="layer",
