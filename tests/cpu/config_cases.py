@@ -2813,7 +2813,7 @@ REFUSED: dict[str, Case] = {
     "Falcon-H1 with layers of attention": Case(FALCON_H1 | {"attn_layer_indices": [1]}, "attn_layer_indices"),
     "Falcon-H1 without MLPs": Case(FALCON_H1 | {"mamba_use_mlp": False}, "mamba_use_mlp"),
     "Granite 4, layer norms": Case(GRANITE_4 | {"normalization_function": "layernorm"}, "normalization_fun"),
-    "Nemotron, two parts of heads": Case(PUBLISHED["Nemotron-4-340B"] | {"rope_percent": 1.0}, "rope_percent"),
+    "Nemotron, all of a head": Case(PUBLISHED["Nemotron-4-340B"] | {"rope_percent": 1.0}, "rope_percent"),
     "Nemotron-H, another eps": Case(NEMOTRON_H | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
     "Nemotron-H, windows": Case(NEMOTRON_H | {"sliding_window": 8}, "sliding_window"),
     "Mamba 2, another width": Case(MAMBA_2 | {"intermediate_size": 96}, "intermediate_size"),
