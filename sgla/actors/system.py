@@ -286,7 +286,8 @@ class System:
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed
-        503. Those that yield end at once: a batch goes on when the server is there again."""
+        503. Those that yield end at once: a batch goes on when the server is there again. What is left of the
+        time, a disk or a store has for what requests have left."""
         if self._schedule is not None:
             self._schedule.pause(False)
         self.ingress.phase = "draining"
@@ -295,6 +296,15 @@ class System:
         while self.ingress.open_requests and clock.now() < deadline and not self.died.done():
             await asyncio.sleep(0.02)
         self.end_requests()
+        await self.saved(deadline - clock.now())
+
+    async def saved(self, timeout: float) -> None:
+        """Wait until tiers that outlive the server have what requests have left, but no longer."""
+        if self._core is None or not (self.config.kv_disk or self.config.kv_store):
+            return
+        deadline = clock.now() + timeout
+        while not self._core.idle and clock.now() < deadline and not self.died.done():
+            await asyncio.sleep(0.02)
 
     def end_requests(self, yielding: bool = False) -> None:
         """End the open requests, or those that yield, with a typed 503."""

@@ -38,6 +38,7 @@ FIRST_PART, PART = 1 << 17, 1 << 15
 SHUT_DOWN = "the engine is shut down"
 FORKED = "this process was forked from that of the engine, which answers there alone; make an engine here"
 LEAVING = 10.0  # seconds that the end of the interpreter waits for an engine that nobody has shut down
+SAVING = 5.0  # seconds that a disk or a store may still take for what requests have left
 USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
 
 
@@ -280,6 +281,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 async def stop(system: System) -> None:
     """End all requests and the workers; the calls that wait for requests raise what these ended with."""
     await system.drain(0.0)
+    await system.saved(SAVING)
     await system.close()
     calls = asyncio.all_tasks() - {asyncio.current_task()}
     if calls:

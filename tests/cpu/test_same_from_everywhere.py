@@ -4,6 +4,7 @@ two."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from servers import (
 )
 
 from sgla.executor import procs
+from sgla.worker.tiers import FileTier
 
 LONG = [(TEXTS[0] + TEXTS[1])[:290], (TEXTS[1] + TEXTS[2])[:290]]  # that it is worth asking a store for
 PARTS = 576  # of their tokens, the most that can be cached: whole pages
@@ -78,3 +80,23 @@ def test_answers_are_those_of_a_cold_server(
         assert tier.loaded
         check_idle(decode)
         check_idle(prefill)
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_what_requests_have_left_is_kept_although_the_server_ends(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies take longer than it has to end otherwise."""
+    written = FileTier._keep
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.01)
+        written(*args)
+
+    monkeypatch.setattr(FileTier, "_keep", slowly)
+    (tmp_path / "model").mkdir()
+    folder = write(tmp_path / "model", MODELS["pages"], 320)
+    where = f"{tmp_path / 'disk'}:8M" if place == "disk" else str(tmp_path / "store")
+    for found in (0, PARTS):
+        with begin(folder, **{f"kv_{place}": where}) as engine:
+            assert cached(tell(engine, LONG)) == found
