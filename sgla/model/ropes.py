@@ -84,10 +84,11 @@ def _rope(
     table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions: int, partial: bool = False
 ) -> RopeSpec:
     kind = table.get("rope_type", table.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS or (kind == "proportional" and partial):
+    kinds = [name for name in _ROPE_KEYS if not (partial and name == "proportional")]
+    if kind not in kinds:
         raise ConfigError(
-            f"config.json: rope scaling (rope_type) {shown(kind)} is not supported; "
-            f"{', '.join(_ROPE_KEYS)} are",
+            f"config.json: rope scaling (rope_type) {shown(kind)} is not supported for {c.architecture}; "
+            f"{', '.join(kinds)} are",
             param="model",
         )
     if kind == "yarn":
@@ -224,6 +225,10 @@ def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> 
         outer = c.integer("rotary_dim", head_dim) / head_dim
     share = table.get(key, 1 if outer is None else outer)
     if share == 1 and not isinstance(share, bool):
+        if head_dim % 2:
+            raise ConfigError(
+                f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
+            )
         return head_dim
     if not partial:
         raise ConfigError(

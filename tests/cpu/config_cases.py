@@ -2729,6 +2729,9 @@ REFUSED: dict[str, Case] = {
         EUROBERT | {"architectures": ["EuroBertForSequenceClassification"]}, "EuroBertModel is"
     ),
     "EuroBERT in threes": Case(EUROBERT | {"num_key_value_heads": 3}, "must divide the heads"),
+    "Gemma 3n with an odd head": Case(
+        GEMMA3N | {"text_config": GEMMA3N["text_config"] | {"head_dim": 7}}, "even head_dim"
+    ),
     "EmbeddingGemma with an odd head": Case(EMBEDDING_GEMMA | {"head_dim": 15}, "head_dim must be even"),
     "architectures a string": Case(llama(architectures="LlamaForCausalLM"), "architectures"),
     "architectures of numbers": Case(llama(architectures=[1]), "architectures"),
