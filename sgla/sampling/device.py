@@ -14,7 +14,9 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.kernels.cuda import thresholds as fast
 from sgla.kernels.cuda.batch_gemm import DrawInputs
+from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import sampling
+from sgla.kernels.triton.fetch import are_few, fetch
 from sgla.kernels.triton.invariant import log_sum_exp
 from sgla.kernels.triton.tokens import TokenTable
 from sgla.messages import LogprobBlock, NewRow, RowSampling
@@ -275,6 +277,10 @@ def score(
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A pinned copy that is complete when the stream has got there."""
+    """A pinned copy that is complete when the stream has got there, and is kept until then."""
     out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    if x.is_cuda and are_few(x):
+        fetch(x.view(-1).view(torch.int32), out.view(-1).view(torch.int32))
+        if not under_way():
+            return out
     return out.copy_(x, non_blocking=True)

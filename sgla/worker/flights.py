@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -100,6 +101,7 @@ class Flights:
     ) -> None:
         self._tables, self._sampler, self._constraints, self._labels = tables, sampler, constraints, labels
         self._last_end: torch.cuda.Event | None = None
+        self._written: deque[Any] = deque(maxlen=LATE)  # pinned memory that kernels may still have to write
 
     def begin(
         self,
@@ -151,6 +153,7 @@ class Flights:
             verify.accept(flight.out)
         if flight.tokens is None:
             flight.tokens = to_host(flight.out[: flight.count])
+        self._written.append((flight.tokens, flight.scored))
         flight.end.record()
         flight.held = False
 

@@ -1,5 +1,5 @@
-"""Few numbers on their way to a GPU, each from memory that nobody writes to before they have been fetched.
-The kernel runs in Triton's interpreter."""
+"""Few numbers on their way to a GPU, each from memory that nobody writes to before they have been fetched,
+and on their way back. The kernel runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import interpreter
 from test_token_table import OnCpu
 
+from sgla.kernels.triton.fetch import FEW, are_few
+from sgla.sampling import device
+from sgla.sampling.device import to_host
 from sgla.worker import device_state
 from sgla.worker.device_state import SLIP, SLIPS, Slips
 
@@ -91,3 +94,24 @@ def test_one_that_takes_long_holds_up_no_other() -> None:
         late.number = Event.recorded + 1
         assert slips.upload(one) is not None
     assert len(slips._slips) == 2
+
+
+def test_few_results_are_stored_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of them would wait for all of a prefix that leaves."""
+    stored: list[int] = []
+    fetch = device.fetch
+
+    def seen(source: Any, target: Any) -> None:
+        stored.append(source.numel())
+        fetch(source, target)
+
+    monkeypatch.setattr(device, "fetch", seen)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    tokens, values = torch.arange(7, dtype=torch.int32), torch.rand(3, 1500)
+    assert to_host(tokens).equal(tokens)
+    assert to_host(values).equal(values)
+    assert stored == [7, 4500]
+    others = [tokens[1:], values.T, values.bfloat16(), values[:0], torch.zeros(FEW + 1)]
+    assert not any(are_few(x) for x in others), "what is not asked for before the start is copied"
+    assert all(to_host(x).equal(x) for x in others)
+    assert stored == [7, 4500]
