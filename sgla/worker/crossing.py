@@ -60,8 +60,8 @@ class Crossing:
 
 class Chunk(NamedTuple):
     """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
-    ``width``: bytes of a unit; ``rows``: those of it that may cross one by one, 0: it is always staged, or
-    never if they are ``long``; ``closes``: it is the last of its band."""
+    ``width``: bytes of a unit; ``rows``: those of it that may cross one by one, 0: it is always staged;
+    ``long``: where they follow each other; ``closes``: it is the last of its band."""
 
     section: int
     units: Int32s
@@ -120,12 +120,22 @@ class Toll:
 
     def __init__(self) -> None:
         self._steps: list[Step] = []  # that were on their way when the latest was launched
+        self._latest: Step | None = None  # of all
         self._paid = 0.0  # until when nothing more may be queued
         self._passed: dict[object, int] = {}  # lanes that wait, and pieces of others that have gone meanwhile
 
     def beside(self, step: Step) -> None:
         """Decode rows alone have been launched."""
         self._steps = [*self._running(), step]
+
+    def launched(self, step: Step) -> None:
+        """Of any kind."""
+        self._latest = step
+
+    @property
+    def busy(self) -> bool:
+        """Some step is on its way."""
+        return self._latest is not None and not self._latest.done
 
     @property
     def runs(self) -> bool:
@@ -212,12 +222,13 @@ class Lane:
         return crossing.ends[band]
 
     def _queue(self, hurries: bool = False) -> None:
-        """The next chunk. Beside decode steps it is fewer units, whose rows cross one by one, where they may;
-        not where a step ``hurries``, for which that is too slow unless they are long."""
+        """The next chunk. Beside decode steps it is fewer units, whose rows cross one by one, where they may,
+        and long ones beside others, too: what is staged waits for a kernel. Not where a step ``hurries``, for
+        which that is too slow."""
         chunk, begin, crossing = self._waiting.popleft()
-        beside = bool(chunk.rows) and self._toll.runs and not hurries
-        by_rows = beside or chunk.long
-        if beside and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
+        runs = self._toll.runs
+        by_rows = bool(chunk.rows) and not hurries and (runs or (chunk.long and self._toll.busy))
+        if by_rows and runs and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
             chunk, rest = chunk.parted(count)
             self._waiting.appendleft((rest, begin, crossing))
         assert crossing.index is not None

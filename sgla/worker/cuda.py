@@ -131,6 +131,8 @@ class CudaRunner(GpuExperts):
             out, count, scored, pending, extras = launched
             flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
             flight.extras = extras
+        if self.host is not None:
+            self.host.toll.launched(flight)
         if self.outputs is not None:
             self.outputs.learn(plan)  # behind the launch, which comes late for the GPU if steps are brief
             self.outputs.remember(flight)

@@ -36,7 +36,11 @@ def late_copies(row: int = 0, decodes: float = 0.0) -> Iterator[Waits]:
     ``decodes``: how often there is one."""
     draw = Random(row)
     rows = {"ROW": row, "LONG": 2 * row + 6, "in_batches": lambda: row > 0, "copy_rows": move_rows}
-    runs = patch.object(Toll, "runs", property(lambda toll: draw.random() < decodes))
+    runs = patch.multiple(
+        Toll,
+        runs=property(lambda toll: draw.random() < decodes),
+        busy=property(lambda toll: draw.random() < 0.5),
+    )
     on_host = patch.object(crossing, "upload", torch.from_numpy)
     with late() as waits, patch.multiple(gpu_tiers, STAGED=STAGED, **rows), on_host, runs:
         yield waits
@@ -211,7 +215,11 @@ def test_decode_steps_pay_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         toll.beside(launched)
     assert queued(10.0) == pytest.approx(10.0 * SHARE / 1e-3, abs=10)
+    assert not toll.busy
+    toll.launched(running)
+    assert toll.busy
     running.done = launched.done = True
+    assert not toll.busy
     assert queued(1.0) == pytest.approx(1000, abs=2)
     assert not toll.due("in", SimpleNamespace(query=lambda: False))
 
@@ -242,16 +250,20 @@ def test_what_leaves_gets_its_turn_beside_what_comes_without_end(
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("hurries", [True, False])
 @pytest.mark.parametrize("long", [True, False])
+@pytest.mark.parametrize("busy", [True, False])
 def test_rows_cross_by_themselves_beside_decode_steps_that_nobody_waits_behind(
-    monkeypatch: pytest.MonkeyPatch, decodes: bool, hurries: bool, long: bool
+    monkeypatch: pytest.MonkeyPatch, decodes: bool, hurries: bool, long: bool, busy: bool
 ) -> None:
     """In pieces of few rows, behind what was launched before, for their own price; else as one, staged unless
-    its rows are long."""
+    its rows are long and other steps run."""
     monkeypatch.setattr(crossing, "ROWS", 6)
     waited, crossed, staged, paid = [], [], [], []
     with late_copies(decodes=float(decodes)):
         toll: Any = SimpleNamespace(
-            runs=decodes, due=lambda *_: False, take=lambda _, s, before: paid.append(before + s)
+            runs=decodes,
+            busy=busy,
+            due=lambda *_: False,
+            take=lambda _, s, before: paid.append(before + s),
         )
         route = Route(lambda *_: None, lambda c, *_: staged.append(len(c.units)), 2.0, lambda c: None, 1.0)
         lane = crossing.Lane(torch.zeros(2, 64, dtype=torch.uint8), route, toll)
@@ -267,9 +279,10 @@ def test_rows_cross_by_themselves_beside_decode_steps_that_nobody_waits_behind(
             lane.go_on()
     apart = decodes and not hurries
     pieces = [3, 3, 2] if apart else [8]
-    assert (crossed, staged) == ((pieces, []) if apart or long else ([], pieces))
-    assert paid[0] == 10.0 * pieces[0] * (1.0 if apart or long else 2.0)
-    assert (begin in waited) is (apart or long)
+    by_rows = apart or (long and busy and not hurries)
+    assert (crossed, staged) == ((pieces, []) if by_rows else ([], pieces))
+    assert paid[0] == 10.0 * pieces[0] * (1.0 if by_rows else 2.0)
+    assert (begin in waited) is by_rows
     assert one.queued == 8
 
 
