@@ -61,7 +61,7 @@ class Crossing:
 class Chunk(NamedTuple):
     """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
     ``width``: bytes of a unit; ``rows``: those of it that may cross one by one, 0: it is always staged;
-    ``long``: where they follow each other; ``closes``: it is the last of its band."""
+    ``long``: so many units follow each other that these are; ``closes``: it is the last of its band."""
 
     section: int
     units: Int32s
