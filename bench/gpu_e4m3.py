@@ -25,6 +25,7 @@ from tune import cuts
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.cuda.build import processors
 from sgla.kernels.gpu.tuning import LIBRARY, Algorithm, Line, Product, estimated
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import fp8
@@ -36,6 +37,7 @@ FEW = [  # tiles, half, stages, blocks a multiprocessor
     (2, False, 6, 1), (4, False, 3, 1),
 ]  # fmt: skip
 Body = Callable[[Any], Any]
+FEW_ROWS = 64  # up to which there are other tiles
 ERRORS: dict[tuple[int, str], dict[Any, Callable[[Any], float]]] = {}  # of products in blocks, relative
 
 
@@ -105,16 +107,23 @@ def tiles(m: int, role: str, most: int) -> dict[Any, Body]:
 def block_cuts(m: int, n: int, k: int, gated: bool) -> list[batch_gemm.Config]:
     """What serves first."""
     cut, found = batch_gemm.Config, [batch_gemm.grouped_config(m, n, k, gated)]
-    if 64 < m <= batch_gemm.MAX_ROWS:
-        found += [cut(128, split, 1, rows=128) for split in ((1, 2, 4) if n <= 8192 else (1,))]
+    if m > FEW_ROWS:
+        found += [cut(tile, 1, 1, rows=rows) for tile in (128, 192) for rows in (96, 128)]
+    if FEW_ROWS < m <= batch_gemm.MAX_ROWS and n <= 8192:
+        found += [
+            cut(tile, split, 1, rows=rows) for tile in (128, 192) for split in (2, 4) for rows in (96, 128)
+        ]
+        found += [cut(64, 2, 1, rows=128)] if n <= 4096 and m <= 128 else []
+        blocks = 4 * -(-n // 128) * -(-m // 128)
+        found += [cut(128, 4, 1, True, rows=128)] if blocks <= processors() else []
     if m > batch_gemm.MAX_ROWS:
-        found += [cut(128, 1, 1, rows=rows) for rows in (128, 256)]
+        found.append(cut(128, 1, 1, rows=256))
     return list(dict.fromkeys(found))
 
 
 def blocks(m: int, role: str) -> dict[Any, Body]:
-    """By cut of the tiles, what serves first. "blocks": the library's product with the same scales; LIBRARY:
-    with a scale a channel."""
+    """By cut of the tiles, what serves first. "blocks": the library's product with the same scales; LIBRARY,
+    and "channels" by our tiles: with a scale a channel."""
     n, k = SHAPES[role]
     gated = role == "gate_up"
     rounded = fp8.quantize(torch.randn(m, k, dtype=BF16, device="cuda"))
@@ -142,6 +151,11 @@ def blocks(m: int, role: str) -> dict[Any, Body]:
     made["blocks"] = lambda w: fp8.blocks(rounded, w, scale)
     ERRORS[m, role] = {name: functools.partial(error, body) for name, body in made.items()}
     made[LIBRARY] = lambda w: fp8.linear(rounded, w, whole)
+    config: Any = estimated(m, Product(n, k, gated, "fp8")).config
+    if isinstance(config, batch_gemm.Config):
+        each: dict[str, Any] = {"config": config, "epilogue": epilogue}
+        each |= {"scales": batch_gemm.Scales(rounded.scale, whole)}
+        made["channels"] = lambda w: batch_gemm.linear(rounded.numbers, w, **each)
     return {name: functools.partial(then, body) for name, body in made.items()}
 
 

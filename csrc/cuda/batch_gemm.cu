@@ -87,11 +87,11 @@ constexpr int HALF = PAIRED ? (BN / 2 + 15) & ~15 : BN;  // rows of x for the la
 constexpr int W_PANEL = (NARROW ? BM : GROUPS * 64) * ROW_BYTES;
 constexpr int W_BYTES = PANELS * W_PANEL, STAGE_BYTES = W_BYTES + PANELS * BN * ROW_BYTES;
 // 160 registers a consumer, for which the loading group gives up its own.
-constexpr bool TIGHT = GROUPS == 3 && BN > 192;
-// Those that load give registers to those that multiply.
+constexpr bool TIGHT = GROUPS == 3 && BN > (GROUPED ? 64 : 192);
+// Those that load give registers to those that multiply, where these would not have enough.
 // GROUPED: a thread has registers for sums of two groups besides those of all.
 constexpr bool IN_TURN = GROUPED && BN <= 128 && (GROUPS < 3 || (GROUPS == 3 && BN <= 64));
-constexpr bool LENDS = TIGHT || (GROUPED && (IN_TURN ? BN > 64 : BN > 128));
+constexpr bool LENDS = TIGHT || (GROUPED && BN > (GROUPS == 2 ? 64 : 128));
 constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
@@ -100,7 +100,7 @@ constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
 static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
-static_assert(!(GROUPED && (!E4M3 || TIGHT || (LENDS && GROUPS > 2))));
+static_assert(!(GROUPED && (!E4M3 || (TIGHT && BN > 128) || (LENDS && GROUPS > 3))));
 static_assert(!(SEND && (EPILOGUE || PAIRED || NARROW)));  // what is sent is sent once
 static_assert(!(NARROW && (SPLIT > 1 || ADD || DRAW || E4M3)) && !(PANELS > 1 && (GATED || E4M3)));
 // Sums that a block gets from its cluster.

@@ -84,7 +84,7 @@ def test_a_layer_that_joins_the_residual() -> None:
         (20, Config(128, 2, 1), False),
         (70, Config(128, 2, 1, rows=128), False),
         (100, Config(128, 1, 1, rows=128), True),
-        (130, Config(128, 1, 1, rows=128), False),
+        (130, Config(192, 1, 1, rows=128), True),
         (200, Config(128, 1, 1, rows=256), False),
     ],
 )

@@ -123,7 +123,9 @@ def test_blocks_that_share_sums_of_groups_run_at_once(
             rows = batch_gemm.rows_of(config, m)
             # Sums of a group stand in registers beside those of all.
             many = batch_gemm.MAX_ROWS if m > batch_gemm.MAX_ROWS else batch_gemm.GROUPED_ROWS
-            assert rows <= (64 if config.tile > 128 else many)
+            assert rows <= (64 if config.tile > 192 else 128 if config.tile > 128 else many)
+            if batch_gemm.GROUPED_ROWS < m <= 192:  # two tiles of about as many rows
+                assert rows == 96
             assert rows <= batch_gemm.GROUPED_ROWS or rows == batch_gemm.MAX_ROWS
             blocks = batch_gemm._tiles(n, config.tile) * -(-m // rows) * config.split
             assert m <= 64 or config.split == 1 or blocks <= processors
@@ -165,11 +167,17 @@ def test_few_rows_beside_e4m3_weights_are_kept_where_they_are_few_enough(
     ("m", "n", "k", "gated", "faster"),
     [
         (64, 24576, 4096, True, False),
-        (128, 24576, 4096, True, True),
+        (128, 24576, 4096, False, True),
+        (128, 24576, 4096, True, False),  # the gate is done on the way
+        (8192, 24576, 4096, True, False),
         (128, 6144, 4096, False, False),  # all tiles run at once, with k in two
         (256, 6144, 4096, False, True),
         (256, 4096, 12288, False, False),
+        (257, 4096, 4096, False, True),
         (257, 4096, 12288, False, True),
+        (257, 24576, 4096, True, True),
+        (2048, 4096, 12288, False, False),  # long sums
+        (8192, 4096, 4096, False, True),
         (2048, 4000, 4096, False, False),  # no whole blocks
     ],
 )

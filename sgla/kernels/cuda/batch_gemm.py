@@ -4,6 +4,7 @@ linear layers of decode batches, and with the gated activation behind them of pr
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -151,18 +152,31 @@ GROUPED_ROWS = 128  # of x in a tile, where rows are not many: sums of two group
 
 def grouped_config(m: int, n: int, k: int, gated: bool = False) -> Config:
     """The same for e4m3 weights with scales of groups."""
-    if m <= 64:
-        found = default_config(m, n, k, gated, e4m3=True)
-        assert found is not None
-        return found
-    tiles, most = -(-n // 128), processors()
+    if m > 64:
+        return _grouped(processors(), m, n, k)
+    found = default_config(m, n, k, gated, e4m3=True)
+    assert found is not None
+    return found
 
-    def time(rows: int) -> int:
-        return -(-tiles * -(-m // rows) // most) * (rows + 64)  # of all rounds
 
-    rows = GROUPED_ROWS if m <= MAX_ROWS else min((GROUPED_ROWS, MAX_ROWS), key=time)
-    blocks = tiles * -(-m // rows)
-    return Config(128, 2 if 2 * blocks <= most and k >= 2048 else 1, 1, rows=rows)
+@lru_cache(1 << 14)
+def _grouped(count: int, m: int, n: int, k: int) -> Config:
+    """Of cuts for whose sums there are registers."""
+
+    def time(config: Config) -> float:
+        """Of all rounds. Blocks that share a sum are there at once."""
+        blocks = -(-n // config.tile) * -(-m // config.rows) * config.split
+        if config.split > 1 and (blocks > count or k < 2048):
+            return math.inf
+        return -(-blocks // count) * config.tile * (config.rows + 64) / config.split
+
+    if m <= GROUPED_ROWS and count // 2 < 2 * -(-n // 64) <= count and k >= 2048:
+        return Config(64, 2, 1, rows=GROUPED_ROWS)
+    rows = 96 if GROUPED_ROWS < m <= 192 else GROUPED_ROWS
+    cuts = [Config(192, 1, 1, rows=rows), *(Config(128, split, 1, rows=rows) for split in (1, 2))]
+    if m > MAX_ROWS:
+        cuts += [Config(128, split, 1) for split in (1, 2)]
+    return min(cuts, key=time)
 
 
 @lru_cache(1 << 14)
@@ -394,7 +408,7 @@ def _launch(
     kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)
     lends = rows > (192 if config.groups == 3 else MAX_ROWS)
     if grouped:
-        lends = rows > (64 if rows <= GROUPED_ROWS and config.groups < 3 else GROUPED_ROWS)
+        lends = rows > (64 if config.groups in (2, 3) else GROUPED_ROWS)
     helpers = 128 if lends else 32 + 32 * kept
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 

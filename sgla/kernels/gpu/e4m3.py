@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
 MOST = 1024  # rows from which on cuts change with every tile of rows at most
+MANY, LONG = 2048, 8192  # rows and channels from which on what a tile begins and ends with matters less
 FEW = 64  # rows up to which a tile has room for them and for many weight rows
 NAME, PRODUCT = "rounded norm", "e4m3"  # of nodes that other rules look for
 
@@ -111,13 +112,16 @@ def by_blocks(m: int, w: Any, gated: bool = False) -> Tensor | None:
 
 
 def blocks_faster(m: int, n: int, k: int, gated: bool = False) -> bool:
-    """Whether the library takes blocks of these sides, and is faster than our tiles: where these are neither
-    of few rows nor run all at once with k in two parts."""
+    """Whether the library takes blocks of these sides, and is faster than our tiles. It is not where rows are
+    few, where all tiles run at once with k in two parts, nor where they do a gate on the way, which in
+    prompts takes many rows; nor where these are many and sums long."""
     if this_device().arch[0] != 9 or not fp8.takes_blocks(torch.version.cuda):
         return False
     if n % fp8.GROUP or k % (4 * fp8.GROUP) or m <= FEW:
         return False
-    return m > batch_gemm.MAX_ROWS or batch_gemm.grouped_config(m, n, k, gated).split == 1
+    if m > batch_gemm.MAX_ROWS:
+        return m < MANY or not (gated or k >= LONG)
+    return not gated and batch_gemm.grouped_config(m, n, k).split == 1
 
 
 def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
@@ -171,7 +175,7 @@ def sizes(weights: list[Any], most: int) -> list[int]:
             if kind in integer_gemm.OTHERS and m <= few:
                 tile = integer_gemm.padded(m)
             if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:
-                tile = blocks_faster(m, n, k), _cut_of(m, n, k)
+                tile = *(blocks_faster(m, n, k, gated) for gated in (False, True)), _cut_of(m, n, k)
             first.setdefault((n, k, kind, tile), m)
     return sorted(set(first.values()))
 
