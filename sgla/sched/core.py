@@ -220,7 +220,7 @@ class Core:
         for request in running:
             if request.state is not State.RUNNING or request.planned >= request.goal:
                 continue
-            if request.planned < request.prompt_len or request.known - request.planned > 1:
+            if request.planned < request.begun or request.known - request.planned > 1:
                 prefills.append(request)
                 continue
             drafts = self._drafts(request, most, step.number) if request.drafting else 0

@@ -244,6 +244,12 @@ class Request:
         return (guided or not sampling.grammar) and not (sampling.states or self.pools)
 
     @property
+    def begun(self) -> int:
+        """With how many tokens it began, or after it was retracted began again. Before it has read these no
+        row of it has brought a token, from which the worker would know where one that guesses begins."""
+        return len(self.data) // TOKEN_BYTES
+
+    @property
     def plan_bytes(self) -> int:
         """Bytes that it adds to the plan in which it takes its slot, without its page table."""
         return len(self.data) + self.submit.sampling_bytes

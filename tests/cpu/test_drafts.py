@@ -65,6 +65,9 @@ def alone() -> Transcript:
         {"drafts": 4, "padded_drafts": True, "step_tokens": 11, "depth": 3},
         {"drafts": 30, "depth": 3, "step_tokens": 40},
         {"drafts": 5, "pages": 12, "reserve": 0.0},
+        # Of what was retracted a chunk leaves one token.
+        {"drafts": 5, "pages": 12, "reserve": 0.0, "step_tokens": 16},
+        {"drafts": 3, "pages": 14, "reserve": 0.0, "step_tokens": 24},
     ],
 )
 def test_text_is_the_same(runner: CpuRunner, alone: Transcript, limits: dict[str, Any]) -> None:
