@@ -8,7 +8,7 @@ from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.layers.spec import AttentionSpec
 from sgla.model.limits import HEAD_DIM, HEADS, POSITIONS
-from sgla.model.ropes import ROPE, ropes
+from sgla.model.ropes import BY_LAYERS, ROPE, ropes
 from sgla.model.windows import layer_types
 
 PERIOD = 6  # every so many layers one sees all, as the first does, where no key says it
@@ -50,9 +50,9 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
 
 def _shared(c: Reader) -> Reader:
     """A rope that is not stretched turns a third of a head's dims, where its table does not say it."""
-    tables = {
-        kind: {"partial_rotary_factor": SHARE, **table} if table.get("rope_type") == "default" else table
-        for kind, table in c.table(ROPE).items()
-        if isinstance(table, dict)
-    }
-    return Reader(c.architecture, {**c.values, ROPE: {**c.table(ROPE), **tables}})
+    given = c.table(ROPE)
+    tables = {kind: given.get(kind, {}) for kind in BY_LAYERS}
+    for kind, table in tables.items():
+        if isinstance(table, dict) and table.get("rope_type", table.get("type", "default")) == "default":
+            tables[kind] = {"partial_rotary_factor": SHARE, **table}
+    return Reader(c.architecture, {**c.values, ROPE: {**given, **tables}})

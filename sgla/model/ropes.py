@@ -36,7 +36,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 ROPE, _SHARE = "rope_parameters", "partial_rotary_factor"
 _ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", TRAINED)
-_BY_LAYERS = ("full_attention", "sliding_attention")
+BY_LAYERS = ("full_attention", "sliding_attention")
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
@@ -57,7 +57,7 @@ def ropes(
             param="model",
         )
     parts = Reader(c.architecture, new)
-    full, local = (parts.table(kind, nulls=True) for kind in _BY_LAYERS)
+    full, local = (parts.table(kind, nulls=True) for kind in BY_LAYERS)
     full |= old
     if not (full.get("truncate", True) and local.get("truncate", True)):
         raise ConfigError(
@@ -68,11 +68,11 @@ def ropes(
     rope = _rope(full, c, c.values.get("rope_theta"), head_dim, positions, partial)
     # transformers 5 may write both beside the tables of the layers, which alone are read.
     same = {"rope_type": "default", "rope_theta": rope.theta}
-    beside = {key: value for key, value in new.items() if key not in _BY_LAYERS}
+    beside = {key: value for key, value in new.items() if key not in BY_LAYERS}
     if stray := {key for key, value in beside.items() if value not in (None, same.get(key))}:
         raise ConfigError(
             f"config.json: rope_parameters of {c.architecture} has {shown(min(stray))}, which transformers "
-            f"ignores beside {' and '.join(_BY_LAYERS)}; move it into these, or remove it for the same "
+            f"ignores beside {' and '.join(BY_LAYERS)}; move it into these, or remove it for the same "
             "numbers as there",
             param="model",
         )

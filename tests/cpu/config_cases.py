@@ -2232,6 +2232,18 @@ HONOURED: dict[str, Case] = {
             },
         )
     ),
+    "MiMo whose ropes say no kind": Case(
+        MIMO
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e6},
+                "sliding_attention": {"rope_theta": 1e4},
+            }
+        }
+    ),
+    "MiMo with one rope for all layers": Case(
+        MIMO | {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}, twin=MIMO
+    ),
     "olmo3 of transformers 5, one rope for all layers": Case(
         PUBLISHED["Olmo-3-7B"]
         | {"rope_scaling": None, "rope_theta": 500000}
