@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import time
 from pathlib import Path
 from threading import Event, Thread
@@ -13,7 +14,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import build
 
-from sgla.kernels.triton import integers  # of the package that has them mended
+from sgla.kernels.triton import integers, threads  # of the package that has them mended
 
 LAUNCHER = """
 #include <Python.h>
@@ -72,6 +73,15 @@ def test_a_launcher_is_seen_with_its_function(monkeypatch: pytest.MonkeyPatch) -
     for thread in threads:
         thread.join(10)
     assert seen == [("launcher", 7)] * 2
+
+
+def test_a_triton_with_other_names_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no server would start with it."""
+    monkeypatch.delattr(build, "_load_module_from_path")
+    monkeypatch.setattr(CompiledKernel, "run", "a launcher")
+    runpy.run_path(str(threads.__file__))["mend"]()
+    assert not hasattr(build, "_load_module_from_path")
+    assert vars(CompiledKernel)["run"] == "a launcher"
 
 
 def test_threads_that_load_launch_their_kernel_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from triton.runtime import build
 
 _loading, _loaded = Lock(), dict[str, ModuleType]()  # by path
 _locks = dict[str, Lock]()  # by the name of a kernel
-_load, _run = build._load_module_from_path, CompiledKernel.run
+_load = getattr(build, "_load_module_from_path", None)
+_run = getattr(CompiledKernel, "run", None)
 
 
 def _load_once(name: str, path: str) -> ModuleType:
@@ -35,5 +36,8 @@ def _run_of(kernel):
 
 
 def mend() -> None:
-    build._load_module_from_path = _load_once
-    CompiledKernel.run = property(_run_of)
+    """A Triton that has other names for these (3.5 to 3.9 have them) is left as it is."""
+    if _load is not None:
+        build._load_module_from_path = _load_once
+    if isinstance(_run, property):
+        CompiledKernel.run = property(_run_of)
