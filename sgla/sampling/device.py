@@ -277,7 +277,7 @@ def score(
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A pinned copy that is complete when the stream has got there, and is kept until then."""
+    """A pinned copy that is complete when the stream has got there; who asks keeps it until then."""
     out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     if x.is_cuda and are_few(x):
         fetch(x.view(-1).view(torch.int32), out.view(-1).view(torch.int32))

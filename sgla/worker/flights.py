@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -51,7 +50,8 @@ class Flight:
     positions. A step that is ``held`` waits with these for the result of the step before, since grammars do.
     Once ``end`` has passed, ``tokens``, pinned, holds the ids, negative where there is none
     (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on. ``verify``: what has
-    made ``plan``, where rows may guess."""
+    made ``plan``, where rows may guess. What kernels store in the host's memory is kept here until it is
+    finished."""
 
     plan: StepPlan
     out: Tensor
@@ -101,7 +101,6 @@ class Flights:
     ) -> None:
         self._tables, self._sampler, self._constraints, self._labels = tables, sampler, constraints, labels
         self._last_end: torch.cuda.Event | None = None
-        self._written: deque[Any] = deque(maxlen=LATE)  # pinned memory that kernels may still have to write
 
     def begin(
         self,
@@ -153,7 +152,6 @@ class Flights:
             verify.accept(flight.out)
         if flight.tokens is None:
             flight.tokens = to_host(flight.out[: flight.count])
-        self._written.append((flight.tokens, flight.scored))
         flight.end.record()
         flight.held = False
 

@@ -151,6 +151,7 @@ def _read_most(steps: GpuSteps) -> None:
     tokens = min(steps.step_tokens, slots * context)
     prompts = [(slot, 0, min(context, tokens - at)) for slot, at in enumerate(range(0, tokens, context))]
     steps.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
+    torch.cuda.synchronize()  # kernels store logprobs in the host's memory, which nobody keeps
     if steps.pictures is not None:
         _run_pictured(steps, _step(prompts))
         if not under_way():

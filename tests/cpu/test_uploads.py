@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ import interpreter
 from test_token_table import OnCpu
 
 from sgla.kernels.triton.fetch import FEW, are_few
+from sgla.messages import PROMPT_LOGPROBS
 from sgla.sampling import device
 from sgla.sampling.device import to_host
-from sgla.worker import device_state
+from sgla.worker import device_state, warm_up
 from sgla.worker.device_state import SLIP, SLIPS, Slips
 
 
@@ -115,3 +117,17 @@ def test_few_results_are_stored_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(are_few(x) for x in others), "what is not asked for before the start is copied"
     assert all(to_host(x).equal(x) for x in others)
     assert stored == [7, 4500]
+
+
+def test_what_nobody_keeps_is_stored_before_its_memory_is_given_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the step that is measured before the start, for whose logprobs nobody waits."""
+    done: list[str] = []
+    steps: Any = SimpleNamespace(
+        slots=4, context_len=64, step_tokens=32, pictures=None, attention=SimpleNamespace(grows=True)
+    )
+    steps.run_eagerly = lambda plan: done.append("logprobs" if plan.flags[0] & PROMPT_LOGPROBS else "others")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    warm_up._read_most(steps)
+    assert done[:2] == ["logprobs", "waited"]

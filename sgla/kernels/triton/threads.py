@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from threading import Lock
 from types import ModuleType
+from typing import Any
 
 from triton.compiler import CompiledKernel
 from triton.runtime import build
 
 _loading, _loaded = Lock(), dict[str, ModuleType]()  # by path
 _locks = dict[str, Lock]()  # by the name of a kernel
-_load = getattr(build, "_load_module_from_path", None)
-_run = getattr(CompiledKernel, "run", None)
+_load: Any = getattr(build, "_load_module_from_path", None)
+_run: Any = getattr(CompiledKernel, "run", None)
 
 
 def _load_once(name: str, path: str) -> ModuleType:
