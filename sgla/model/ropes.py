@@ -65,9 +65,9 @@ def ropes(
             "remove it for the same numbers as there",
             param="model",
         )
-    rope = _rope(full, c, c.values.get("rope_theta"), head_dim, positions, partial)
+    theta, base = c.values.get("rope_theta"), c.values.get("rope_local_base_freq", local_theta)
     # transformers 5 may write both beside the tables of the layers, which alone are read.
-    same = {"rope_type": "default", "rope_theta": rope.theta}
+    same = {"rope_type": "default", "rope_theta": full.get("rope_theta", theta)}
     beside = {key: value for key, value in new.items() if key not in BY_LAYERS}
     if stray := {key for key, value in beside.items() if value not in (None, same.get(key))}:
         raise ConfigError(
@@ -76,8 +76,10 @@ def ropes(
             "numbers as there",
             param="model",
         )
-    base = c.values.get("rope_local_base_freq", local_theta)
-    return rope, _rope(local, c, base, head_dim, positions, partial)
+    return (
+        _rope(full, c, theta, head_dim, positions, partial),
+        _rope(local, c, base, head_dim, positions, partial),
+    )
 
 
 def _rope(

@@ -2408,6 +2408,9 @@ REFUSED: dict[str, Case] = {
         gemma3(_sliding_window_pattern=2, sliding_window_pattern=...), "_sliding_window_pattern"
     ),
     "flat rope in Gemma": Case(gemma3(rope_parameters={"rope_theta": 1e5}), "rope_theta"),
+    "flat rope in Gemma 4": Case(
+        gemma4({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}), "move it into these"
+    ),
     "flat yarn in OLMo 3": Case(
         PUBLISHED["Olmo-3-7B"]
         | {"rope_scaling": None, "rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 5e5}},
