@@ -712,7 +712,10 @@ class Config(MediaSettings, kw_only=True):
         ),
     ] = []
     tool_timeout: Annotated[float, Doc(description="seconds that one call to an MCP server may take")] = 60.0
-    drain_timeout: Annotated[float, Doc(description="seconds running requests may take after SIGTERM")] = 30.0
+    drain_timeout: Annotated[
+        float,
+        Doc(description="seconds requests may take after SIGTERM, and tiers for what they have left"),
+    ] = 30.0
     watchdog_timeout: Annotated[
         float,
         Doc(

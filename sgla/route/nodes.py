@@ -142,7 +142,7 @@ class Nodes:
         if self._local.over.done() and not self._links:
             self._end(self._local.over.result())
 
-    async def close(self) -> int:
+    async def close(self, saving: float) -> int:
         self._end(EXIT_OK)
         await asyncio.to_thread(self._listener.close)
         links = list(self._links.values())
@@ -150,7 +150,7 @@ class Nodes:
         for link in links:
             link.post(Leave())
         parting = [asyncio.to_thread(link.finish, PARTING) for link in links]
-        code, *_ = await asyncio.gather(self._local.close(), *parting)
+        code, *_ = await asyncio.gather(self._local.close(saving), *parting)
         return code or self.over.result()
 
 

@@ -176,11 +176,11 @@ class Places(Protocol):
 
 
 class Group(Protocol):
-    """Replicas of this host, or of several. ``over``: see ``Replicas``."""
+    """Replicas of this host, or of several. ``over`` and ``close``: see ``Replicas``."""
 
     over: asyncio.Future[int]
 
-    async def close(self) -> int: ...
+    async def close(self, saving: float) -> int: ...
 
 
 class Replicas:
@@ -202,15 +202,16 @@ class Replicas:
         for task in self._tasks:
             task.add_done_callback(self._lost)
 
-    async def close(self) -> int:
-        """End all; the exit code."""
+    async def close(self, saving: float = 0.0) -> int:
+        """End all; the exit code. ``saving``: seconds that a store may take for what requests have left. A
+        second call, when the first has been cancelled, ends them at once."""
         self._ending = True
         for replica in self._running.values():
             replica.stop()
         for task in self._tasks:
             if not self._first.is_set():
                 task.cancel()
-        await asyncio.wait(self._tasks, timeout=END)
+        await asyncio.wait(self._tasks, timeout=END + (saving if self._config.kv_store else 0.0))
         for replica in self._running.values():
             processes.end(replica.process)
         for task in self._tasks:

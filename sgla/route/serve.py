@@ -117,9 +117,10 @@ async def serve(
         waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), group.over]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     balancer.draining = True
-    draining = asyncio.ensure_future(fronts.drain())
+    deadline = clock.now() + config.drain_timeout
+    draining, hurrying = asyncio.ensure_future(fronts.drain()), asyncio.ensure_future(hurry.wait())
     await asyncio.wait(
-        [draining, asyncio.ensure_future(hurry.wait())],
+        [draining, hurrying],
         timeout=config.drain_timeout,
         return_when=asyncio.FIRST_COMPLETED,
     )
@@ -127,7 +128,14 @@ async def serve(
     await fronts.end()
     discovery.close()
     await watch.close()
-    return 0 if group is None else await group.close()
+    if group is None:
+        return 0
+    closing = asyncio.ensure_future(group.close(max(0.0, deadline - clock.now())))
+    await asyncio.wait([closing, hurrying], return_when=asyncio.FIRST_COMPLETED)
+    if closing.done():
+        return closing.result()
+    closing.cancel()
+    return await group.close(0.0)
 
 
 class LocalFront:

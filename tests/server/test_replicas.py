@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import os
 import queue
 import signal
@@ -147,11 +148,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> type[Short]:
     return Short
 
 
-def group(count: int) -> tuple[Balancer, Replicas]:
-    balancer = Balancer(RouteConfig())
-    return balancer, Replicas(
-        balancer, "http://all", of_replica(Config(dp=count)), [Share(cores=(i,)) for i in range(count)]
-    )
+def group(count: int, store: str | None = None) -> tuple[Balancer, Replicas]:
+    balancer, config = Balancer(RouteConfig()), of_replica(Config(dp=count, kv_store=store))
+    return balancer, Replicas(balancer, "http://all", config, [Share(cores=(i,)) for i in range(count)])
 
 
 async def test_who_ends_is_started_anew(short: type[Short], capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +171,43 @@ async def test_restarts_have_an_end(short: type[Short]) -> None:
     assert await running.over == EXIT_DIED
     assert await running.close() == EXIT_DIED
     assert short.made == [0] * (RESTARTS + 1)
+
+
+@pytest.mark.parametrize("store", [None, "/store"])
+async def test_replicas_end_when_a_store_has_what_requests_have_left(
+    store: str | None, short: type[Short], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take what is left of the drain, but for a second signal."""
+    stop, asked = Short.stop, list[str]()
+
+    def later(replica: Short) -> None:
+        asked.append(replica.url)
+        asyncio.get_running_loop().call_later(0.2, stop, replica)
+
+    monkeypatch.setattr(Short, "stop", later)
+    monkeypatch.setattr(module, "END", 0.01)
+    balancer, running = group(2, store)
+    while len(balancer.workers) < 2:
+        await asyncio.sleep(0)
+    assert await running.close(30.0) == 0
+    assert bool(running._running) == (store is None)
+    assert len(set(asked)) == 2
+
+
+async def test_replicas_are_told_twice_to_end_at_once(
+    short: type[Short], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(Short, "stop", lambda replica: asked.append(replica.url))
+    monkeypatch.setattr(module, "END", 0.01)
+    balancer, running = group(1, "/store")
+    while not balancer.workers:
+        await asyncio.sleep(0)
+    closing = asyncio.ensure_future(running.close(math.inf))
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    assert await running.close() == 0
+    assert len(asked) == 2
 
 
 async def test_wrong_settings_end_all(short: type[Short]) -> None:
