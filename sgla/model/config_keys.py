@@ -35,7 +35,7 @@ _NOT_NULL = frozenset(
     layer_norm_elementwise_affine mamba_proj_bias mamba_conv_bias mamba_d_conv mamba_expand mamba_n_groups
     mamba_dt_limit n_shared_experts embedding_fraction expansion_ratio learned_pos_emb no_bias norm_type
     apply_residual_connection_post_layernorm slow_but_exact num_hidden_layers use_attention_gate
-    use_sandwich_norm
+    use_sandwich_norm use_post_norm
     """.split()  # noqa: SIM905
 )
 # Keys whose value is a number, where HF's class fills in a null.

@@ -2771,6 +2771,7 @@ REFUSED: dict[str, Case] = {
             ("GemmaForCausalLM", "gemma", "use_bidirectional_attention", True),
             ("MistralForCausalLM", "mistral", "attention_bias", True),
             ("GraniteForCausalLM", "granite", "residual_multiplier", 0),
+            ("HyperCLOVAXForCausalLM", "hyperclovax", "logits_scaling", 0),
             ("ArceeForCausalLM", "arcee", "hidden_act", "xielu"),
             ("ApertusForCausalLM", "apertus", "hidden_act", "silu"),
             ("PhiForCausalLM", "phi", "qk_layernorm", True),

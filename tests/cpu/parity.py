@@ -91,6 +91,7 @@ LAYOUTS: dict[str, Layouts] = {
     "mistral": Layouts(other=WINDOW),
     "phi3": Layouts(other=WINDOW | {"rope_parameters": FAST | {"partial_rotary_factor": 0.5}}),
     "granite": Layouts({"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0}),
+    "hyperclovax": Layouts({"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.3}),
     "smollm3": Layouts(other={"no_rope_layers": [0, 1, 1]}),
     "seed_oss": Layouts({"head_dim": 16}),
     "helium": Layouts({"head_dim": 8}, heads=EVERY_HEAD | {"head_dim": 16}),
@@ -415,7 +416,6 @@ GENERIC: dict[str, dict[str, Any]] = {
     "gpt_neox": {},  # parallel blocks
     "granite_swa": MIXED | {"logits_scaling": 3.0, "attention_multiplier": 0.2},  # sinks
     "granitemoe_swa": MIXED | {"num_local_experts": 4},
-    "hyperclovax": {},
     "kolibri1": {"head_dim": 8},
     "laguna": FEW | {"head_dim": 8},
     "mellum": FEW | {"head_dim": 8},

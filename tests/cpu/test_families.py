@@ -75,6 +75,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "hyperclovax": (
+        "hyperclovax",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.3,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "smollm3 listed": ("smollm3", {"no_rope_layers": [0, 1, 1]}),
     "seed-oss": ("seed_oss", {"head_dim": 16}),

@@ -114,6 +114,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "HunYuanDenseV1ForCausalLM": {"model_type": "hunyuan_v1_dense"},
     "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"},
     "Olmo2ForCausalLM": {"model_type": "olmo2", "head_dim": None},
+    "HyperCLOVAXForCausalLM": {
+        "model_type": "hyperclovax",
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.3,
+    },
     "Starcoder2ForCausalLM": {"model_type": "starcoder2"},
     "Qwen2MoeForCausalLM": {
         "model_type": "qwen2_moe",

@@ -144,6 +144,15 @@ FAMILIES = {
         gguf=(Gguf("granite", permuted=True),),
         nulls=KV_HEADS,
     ),
+    "HyperCLOVAXForCausalLM": Family(
+        ("hyperclovax",),
+        DECODER | sizes(32000, 4096, 11008, 32, 32, 2048) | GRANITE | BIASES | {"attention_multiplier": None},
+        CAUSAL | {"use_post_norm": True},
+        model="sgla.model.hyperclova:HyperClova",
+        completed="sgla.model.hyperclova_spec:with_logit_scale",
+        nulls=(*HEAD_DIM, *KV_HEADS, "attention_multiplier"),
+        honoured=("use_post_norm",),
+    ),
     "SmolLM3ForCausalLM": Family(
         ("smollm3",),
         DECODER
