@@ -91,7 +91,10 @@ def but_first_of(step: int) -> Windows:
     """In all layers but the first of ``step`` each."""
 
     def windows(c: Reader, layers: int) -> tuple[int, ...]:
-        return tuple(_window(c) if i % step else 0 for i in range(layers))
+        window = _window(c)
+        if not window:
+            raise c.error("sliding_window", "a number of tokens")
+        return tuple(window if i % step else 0 for i in range(layers))
 
     return windows
 

@@ -341,8 +341,8 @@ FAMILIES = {
         },
         CAUSAL,
         model="sgla.model.llama:Llama",
-        nulls=(*HEAD_DIM, *KV_HEADS),
-        windows=listed(but_first_of(4), optional=True),
+        nulls=("rope_theta",),
+        windows=listed(but_first_of(4)),
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         ("hunyuan_v1_dense",),
