@@ -91,4 +91,4 @@ def balance(counts: Sequence[int], homes: Homes) -> float:
     """The mean of what ranks have to do, against the most: 1 is best."""
     copies = [sum(expert in held for held in homes) for expert in range(len(counts))]
     work = [sum(counts[expert] / copies[expert] for expert in held) for held in homes]
-    return sum(work) / len(work) / max(work) if any(work) else 1.0
+    return min(sum(work) / len(work) / max(work), 1.0) if any(work) else 1.0

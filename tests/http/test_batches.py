@@ -380,6 +380,43 @@ async def test_a_cancelled_batch_keeps_what_is_done(serve: Serve) -> None:
     assert (await site.client.files.delete(batch.input_file_id)).deleted
 
 
+async def test_a_line_that_is_cancelled_before_it_begins_gives_its_place_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, next_ = site.app[RUNNER], Runner._next
+
+    async def ends(self: Runner, batch: Any, *more: Any) -> Any:
+        if batch.running:
+            raise asyncio.CancelledError
+        return await next_(self, batch, *more)
+
+    free = runner._turns._free
+    monkeypatch.setattr(Runner, "_next", ends)
+    batch = await started(site.client, line(0), line(1))
+    while (waiting := runner._turns._free) == free and batch.id in runner.batches:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    assert waiting <= free == runner._turns._free
+
+
+async def test_a_batch_ends_whose_canceller_has_gone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, begun = BatchStore.save, asyncio.Event()
+
+    async def never(self: BatchStore, batch: Any) -> None:
+        if batch.seen["status"] == "cancelling":
+            begun.set()
+            await asyncio.Event().wait()
+        await save(self, batch)
+
+    monkeypatch.setattr(BatchStore, "save", never)
+    site.ingress.manual = True
+    batch = await started(site.client, *map(line, range(3)))
+    gone = asyncio.ensure_future(site.client.batches.cancel(batch.id))
+    await begun.wait()
+    gone.cancel()
+    assert (await ended(site.client, batch.id)).status == "cancelled"
+
+
 @pytest.mark.parametrize(("asked", "status"), [(line(0), "completed"), (b"{", "failed")])
 async def test_a_batch_that_ends_can_no_longer_be_cancelled(
     site: Site, monkeypatch: pytest.MonkeyPatch, asked: bytes, status: str

@@ -186,8 +186,10 @@ async def cancel(request: web.Request) -> web.Response:
         return web.Response(body=before, content_type="application/json")
     batch.become("cancelling")
     json = encode(batch.shown())
-    await runner.store.save(batch)
-    runner.end(batch, "cancelled")
+    try:
+        await runner.store.save(batch)
+    finally:  # also when the client has gone meanwhile
+        runner.end(batch, "cancelled")
     return web.Response(body=json, content_type="application/json")
 
 

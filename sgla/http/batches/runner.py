@@ -201,7 +201,9 @@ class Runner:
             await again.few()
             admission = Admission(batch, found.number, found.size)
             await self._turns.admit(admission)
-            group.create_task(self._answer(admission, lines, found, again))
+            task = group.create_task(self._answer(admission, lines, found, again))
+            # By itself one that is cancelled before its first step would give nothing back.
+            task.add_done_callback(partial(self._release, admission))
 
     async def _until_loaded(self) -> None:
         assert self._start is not None
@@ -344,18 +346,18 @@ class Runner:
         """Run a line, and keep its answer.
         Where the server has no room for it, others are admitted in its place for a while."""
         batch, uid, delay = admission.batch, line_id(), WAITS[0]
-        try:
-            while (kept := await self._asked(admission, lines, found, uid)) is None:
-                async with again:
-                    self._turns.release(admission)
-                    await asyncio.sleep(delay)
-                    delay = min(2 * delay, WAITS[1])
-                    await self._turns.admit(admission)
-            data, failed = kept
-            await self.store.keep(batch, found.number, data, failed)
-            self._server.metrics.batch_line(failed)
-        finally:
-            self._turns.release(admission)
+        while (kept := await self._asked(admission, lines, found, uid)) is None:
+            async with again:
+                self._turns.release(admission)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, WAITS[1])
+                await self._turns.admit(admission)
+        data, failed = kept
+        await self.store.keep(batch, found.number, data, failed)
+        self._server.metrics.batch_line(failed)
+
+    def _release(self, admission: Admission, task: asyncio.Task[None]) -> None:
+        self._turns.release(admission)
 
     async def _asked(
         self, admission: Admission, lines: Lines, found: Numbered, uid: str

@@ -103,7 +103,7 @@ class Kernel:
             if self.shared > 48 << 10:
                 code = driver().cuFuncSetAttribute(function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, self.shared)
                 check(code, f"{self.shared} bytes of shared memory for {self._name}")
-            self._function = function
+            self._module, self._function = module, function
         return self._function
 
     def clusters(self, threads: int) -> int:
