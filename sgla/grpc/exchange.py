@@ -65,7 +65,9 @@ class Exchange:
             self._room.release()
             await self._refuse(rid, error)
             return
-        self._running[rid] = tasks.create_task(self._answer(one, kind, request))
+        task = self._running[rid] = tasks.create_task(self._answer(one, kind, request))
+        # By itself one that is cancelled before its first step would give nothing back.
+        task.add_done_callback(lambda _: share.close())
 
     async def _answer(self, call: Call, kind: str, request: Any) -> None:
         rid = request.request_id
@@ -79,7 +81,6 @@ class Exchange:
         except SglaError as error:
             await self._refuse(rid, error)
         finally:
-            call.share.close()
             self._room.release()
             self._running.pop(rid, None)
 

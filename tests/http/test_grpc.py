@@ -17,10 +17,14 @@ from http_site import Serve, Site
 
 from sgla.cli.serve import others
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import BadRequest, ConfigError
 from sgla.grpc import require
+from sgla.grpc.calls import Call
+from sgla.grpc.exchange import Exchange
 from sgla.grpc.proto import OWN, SGLANG, VLLM, make, message, pool
 from sgla.grpc.server import start
+from sgla.http.bodies import Share
+from sgla.http.clients import Client
 from sgla.http.server import SERVER
 from sgla.messages import Event, Pooling, Rejected, Usage
 
@@ -663,6 +667,23 @@ async def test_exchange_that_is_left_or_broken(connect: Connect) -> None:
     assert caught.value.code() == Code.INVALID_ARGUMENT
     await until(lambda: not ingress.open_jobs)
     assert calls.site.app[SERVER].memory.used == 0
+
+
+async def test_an_exchange_that_breaks_before_a_request_begins_holds_nothing(calls: Calls) -> None:
+    """Both messages are there at once."""
+    server = calls.site.app[SERVER]
+    ask = make(OWN, "Ask", generate=asks(rid="a", stream=True)).SerializeToString()
+    messages = iter([ask, b"\xff"])
+
+    async def read() -> bytes | None:
+        return next(messages, None)
+
+    async def send(message: Any) -> None: ...
+
+    client = Client("somebody")
+    with pytest.raises(BadRequest):
+        await Exchange(Call(server, client, Share(server.memory, client.name), send), read).run()
+    assert server.memory.used == 0
 
 
 async def test_exchanges_that_wait_keep_nobody_out(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
