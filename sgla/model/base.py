@@ -111,6 +111,11 @@ class Block(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
+def scaled(x: Tensor, by: float) -> Tensor:
+    """What joins the residual stream (``ModelSpec.residual_scale``)."""
+    return x if by == 1.0 else x * by
+
+
 def elsewhere(spec: ModelSpec) -> Iterator[str]:
     """Prefixes of tensors that other stages have, or nobody: those of ``spec.predictors``."""
     for layer in range(spec.layers + spec.predictors):

@@ -1,5 +1,5 @@
-"""Gemma 2 (arXiv 2408.00118) and Gemma 3, text (arXiv 2503.19786), and GLM 4 of 2025:
-norms around each sub-block."""
+"""Gemma 2 (arXiv 2408.00118) and Gemma 3, text (arXiv 2503.19786), GLM 4 of 2025, and HyperCLOVA X:
+norms around each sub-block (Peri-LN, arXiv 2502.02732)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
-from sgla.model.base import Decoder
+from sgla.model.base import Decoder, scaled
 
 
 class Block:
@@ -23,6 +23,7 @@ class Block:
         )
         self.attention = model.attention(build, f"{name}.self_attn", index)
         self.mlp = model.mlp(build, f"{name}.mlp", index)
+        self.scale = model.spec.residual_scale
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
@@ -32,8 +33,8 @@ class Block:
         if rows is not None:
             x, h = ops.gather(x, rows), ops.gather(h, rows)
         x = self.after_attention(self.attention.out(x))
-        x, h = self.before_mlp.add(x, h)
-        return self.after_mlp(self.mlp(x)), h
+        x, h = self.before_mlp.add(scaled(x, self.scale), h)
+        return scaled(self.after_mlp(self.mlp(x)), self.scale), h
 
 
 class Gemma3(Decoder):
@@ -61,4 +62,11 @@ class Glm4(Gemma3):
     """Other names for the norms (HF ``Glm4ForCausalLM``)."""
 
     norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    ignored = ()
+
+
+class HyperClova(Gemma3):
+    """Granite's multipliers with norms around each sub-block (arXiv 2506.22403)."""
+
+    norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
     ignored = ()

@@ -12,7 +12,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
-from sgla.model.base import Decoder
+from sgla.model.base import Decoder, scaled
 
 _TOWER = ("vision_tower", "multi_modal_projector")
 
@@ -32,11 +32,8 @@ class Block:
         x = self.attention(x, batch, kv)
         if rows is not None:
             x, h = ops.gather(x, rows), ops.gather(h, rows)
-        x, h = self.mlp_norm.add(self._scaled(self.attention.out(x)), h)
-        return self._scaled(self.mlp(x)), h
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.scale == 1.0 else x * self.scale
+        x, h = self.mlp_norm.add(scaled(self.attention.out(x), self.scale), h)
+        return scaled(self.mlp(x), self.scale), h
 
 
 class Llama(Decoder):

@@ -148,7 +148,7 @@ FAMILIES = {
         ("hyperclovax",),
         DECODER | sizes(32000, 4096, 11008, 32, 32, 2048) | GRANITE | BIASES | {"attention_multiplier": None},
         CAUSAL | {"use_post_norm": True},
-        model="sgla.model.hyperclova:HyperClova",
+        model="sgla.model.gemma:HyperClova",
         completed="sgla.model.hyperclova_spec:with_logit_scale",
         nulls=(*HEAD_DIM, *KV_HEADS, "attention_multiplier"),
         honoured=("use_post_norm",),
