@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import mul
 from typing import Any, NamedTuple, Protocol
 
@@ -136,8 +137,8 @@ class HostTier:
                 at += size
         self._sections = sorted(sections, key=lambda section: section.band)
         self.toll = Toll()
-        inward = Route(self._cross_in, self._scatter, TOLL_IN, self._rows_in, ROWS_IN)
-        outward = Route(self._gather, self._cross_out, TOLL_OUT, self._rows_out, ROWS_OUT)
+        inward = Route(self._cross_in, self._scatter, TOLL_IN, partial(self._rows, inward=True), ROWS_IN)
+        outward = Route(self._gather, self._cross_out, TOLL_OUT, partial(self._rows, inward=False), ROWS_OUT)
         self._in, self._out = Lane(staging[0], inward, self.toll), Lane(staging[1], outward, self.toll)
         self._early: list[Crossing] = []  # that have been told of, and that no step has waited for
         self._unended: list[Crossing] = []  # that have been told of
@@ -218,16 +219,8 @@ class HostTier:
                 self.wait([c for c in self._early if _meet(c, [column(u) for u in units])])
 
     def _cross_in(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if not self._fits(chunk, half):
-            return
-        section = self._sections[chunk.section]
-        if section.split and section.parts is not None:
-            here, there, sizes = section.parts.staged(half, chunk.places)
-            copy_rows(here, there, sizes)
-            return
-        rows = _rows_of(half, section, len(chunk.units))
-        for first, count, place in runs_of(chunk.places.tolist()):
-            rows[first : first + count].copy_(section.beside[place : place + count], non_blocking=True)
+        if self._fits(chunk, half):
+            self._cross(chunk, half, True)
 
     def _scatter(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
         if not self._fits(chunk, half):
@@ -243,30 +236,26 @@ class HostTier:
             torch.index_select(tensor, 0, index, out=part)
 
     def _cross_out(self, chunk: Chunk, index: Tensor, half: Tensor) -> None:
-        if not self._fits(chunk, half):
+        if self._fits(chunk, half):
+            self._cross(chunk, half, False)
+        else:
             self._direct(chunk, False)
-            return
+
+    def _cross(self, chunk: Chunk, half: Tensor, inward: bool) -> None:
+        """Between where it is staged and its places beside the device."""
         section = self._sections[chunk.section]
         if section.split and section.parts is not None:
-            here, there, sizes = section.parts.staged(half, chunk.places)
-            copy_rows(there, here, sizes)
+            _copy_rows(section.parts.staged(half, chunk.places), inward)
             return
         rows = _rows_of(half, section, len(chunk.units))
         for first, count, place in runs_of(chunk.places.tolist()):
-            section.beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
+            _copy(rows[first : first + count], section.beside[place : place + count], inward)
 
-    def _rows_in(self, chunk: Chunk) -> None:
-        here, there, sizes = self._rows(chunk)
-        copy_rows(here, there, sizes)
-
-    def _rows_out(self, chunk: Chunk) -> None:
-        here, there, sizes = self._rows(chunk)
-        copy_rows(there, here, sizes)
-
-    def _rows(self, chunk: Chunk) -> tuple[Int64s, Int64s, Int64s]:
+    def _rows(self, chunk: Chunk, inward: bool) -> None:
+        """Between the device and beside it, at once."""
         parts = self._sections[chunk.section].parts
         assert parts is not None
-        return parts.rows(chunk.units, chunk.places)
+        _copy_rows(parts.rows(chunk.units, chunk.places), inward)
 
     def _fits(self, chunk: Chunk, half: Tensor) -> bool:
         """There are units, and room for them where they are staged."""
@@ -276,14 +265,13 @@ class HostTier:
         """Units that are large: each part crosses by itself."""
         section = self._sections[chunk.section]
         if section.split and len(chunk.units):
-            (self._rows_in if inward else self._rows_out)(chunk)
+            self._rows(chunk, inward)
             return
         for unit, place in zip(chunk.units.tolist(), chunk.places.tolist()):
             beside = parts_of(section.beside[place : place + 1], section.memory)
             for tensor, part in zip(section.memory, beside):
                 for here, there in zip(tensor[unit], part[0]):
-                    ends = (here, there) if inward else (there, here)
-                    ends[0].copy_(ends[1], non_blocking=True)
+                    _copy(here, there, inward)
 
     def _pairs(self, chunk: Chunk, half: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Memory on the device, and what is staged of it, as ``[n, parts, width]``."""
@@ -377,6 +365,18 @@ def split_of(staged: Tensor, tensors: Sequence[Tensor], n: int) -> list[Tensor]:
         parts.append(staged[at : at + size].view(tensor.dtype).view(count, n, width).transpose(0, 1))
         at += size
     return parts
+
+
+def _copy(here: Tensor, there: Tensor, inward: bool) -> None:
+    target, source = (here, there) if inward else (there, here)
+    target.copy_(source, non_blocking=True)
+
+
+def _copy_rows(rows: tuple[Int64s, Int64s, Int64s], inward: bool) -> None:
+    """``rows``: as ``Parts.rows`` has them."""
+    here, there, sizes = rows
+    target, source = (here, there) if inward else (there, here)
+    copy_rows(target, source, sizes)
 
 
 def _rows_of(half: Tensor, section: Section, n: int) -> Tensor:

@@ -297,7 +297,7 @@ def test_rows_of_places_far_away_are_found() -> None:
         parts = section.parts._replace(beside=np.zeros(1, np.int64), far=np.array([width]))
         world.tier._sections[0] = section._replace(parts=parts)
         there = np.array([place], np.int32)
-        world.tier._rows_in(Chunk(0, there, there, width=width, rows=1, long=False, closes=True))
+        world.tier._rows(Chunk(0, there, there, width=width, rows=1, long=False, closes=True), inward=True)
     assert found[1][0] == place * width
 
 
