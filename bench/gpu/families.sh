@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Models that fit one H200: W1 and W2 of any folder of bench/models by its name, with -fp8 behind it in fp8, with -generic through
-# transformers' module; some have settings of their own:
+# Models that fit one H200: W1 and W2 of any folder of bench/models by its name, with -fp8 behind it in fp8, with -int4 as
+# llm-compressor writes 4 bits in groups of 128, with -generic through transformers' module; some have settings of their own:
 #   gpt2                   a step of one row and of 64 in place of both, since its context is shorter than W1 asks for
 #   qwen3.6-35b-a3b-fp8    W2, and 128 requests of 8192 in and 1024 out
 #   qwen3.6-35b-a3b-most   these requests in bfloat16
@@ -14,13 +14,30 @@ LIMIT=${LIMIT:-560}
 words=$(mktemp -d)
 trap 'rm -rf "$words"' EXIT
 
-# family NAME SECONDS MODEL EXTRA ARGUMENTS...: of bench/offline.py; EXTRA begins with ", " or is empty.
+# family NAME SECONDS MODEL EXTRA ARGUMENTS...: of bench/offline.py; MODEL is a folder of bench/models or a path, EXTRA begins with ", "
+# or is empty.
 family() {
-    local name=$1 limit=$2 model=bench/models/$3 extra=$4
+    local name=$1 limit=$2 model=$3 extra=$4
+    [[ $model = */* ]] || model=bench/models/$model
     shift 4
     $python bench/words.py "$model" "$words/$name" || return
     part "$name" "$limit" bench/offline.py --model "$model" --repeat "${REPEAT:-1}" "$@" \
         --extra "{\"tokenizer\": \"$words/$name\"$extra}"
+}
+
+# int4 MODEL: a folder whose config.json says so, beside its tokenizer. Routers stay as they are.
+int4() {
+    local model=$words/$1-w4a16
+    cp -r "bench/models/$1" "$model"
+    $python - "$model/config.json" <<'PY' || return
+import json, sys
+path = sys.argv[1]; model = json.load(open(path))
+weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False, "actorder": None}
+model["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}}, "ignore": ["lm_head", "re:.*gate$"]}
+json.dump(model, open(path, "w"))
+PY
+    family "$1-int4" 170 "$model" "" --tag int4 --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096
 }
 
 for each in "$@"; do
@@ -34,6 +51,7 @@ for each in "$@"; do
         part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192
         part "$each" 60 bench/step.py --model bench/models/qwen3.6-35b-a3b --batches 1,16 --context 8192 --quantization fp8 ;;
     *-fp8) family "$each" 150 "${each%-fp8}" ', "quantization": "fp8"' --tag fp8 --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096 ;;
+    *-int4) int4 "${each%-int4}" ;;
     *-generic) family "$each" 150 "${each%-generic}" ', "model_impl": "transformers"' --tag generic --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096 ;;
     *) family "$each" 130 "$each" "" --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096 ;;
     esac
