@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import av
 import numpy as np
 
 WATCH = "sgla.media.watch:video"
@@ -22,6 +21,8 @@ def clip(
     **options: str,
 ) -> bytes:
     """A pattern that moves, in colours. ``gap``: from a frame to the next, in times of one."""
+    import av  # few who import this file write videos
+
     small = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
     shown = np.kron(small, np.ones((8, 8, 1), np.uint8))
     out = io.BytesIO()
