@@ -42,6 +42,7 @@ from sgla.kernels.gpu import tuning
 from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 from sgla.model.read import read_decoder
+from sgla.worker.batch import state_columns
 from sgla.worker.cuda import CudaRunner
 from sgla.worker.flights import Flight
 
@@ -94,16 +95,27 @@ def plan(step: int, rows: int, start: int, new: list[NewRow] | None = None, gues
     )
 
 
+def guess(runner: CudaRunner, rows: int, context: int, guesses: int) -> torch.cuda.CUDAGraph:
+    """The graph of rows that verify so many guesses, all of which are there: their columns are on the GPU,
+    where it would take those of another size for its own."""
+    size = next(size for size in runner.graphs.sizes if size >= rows * (guesses + 1))
+    slots = np.repeat(np.arange(rows, dtype=np.int32), guesses + 1)
+    starts = np.tile(context - guesses + np.arange(guesses + 1, dtype=np.int32), rows)
+    states = state_columns(plan(0, rows, context), slots, starts, runner.steps.tables.host)
+    runner.graphs._send(slots, starts, size, states)
+    return runner.graphs._graphs[size]
+
+
 def measure(
     runner: CudaRunner, rows: int, context: int, sampling: RowSampling, steps: int, guesses: int = 0
 ) -> dict[str, float]:
     admit(runner, rows, context, sampling)
-    size = next(size for size in runner.graphs.sizes if size >= rows * (guesses + 1))
+    graph = guess(runner, rows, context, guesses)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
     for _ in range(steps):
-        runner.graphs._graphs[size].replay()
+        graph.replay()
     end.record()
     end.synchronize()
     graph_ms = begin.elapsed_time(end) / steps
@@ -145,10 +157,8 @@ def profile_decode(runner: CudaRunner, rows: int, context: int, trace: Path | No
 def profile_guesses(runner: CudaRunner, guesses: int, context: int, trace: Path | None) -> dict[str, Any]:
     """The graph of one row that verifies so many guesses, all of which are there."""
     admit(runner, 1, context, DRAWN)
-    size = next(size for size in runner.graphs.sizes if size > guesses)
-    slots = np.zeros(guesses + 1, np.int32)
-    runner.graphs._send(slots, context - guesses + np.arange(guesses + 1, dtype=np.int32), size)
-    found = profile(runner, runner.graphs._graphs[size].replay, Load(guesses + 1, context, 0), trace)
+    graph = guess(runner, 1, context, guesses)
+    found = profile(runner, graph.replay, Load(guesses + 1, context, 0), trace)
     return {"guesses": guesses} | found
 
 
