@@ -6,7 +6,10 @@
 #   copy: the demo model, if its file has come along in ~/.cache/sgla (goal: >= 2 times), repeats code and tells a story
 #   blocks: Qwen3-8B, one stream, a head of the shape of DFlash's published ones and one of EAGLE-3's; four fifths right, and none
 #   beside: Qwen3-0.6B and Qwen3-8B, one stream, without a head and with one of EAGLE-3's shape; none right (<= 3 %), and four fifths
+#   mixture: the same of Qwen3-30B-A3B, whose steps of one row are one kernel, none right
+#   medusa: Qwen3-8B, one stream, five heads of Medusa's shape; four fifths right, and none
 #   crowd: 64 streams of Qwen3-8B without guesses, with n-grams and with a head of EAGLE-3 (goal: not slower)
+#   hundreds: 256 streams, without guesses and with a head of EAGLE-3, by turns
 set -uo pipefail
 LIMIT=${LIMIT:-75}
 . bench/gpu/parts.sh
@@ -22,18 +25,33 @@ for each in ${*:-small copy}; do
         ;;
     copy) part copy 30 bench/drafts.py --device cuda --tokens 400 --repeat 3 --kv 2 --algorithm ngram ;;
     blocks)
-        part blocks 50 $large --algorithm dflash --draft bench/heads/qwen3-8b-dflash --accept 0.8,0 --guesses 15,8,5
-        part heads 45 $large --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
+        blocks="--algorithm dflash --draft bench/heads/qwen3-8b-dflash"
+        part blocks 45 ${large/ --alone/} $blocks --accept 0 --guesses 15
+        part blocks 40 $large $blocks --accept 0.8 --guesses 15,8,5
+        part heads 33 $large --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
         ;;
     beside)
         head="--algorithm eagle3 --guesses 5 --draft bench/heads"
         part small 50 ${small/ --alone/} $head/qwen3-0.6b --accept 0,0.8
         part large 60 ${large/ --alone/} $head/qwen3-8b --accept 0
         ;;
+    mixture)
+        mixture="${small/ --alone/} --algorithm eagle3 --guesses 5"
+        part mixture 70 ${mixture//qwen3-0.6b/qwen3-30b-a3b} --draft bench/heads/qwen3-30b-a3b --accept 0
+        ;;
+    medusa)
+        medusa="--algorithm medusa --guesses 5 --draft bench/heads/qwen3-8b-medusa"
+        part medusa 50 ${large/ --alone/} $medusa --accept 0
+        part medusa 40 $large $medusa --accept 0.8
+        ;;
     crowd)
         part none 40 $crowd --algorithm off
         part ngram 40 $crowd --algorithm ngram
         part head 45 $crowd --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
+        ;;
+    hundreds)
+        many=${large/--tokens 512 --repeat 3 --kv 4/--tokens 256 --repeat 2 --kv 31}
+        part hundreds 70 ${many/ --alone/} --rows 256 --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
         ;;
     esac
 done

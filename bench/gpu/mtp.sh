@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3.6-35B-A3B with its own layer that guesses, of whose guesses four fifths are taken as right, and without it, on one H200: no network,
 # random weights. Run it in the repository's root; results into $OUT (mtp.jsonl: a JSON line each; mtp.log: what was printed). At most 150 s.
-#   PYTHON=python3 BENCH_COMMIT=abc1234 OUT=/tmp/out bash bench/gpu/mtp.sh [rounded]
+#   PYTHON=python3 BENCH_COMMIT=abc1234 OUT=/tmp/out bash bench/gpu/mtp.sh [rounded | wrong]
 set -uo pipefail
 LIMIT=${LIMIT:-148}
 . bench/gpu/parts.sh
@@ -12,6 +12,12 @@ if [[ ${1:-} == rounded ]]; then # an output layer of 4 bits makes the guesses
         extra=(); [[ $kind == none ]] || extra=(--extra '{"speculative_head_quantization": "'$kind'"}')
         part "$kind" 70 $common --algorithm mtp --accept 0.8 --all --guesses 4,3 --rows 1,16 --tokens 256 --repeat 2 "${extra[@]}"
     done
+    exit
+fi
+if [[ ${1:-} == wrong ]]; then # no guess is right (goal: 3 % longer than without)
+    wrong="${common/loop/free} --rows 1,16 --tokens 512 --repeat 2"
+    part wrong 60 $wrong --algorithm mtp --accept 0 --guesses 3
+    part none 60 $wrong --algorithm off
     exit
 fi
 # Goals: 1.6 ms a token of one stream, 8.1 ms of sixteen. One engine, with up to 4, 3, 2 and 1 guesses.
