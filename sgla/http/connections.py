@@ -282,6 +282,17 @@ class Connection(web.RequestHandler):
         self.lingering = not request.content.is_eof()
         return result
 
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):  # the client has gone before its answer began: nothing to log
+            raise exc
+        return super().handle_error(request, status, exc, message)
+
     def set_resting(self, whether: bool) -> None:
         self._resting = self._loop.time() if whether else None
 

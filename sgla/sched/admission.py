@@ -13,7 +13,7 @@ from sgla.sched.memory import Memory
 from sgla.sched.policy import Auto, order
 from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure, plus
-from sgla.sched.queues import Queues, before_yielding
+from sgla.sched.queues import Queues
 from sgla.sched.request import Request
 from sgla.sched.stats import Ledger
 from sgla.sched.step import Step
@@ -39,9 +39,9 @@ class Admission:
 
     def admit(self, step: Step, budget: Budget, now: float) -> None:
         queues, memory, limits = self._queues, self._memory, self._limits
-        waiting = queues.waiting
-        if not waiting[0].yields and waiting[-1].yields:
-            waiting = waiting[: before_yielding(waiting)]
+        waiting = queues.candidates()
+        if not waiting or budget.tokens <= 0:
+            return
         queues.turns.serve(waiting[0].turn, len(waiting))
         may_displace = limits.policy == "priority" or (bool(queues.running) and queues.running[-1].yields)
         if not (memory.slots or may_displace):

@@ -147,9 +147,9 @@ class Core:
         if prefills or (queues.waiting and not paused):
             first = prefills[0] if prefills else queues.waiting[0]
             budget = self._prefill.budget(step, first.yields)
-            self._prefill.plan(step, prefills, budget)
-            if queues.waiting and budget.tokens > 0:
-                self._admission.admit(step, budget, now)
+            left = self._prefill.plan(step, prefills, budget)
+            self._admission.admit(step, budget, now)
+            self._prefill.go_on(step, left, budget)  # with what those that wait could not take
             self._prefetch.begin()
         self._hurry.reads([*prefills, *step.rows[step.decodes :]])
         self.ahead.expect(step)

@@ -67,20 +67,22 @@ class Prefill:
             return False
         return can_wait(running, waiting, longest) and pressure.fits(pressure.expected(running + waiting))
 
-    def plan(self, step: Step, requests: list[Request], budget: Budget) -> None:
-        """Rows for running ``requests``."""
+    def plan(self, step: Step, requests: list[Request], budget: Budget) -> list[Request]:
+        """Rows for running ``requests``; returns those for which short ones have left nothing."""
         short = self._hurry.shorts(requests)
-        hurried = short + self._hurry.shorts(self._queues.waiting)
+        hurried = short + self._hurry.shorts(self._queues.candidates())
         budget.keep(sum(request.known - request.planned for request in hurried))
-        self._plan(step, [request for request in requests if request not in short], budget)
+        left = self.go_on(step, [request for request in requests if request not in short], budget)
         budget.give_back(SHORT)
-        self._plan(step, short, budget)
+        self.go_on(step, short, budget)
+        return left
 
-    def _plan(self, step: Step, requests: list[Request], budget: Budget) -> None:
+    def go_on(self, step: Step, requests: list[Request], budget: Budget) -> list[Request]:
+        """Rows for ``requests`` as long as the budget lasts; returns the others."""
         waiting = self._queues.waiting
         for i, request in enumerate(requests):
             if budget.tokens <= 0:
-                return
+                return requests[i:]
             if request.state is not State.RUNNING:  # retracted for an earlier row
                 continue
             pages = self._memory.catch_up(request)
@@ -91,6 +93,7 @@ class Prefill:
             count = self._fit(request, self.chunk(request, budget, others))
             if count > 0:
                 self.add(step, request, count, budget)
+        return []
 
     def chunk(self, request: Request, budget: Budget, others: bool) -> int:
         """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can

@@ -59,6 +59,12 @@ class Queues:
         """No request, and no step in flight."""
         return not (self.open or self.draining or self.flights)
 
+    def candidates(self) -> list[Request]:
+        """Of those that wait: those that yield only if nobody else does."""
+        waiting = self.waiting
+        mixed = bool(waiting) and not waiting[0].yields and waiting[-1].yields
+        return waiting[: before_yielding(waiting)] if mixed else waiting
+
     def add(self, submit: Submit, max_new: int, now: float) -> None:
         """A new request, held or waiting."""
         self._seq += 1

@@ -25,6 +25,7 @@ from sgla.actors.system import System
 from sgla.config import Config
 from sgla.http import accepting, connections
 from sgla.http.accepting import AT_ONCE, SEND_BYTES, Site
+from sgla.http.answer import sse
 from sgla.http.app import ROUTES, make_app
 from sgla.http.clients import with_key
 from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, connection_limit
@@ -486,3 +487,23 @@ def test_connections_fit_the_files(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             assert connection_limit(files, asked) == limit
         assert bool(caplog.records) == warned
+
+
+async def test_a_client_that_leaves_as_its_stream_begins_is_no_error(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = b'{"prompt": "abc", "max_tokens": 3, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    first_message = sse.first_message
+    async with serving(limit=16) as server:
+
+        async def leaving(*given: Any) -> None:
+            await first_message(*given)
+            for connection in list(server.listener.connections):
+                connection.abort()  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(sse, "first_message", leaving)
+        reader, _ = await server.connect(head % len(body) + body)
+        assert await ended(reader)
+        await asyncio.sleep(0.1)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from simulation import make_submit
 
 from sgla.messages import CacheGroup, StepCost, StepPlan, StepResult
@@ -53,10 +54,10 @@ class Flood:
         self._count += 1
         heapq.heappush(self._events, (when, self._count, act, given))
 
-    def offer(self, rid: str, tokens: int, outputs: int = 16) -> None:
+    def offer(self, rid: str, tokens: int, outputs: int = 16, yields: bool = False) -> None:
         self.came[rid] = self.now
         prompt = [self.random.randrange(50) for _ in range(tokens)]
-        self.core.offer(make_submit(rid, prompt, max_new=outputs), self.now)
+        self.core.offer(make_submit(rid, prompt, max_new=outputs, yields=yields), self.now)
 
     def shorts(self, rate: float, begin: float, end: float, name: str = "short") -> None:
         """So many a second, at random."""
@@ -247,6 +248,22 @@ def test_a_long_prompt_that_has_left_is_read_no_more() -> None:
     flood.run(2.0)
     assert flood.times[-1][0] > 1.9, "the stream goes on"
     assert not flood.core._hurry.on
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_a_long_prompt_goes_on_though_short_ones_have_no_place(yields: bool) -> None:
+    """They wait for its slot, or yield, as lines of a batch, to another long one that waits for pages."""
+    flood = Flood()
+    changes: dict[str, Any] = {"slots": 3, "groups": [CacheGroup(2600)]} if yields else {"slots": 1}
+    flood.core = Core(replace(flood.limits, step_tokens=256, costs=[], **changes))
+    flood.offer("long", 39_000)
+    flood.plan()
+    if yields:
+        flood.offer("longer", 39_500)
+    for i in range(64):
+        flood.offer(f"short{i}", 100, 1, yields)
+    flood.run(60.0)
+    assert set(flood.ended) == set(flood.came)
 
 
 def test_auto_follows_the_hit_rate() -> None:

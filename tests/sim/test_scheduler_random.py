@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from examples import examples
 from msgspec.structs import replace
 from simulation import Simulation, brief, of_any_kind, random_limits, random_submits
 
+from sgla.sched import hurry, prefill
+from sgla.sched.request import Request
+
 SCENARIOS = 1_600  # four hundred in .ci/run, sixteen thousand in .ci/full
 GUESSING = 1_000  # two hundred and fifty, ten thousand
+HURRIED = 600  # a hundred and fifty, six thousand
 
 
-def play(random: Random, stages: int = 1, guesses: bool = False) -> Simulation:
+def play(random: Random, stages: int = 1, guesses: bool = False, **changes: Any) -> Simulation:
     """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go
-    on. ``guesses``: rows may guess, of which any share is right."""
+    on. ``guesses``: rows may guess, of which any share is right; ``changes``: of the limits."""
     forced, acceptance = random.choice((0, 0, 2, 9)), random.choice((0.0, 0.5, 0.9, 1.0))
-    limits = random_limits(random, hidden=2)
+    limits = random_limits(random, hidden=2, **changes)
     if guesses:
         acceptance, limits = random.random(), replace(limits, drafts=random.choice((1, 2, 3, 8)))
     if stages > 1:
@@ -91,11 +96,30 @@ def test_text_is_the_same_as_alone(stages: int, count: int) -> None:
         pass
 
 
-def scenarios(count: int, stages: int = 1, guesses: bool = False) -> Iterator[Simulation]:
+def test_text_is_the_same_where_short_prompts_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all end, though short ones that have no place meet long ones that are read."""
+    monkeypatch.setattr(hurry, "LONG", 12)
+    for module in (hurry, prefill):
+        monkeypatch.setattr(module, "SHORT", 6)
+    monkeypatch.setattr(hurry.Hurry, "_often", lambda *_: True)
+    begin, hurried = hurry.Hurry.begin, 0
+
+    def counted(self: hurry.Hurry, waiting: Sequence[Request], now: float) -> None:
+        nonlocal hurried
+        begin(self, waiting, now)
+        hurried += self.on
+
+    monkeypatch.setattr(hurry.Hurry, "begin", counted)
+    for _ in scenarios(HURRIED, itl_target=2.0):
+        pass
+    assert hurried > 10 * examples(HURRIED)
+
+
+def scenarios(count: int, stages: int = 1, guesses: bool = False, **changes: Any) -> Iterator[Simulation]:
     """That have been played, and looked at."""
     for seed in range(examples(count)):
         try:
-            simulation = play(Random(seed), stages, guesses)
+            simulation = play(Random(seed), stages, guesses, **changes)
             for rid in simulation.submits:
                 last = simulation.deltas[rid][-1] if simulation.deltas[rid] else None
                 if last is not None and last.finish == "stop" and not last.tokens and last.vector is None:
