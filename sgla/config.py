@@ -409,6 +409,14 @@ class EngineSettings(ModelSettings, kw_only=True):
     kv_cache_bytes: Annotated[
         int | None, Doc(description="size of the KV cache; 512M, 2G are understood")
     ] = None
+    window_ratio: Annotated[
+        float | None,
+        Doc(
+            description="room for tokens in layers with a sliding window, as a part of that in the others: "
+            "with less more tokens fit, and fewer requests run at a time (default: what "
+            "--max-running-requests use, at most three quarters of equal room)"
+        ),
+    ] = None
     memory_fraction: Annotated[
         float,
         Doc(

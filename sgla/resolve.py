@@ -178,6 +178,11 @@ def resolve(
         filling.filled["served_model_name"] = [config.model]
         filling.reasons["served_model_name"] = "the model's name"
     found = [*notes(config, machine, device, encoder), *(spec.notes if spec else ())]
+    windows = set(spec.windows) if isinstance(spec, ModelSpec) else set()
+    if config.window_ratio is not None and (0 not in windows or len(windows) == 1):
+        found.append(
+            "--window-ratio is for models some of whose layers have a sliding window: it changes nothing here"
+        )
     if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
         found.append(
             "the checkpoint is float16 and is computed in bfloat16, which keeps "
@@ -705,7 +710,7 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: Guessing | No
     context = config.context_length or min(spec.context_len, LONGEST)
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
-    demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache)
+    demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache, config.window_ratio)
     own = shared_out(state_of(fullest(config, spec), config.heads_over), config.dcp)
     state = with_draft(own, draft_state(guessing, config.tp))
     return Pool(kv_groups(state, context, dtype), config.page_size, demand)
@@ -839,6 +844,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "kv_cache_bytes": (1, math.inf),
     "kv_host_bytes": (1, math.inf),
     "kv_host_ratio": (0.01, 1000),
+    "window_ratio": (0.001, 1),
     "memory_fraction": (0.05, 1),
     "page_size": (1, 1024),
     "dp": (1, 256),

@@ -149,6 +149,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     # memory
     "gpu-memory-utilization": Alias("memory_fraction"),
     "mem-fraction-static": Alias("memory_fraction"),
+    "swa-full-tokens-ratio": Alias("window_ratio"),
     "cuda-memory-fraction": Alias("memory_fraction"),
     "kv-cache-memory-bytes": Alias("kv_cache_bytes"),
     "block-size": Alias("page_size"),

@@ -82,11 +82,13 @@ class KVGroup(NamedTuple):
 
 class Demand(NamedTuple):
     """What decides how many pages of windows and how many states are of use: requests at a time, tokens of a
-    step, and whether prefixes are kept."""
+    step, and whether prefixes are kept. ``ratio``: pages of windows for each of whole histories, if somebody
+    says so."""
 
     rows: int
     step_tokens: int
     prefixes: bool = True
+    ratio: float | None = None
 
 
 def own_heads(heads: int, rank: int, ranks: int) -> range:
@@ -167,7 +169,7 @@ class Pool(NamedTuple):
     histories, nor than are of use: for every row what it reads, as much again for prefixes in the tree, and a
     step's tokens. Where that is too much, they are three quarters of what they would be if all groups had the
     same number: then short requests, which fill no window, lose a quarter of their places, and long ones win
-    what the windows give up.
+    what the windows give up. Who knows that texts are long can say how many there are (``Demand.ratio``).
 
     States get half of the budget, as long as more than one for each row and one more is of use: for a
     checkpoint every so many tokens of those that the other half holds."""
@@ -211,8 +213,11 @@ class Pool(NamedTuple):
         equal = pages_for(budget, first + sum(others))
         windows = []
         for group in self.groups[1 : len(sizes)]:
-            useful = 2 * self.demand.rows * (self._read(group) + 1) + self._step
-            windows.append(min(equal, max(self._least(group), min(useful, equal * 3 // 4))))
+            wanted = 2 * self.demand.rows * (self._read(group) + 1) + self._step
+            wanted = min(wanted, equal * 3 // 4)
+            if self.demand.ratio is not None:
+                wanted = int(self.demand.ratio * budget / (first + self.demand.ratio * sum(others)))
+            windows.append(min(equal, max(self._least(group), wanted)))
         left = budget - sum(n * b for n, b in zip(windows, others))
         return [max(equal, left // first), *windows]
 

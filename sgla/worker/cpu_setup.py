@@ -50,7 +50,7 @@ class CpuSetup(CpuModel):
         processors = load_processors(config.logits_processors)
         spec, step_tokens = self._stage(source), config.step_tokens or STEP_TOKENS
         slots = most_rows(config, spec, self.pooling, SLOTS)
-        demand = Demand(slots, step_tokens, config.prefix_cache)
+        demand = Demand(slots, step_tokens, config.prefix_cache, config.window_ratio)
         if spec.heard:
             own = slots, self.shard.count, self.place
             self._listening, seeing = open_listening(config, source, spec, dtype, *own)

@@ -107,7 +107,7 @@ class GpuSetup(GpuModel):
     def _make_pool(self, config: Config, peak: Peak) -> tuple[list[CacheGroup], int]:
         """The KV pool, and the context that it holds."""
         steps = self.steps
-        demand = Demand(steps.slots, steps.step_tokens, config.prefix_cache)
+        demand = Demand(steps.slots, steps.step_tokens, config.prefix_cache, config.window_ratio)
         pool = Pool(steps.groups, config.page_size, demand)
         spare = steps.spare * steps.groups[-1].page_bytes(config.page_size)
         copies = threaded(config) * thread_bytes(pool.page_bytes)

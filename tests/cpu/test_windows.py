@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-from config_cases import gemma3
+from config_cases import gemma3, llama
 from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
 
+from sgla.config import Config
 from sgla.layers.spec import StateTensor
 from sgla.messages import CacheGroup, StepPlan, Submit
-from sgla.model.state import Demand, LayerState, Pool, kv_groups
+from sgla.model.read import read_decoder
+from sgla.model.state import Demand, LayerState, Pool, kv_groups, state_of
+from sgla.observe.machine import Machine
+from sgla.resolve import resolve
 from sgla.sched.memory import Memory
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.memory import cache_groups, size_kv
@@ -145,6 +151,31 @@ def test_a_budget_is_shared_out_by_use() -> None:
     assert full * 3 + window * 15 <= (8 << 30) // (1024 * PAGE) + 18
     full, window = pages(8 << 20, 32)  # so little that all tokens have their pages
     assert full == window
+
+
+def test_a_ratio_of_windows_holds_more_tokens() -> None:
+    """Of Gemma 3 27B in 40 GiB four times what equal pages hold, for as many requests as by default; a window
+    of one request and a step's tokens are there in any case."""
+    folder = Path(__file__).parents[2] / "bench" / "models" / "gemma-3-27b"
+    spec = read_decoder(json.loads((folder / "config.json").read_text()))
+    groups = kv_groups(state_of(spec, 1), 131072, "bfloat16")
+
+    def tokens(ratio: float | None) -> int:
+        return Pool(groups, PAGE, Demand(256, 8448, ratio=ratio)).tokens(40 << 30)
+
+    whole = Pool(groups, PAGE, Demand(256, 8448)).whole(40 << 30)
+    assert 2.2 < tokens(None) / whole < 2.4
+    assert 4 < tokens(0.1) / whole < 4.2
+    full, window = Pool(groups, PAGE, Demand(256, 8448, ratio=0.1)).split(40 << 30)
+    assert abs(window / full - 0.1) < 0.01
+    _, least = Pool(groups, PAGE, Demand(256, 8448, ratio=0.001)).split(40 << 30)
+    assert least == -(-1023 // PAGE) + 1 + 8448 // PAGE
+
+
+@pytest.mark.parametrize(("model", "heard"), [(MODEL, True), (llama(vocab_size=331), False)])
+def test_a_ratio_of_windows_is_for_models_with_both_kinds_of_layers(model: Any, heard: bool) -> None:
+    found = resolve(Config(window_ratio=0.1), Machine(), model).notes
+    assert any("--window-ratio" in note for note in found) is not heard
 
 
 def test_states_take_half_of_a_budget() -> None:
