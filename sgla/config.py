@@ -239,6 +239,14 @@ class EngineSettings(ModelSettings, kw_only=True):
             "cache of its own, and they share out MLPs and experts alone"
         ),
     ] = False
+    sequence_parallel: Annotated[
+        bool,
+        Doc(
+            description="between products the --tp ranks share out the rows of long steps: sums are "
+            "scattered, norms are of own rows, which are gathered before the next product, rounded if that "
+            "is of e4m3"
+        ),
+    ] = False
     parallel: Annotated[
         str,
         Doc(

@@ -128,6 +128,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "eplb-min-rebalancing-utilization-threshold": Alias("rebalance_below"),
     "num-redundant-experts": Alias("redundant_experts"),
     "enable-dp-attention": Switch("dp_attention", True),
+    "enable-layernorm-sp": Switch("sequence_parallel", True),
     "prefill-context-parallel-size": Alias("cp"),
     "attention-context-parallel-size": Alias("cp"),
     "attn-cp-size": Alias("cp"),

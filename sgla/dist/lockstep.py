@@ -5,6 +5,7 @@ has nothing to do takes part all the same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -65,9 +66,15 @@ class PlannedLockstep(Lockstep):
 
     counts: Sequence[int] | None = None
 
-    def __init__(self, rank: int, size: int, exchange: OwnExchange | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: OwnExchange | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(rank, size)
-        self._exchange = exchange
+        self._exchange, self._group = exchange, group
 
     def of_all(self, own: int) -> list[int]:
         return [own] * self.size if self.counts is None else list(self.counts)
@@ -87,13 +94,13 @@ class PlannedLockstep(Lockstep):
         like = torch.empty(sum(counts), x.shape[1], dtype=x.dtype, device="meta")
         if self._exchange is not None and self._exchange.takes_own(like, counts):
             return self._exchange.gather(x.contiguous(), counts)
-        return gathered(x, counts, self.rank)
+        return gathered(x, counts, self.rank, self._group)
 
     def reduce_scatter(self, y: Tensor, x: Tensor) -> Tensor:
         counts = self.of_all(len(x))
         if self._exchange is not None and self._exchange.takes_own(y, counts):
             return self._exchange.scatter(y, counts)
-        own = scattered(y, counts, self.rank)
+        own = scattered(y, counts, self.rank, self._group)
         return own if counts[self.rank] else torch.zeros_like(x)
 
     def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: AddedNorm) -> Tensor:
@@ -101,24 +108,43 @@ class PlannedLockstep(Lockstep):
         return self._exchange.scatter(y, self.of_all(len(x)), norm)
 
 
-def gathered(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+class SharedRows(PlannedLockstep):
+    """Of ranks that have parts of the same layers, and share out the rows of a step between their products."""
+
+    @property
+    def own(self) -> slice:
+        assert self.counts is not None
+        begin = sum(self.counts[: self.rank])
+        return slice(begin, begin + self.counts[self.rank])
+
+    def share_out(self, tokens: int) -> int:
+        bounds = [rank * tokens // self.size for rank in range(self.size + 1)]
+        self.counts = [end - begin for begin, end in pairwise(bounds)]
+        return self.counts[self.rank]
+
+
+def gathered(
+    x: Tensor, counts: Sequence[int], rank: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """[sum of counts, d]: the first ``counts`` rows of each rank's x [T, d], one behind the other."""
     most = max(counts)
     if len(x) < most:
         x = torch.cat([x[: counts[rank]], x.new_zeros(most - counts[rank], x.shape[1])])
     received = x.new_empty(len(counts) * most, x.shape[1])
     if not under_way():
-        _gather(received, x.contiguous())
+        _gather(received, x.contiguous(), group=group)
     if all(count == most for count in counts):
         return received
     return torch.cat([rows[:count] for rows, count in zip(received.split(most), counts)])
 
 
-def scattered(y: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+def scattered(
+    y: Tensor, counts: Sequence[int], rank: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """[T, d]: the sum over the ranks of this one's rows of y [A, d], of which each rank has ``counts``. Each
     sends the others theirs alone, and adds up in the order of ranks."""
     own = counts[rank]
     received = y.new_empty(len(counts) * own, y.shape[1])
     if not under_way():
-        dist.all_to_all_single(received, y.contiguous(), [own] * len(counts), list(counts))
+        dist.all_to_all_single(received, y.contiguous(), [own] * len(counts), list(counts), group)
     return received.view(len(counts), own, y.shape[1]).sum(0)

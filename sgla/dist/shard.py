@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.dist.context import Context
-from sgla.dist.lockstep import Lockstep, OwnExchange
+from sgla.dist.lockstep import Lockstep, OwnExchange, SharedRows
 from sgla.dist.meeting import TIMEOUT, open_store, use_interface
 from sgla.dist.pipe import Pipe
 from sgla.kernels.ops import AddedNorm, Sent
@@ -48,7 +48,8 @@ class Shard:
     ``whole_experts``: experts of a mixture are whole, and each rank has some. ``lockstep``: attention is whole
     on each rank, and MLPs and experts are shared out with others, among whom ``mlps`` is its place.
     ``placement``: which ones, if they are not in order.
-    ``context``: others have the same part of the model, and share out the tokens of a step.
+    ``context``: others have the same part of the model, and share out the tokens of a step. ``rows``: between
+    products the ranks share out the rows of long steps.
     """
 
     rank: int = 0
@@ -61,6 +62,7 @@ class Shard:
     lockstep: Lockstep | None = None
     mlps: Shard | None = None
     context: Context | None = None
+    rows: SharedRows | None = None
 
     @property
     def of_mlps(self) -> Shard:

@@ -196,6 +196,17 @@ class Together(Protocol):
     def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: AddedNorm) -> Tensor: ...
 
 
+class SharedRows(Together, Protocol):
+    """What operations need of ``dist.SharedRows``."""
+
+    @property
+    def own(self) -> slice:
+        """This rank's rows of the step's tokens."""
+
+    def share_out(self, tokens: int) -> int:
+        """Begin a step of so many tokens; how many of them are this rank's."""
+
+
 @op
 def embedding(ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
     """``weight[ids] * scale``: ids int32[T], weight [V, d] -> [T, d];

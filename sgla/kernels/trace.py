@@ -19,7 +19,8 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
 
 K = TypeVar("K")
-Counted = Literal["tokens", "sampled", "rows", "gathered"]
+# The tokens of a rank that shares out rows (own) are no size while a model is recorded.
+Counted = Literal["tokens", "sampled", "rows", "gathered", "own"]
 # Large primes: a size that one of them divides is that many times the number it stands for.
 STAND_INS: dict[Counted, int] = {
     "tokens": 15485863,

@@ -16,7 +16,7 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.device import Device, platform
 from sgla.dist import Shard, join
-from sgla.dist.lockstep import Lockstep, PlannedLockstep
+from sgla.dist.lockstep import Lockstep, PlannedLockstep, SharedRows
 from sgla.dist.meeting import TIMEOUT
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
@@ -102,6 +102,9 @@ class Gpu:
         self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
             self.shard = Shard(lockstep=PlannedLockstep(rank, size, self.shard.exchange), mlps=self.shard)
+        if config.sequence_parallel:
+            rows = SharedRows(shard.rank, shard.size, shard.exchange, shard.group)
+            self.shard = replace(self.shard, rows=rows)
         torch.set_num_threads(1)
         self.device, self.torch = describe(), torch.device("cuda")
         use(self.device)

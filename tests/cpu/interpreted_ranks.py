@@ -35,6 +35,9 @@ from sgla.dist import gpus
 from sgla.dist.meeting import use_interface
 from sgla.executor.merging import Ends
 from sgla.hub.source import ModelSource
+from sgla.kernels import ops
+from sgla.kernels.gpu import regions
+from sgla.kernels.gpu.record import Record
 from sgla.kernels.placement import balance, balanced
 from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
 from sgla.worker import gpu_context, gpu_model, gpu_setup
@@ -83,6 +86,14 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "parts of a prompt, latent": (MODEL | LATENT, 2, {"cp": 2}),
     "parts of a cache": (FOUR_HEADS, 2, {"tp": 2, "dcp": 2, "prefill_attention_backend": "triton"}),
     "parts of layers": (EXPERTS, 2, {"tp": 2}),
+    "rows shared out": (MODEL, 2, {"tp": 2, "sequence_parallel": True}),
+    "rows shared out, latent": (FOUR_HEADS, 2, {"tp": 2, "sequence_parallel": True}),
+    "rows and a cache shared out": (
+        FOUR_HEADS,
+        2,
+        {"tp": 2, "dcp": 2, "sequence_parallel": True, "prefill_attention_backend": "triton"},
+    ),
+    "rows shared out, experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
     "whole experts": (EXPERTS, 2, {"tp": 2, "ep": 2}),
     "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),
     "attention by data": (EXPERTS, 2, {"tp": 2, "dp_attention": True}),
@@ -155,7 +166,7 @@ class Alike:
 
 def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[str, Any]) -> dict[str, Any]:
     """What this rank is told, and how often experts were chosen."""
-    begin, gpu_context.LEAST = dist.init_process_group, LEAST
+    begin, gpu_context.LEAST, regions.LEAST = dist.init_process_group, LEAST, LEAST
     use_interface(store)
     dist.init_process_group = lambda backend, *, device_id, **more: begin("gloo", **more)
     torch.cuda.device_count = lambda: size
@@ -167,6 +178,9 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     data, whole = config.dp_attention, config.ep > 1
 
     bring(runner)
+    shared: list[int] = []  # regions of each record of steps that share rows out
+    if config.sequence_parallel:
+        regions.parted = partial(counted, shared)
 
     def again() -> dict[str, Any]:
         stages = {"stages": size, "depth": size + 1} if config.pp > 1 else {}
@@ -175,7 +189,8 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
         return answers(runner, make, Alike(runner, data))
 
     if config.cp > 1 or "num_experts" not in source.config:
-        return {"answers": [again()], "replays": Replays.made, "read": Replays.read}
+        made = [again()]
+        return {"answers": made, "replays": Replays.made, "read": Replays.read, "shared": shared}
     runner.control(Control(verb="experts_start"))
     made, told = [again()], [None] * size
     dist.all_gather_object(told, runner.control(Control(verb="experts_dump")))
@@ -191,7 +206,13 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
         found["moved"] = moved != homes
     runner.control(Control(verb="experts_stop"))
     made.append(again())
-    return found | {"replays": Replays.made, "read": Replays.read}
+    return found | {"replays": Replays.made, "read": Replays.read, "shared": shared}
+
+
+def counted(shared: list[int], record: Record, ranks: Any, parted: Any = regions.parted) -> Record | None:
+    made: Record | None = parted(record, ranks)
+    shared.append(0 if made is None else sum(node.op is ops.reduce_scatter for node in made.nodes))
+    return made
 
 
 def forked(size: int, call: Callable[[int], Any]) -> list[Any]:

@@ -15,6 +15,7 @@ CASES = (
     "parts of a cache",
     "copies of experts",
     "attention by data",
+    "rows shared out",
 )
 SLOW = (
     "adapters in stages",
@@ -23,6 +24,9 @@ SLOW = (
     "whole experts",
     "attention by data, states",
     "attention by data, whole experts",
+    "rows shared out, latent",
+    "rows and a cache shared out",
+    "rows shared out, experts",
 )
 
 
@@ -41,6 +45,7 @@ def check(case: str, both: dict[str, Any]) -> None:
     assert ranks[0] == ranks[1]
     assert ranks[0]["replays"] > 2
     assert ranks[0]["read"] > 2
+    assert all(ranks[0].get("shared", [1])), "steps with regions of own rows"
     if "counts" in ranks[0] and "data" not in case:
         *layers, last = both["counts"]  # which sees fewer tokens on a CPU
         assert {layer: ranks[0]["counts"][layer] for layer in layers} == {

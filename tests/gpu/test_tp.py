@@ -211,6 +211,7 @@ def test_sizes_may_change_from_call_to_call() -> None:
         ((2, 9, 4), 5120),
         ((16,) * 8, 7168),
         ((1,) * 8, 16384),
+        ((500, 501), 8),
     ],
 )
 def test_rows_of_all_are_gathered_and_sums_are_scattered(counts: tuple[int, ...], d: int, norm: bool) -> None:
@@ -349,24 +350,31 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
-    ("shape", "quantization", "whole"),
+    ("shape", "quantization", "whole", "rows"),
     [
-        *((shape, None, False) for shape in ("plain", "one KV head, tied, odd vocabulary", "mixture")),
-        ("mixture", "fp8", False),
-        ("mixture", None, True),
-        ("mixture", "fp8", True),
+        *((shape, None, False, False) for shape in ("plain", "one KV head, tied, odd vocabulary", "mixture")),
+        ("mixture", "fp8", False, False),
+        ("mixture", None, True, False),
+        ("mixture", "fp8", True, False),
+        ("plain", "fp8", False, True),
+        ("mixture", "fp8", False, True),
     ],
 )
-def test_ranks_equal_one(make: Any, ranks: int, shape: str, quantization: str | None, whole: bool) -> None:
-    """``whole``: each expert is on one rank."""
+def test_ranks_equal_one(
+    make: Any, ranks: int, shape: str, quantization: str | None, whole: bool, rows: bool
+) -> None:
+    """``whole``: each expert is on one rank; ``rows``: ranks share the rows of long steps out."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     prompts, sampling = requests()
+    if rows:
+        prompts[-1] = [(7 * i + i * i) % 5000 for i in range(1800)]
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     tokens, logprobs, gaps = [], [], []
 
     def run(tp: int, quantization: str | None) -> None:
-        engine = make(shape, tp=tp, quantization=quantization, ep=tp if whole else 1)
+        more = {"sequence_parallel": rows and tp > 1}
+        engine = make(shape, tp=tp, quantization=quantization, ep=tp if whole else 1, **more)
         outputs = engine.generate(prompts, sampling)
         tokens.append([list(output.tokens) for output in outputs])
         (output,) = engine.generate([prompts[-1]], [scored])
@@ -429,6 +437,9 @@ WAYS = [
     ("mixture", {"tp": 2, "dp_attention": True}),
     ("latent", {"tp": 2, "ep": 2, "dp_attention": True}),
     ("mixture", {"tp": 2, "ep": 2, "redundant_experts": 4}),
+    ("plain", {"tp": 2, "sequence_parallel": True}),
+    ("latent", {"tp": 2, "sequence_parallel": True}),
+    ("mixture", {"tp": 2, "ep": 2, "sequence_parallel": True}),
 ]
 
 

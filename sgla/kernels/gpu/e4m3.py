@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Ref
+from sgla.kernels.gpu.regions import OWN
 from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.gpu.tiles import GATES, SLOWER
 from sgla.kernels.gpu.tuning import LIBRARY, Algorithm, Product, algorithm_for
+from sgla.kernels.ops import Together
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import e2m1, fp8
 
@@ -160,6 +163,28 @@ def add_refuses(work: Work, total: Node) -> str | None:
 
 def add(work: Work, total: Node) -> list[Node]:
     return [Node(NAME, fp8.add_norm_quantize, total.given, [*total.results, work.value()], total.rows)]
+
+
+def gathered_refuses(work: Work, rows: Node) -> str | None:
+    """Rows of all ranks, which are half as many bytes if they are rounded before."""
+    readers = [node for node in work.record.nodes if rows.results[0] in node.reads]
+    if not work.e4m3 or rows.rows != OWN or rows.results[0] in work.record.outputs:
+        return OTHER
+    if any(node.op is not ops.linear or refuses(work, node) or node.given["addend"] for node in readers):
+        return "not all that reads them is a product of such weights"
+    return None
+
+
+def gathered(work: Work, rows: Node) -> list[Node]:
+    maker = work.maker(rows.given["x"])
+    there = maker is not None and maker.op == NAME
+    given = rows.given | {"rounded": Ref(maker.results[2]) if maker is not None and there else None}
+    return [Node(NAME, _rounded_rows, given, [*rows.results, work.value(), work.value()], rows.rows)]
+
+
+def _rounded_rows(x: Tensor, ranks: Together, rounded: fp8.Rounded | None) -> tuple[None, None, fp8.Rounded]:
+    """In the place of a norm and its rounded numbers, which alone are read."""
+    return None, None, fp8.joined(rounded or fp8.quantize(x), ranks.gather)
 
 
 def sizes(weights: list[Any], most: int) -> list[int]:

@@ -14,14 +14,14 @@ from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture, whole_step
+from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture, regions, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
 from sgla.kernels.gpu.tiles import SENT, SENT_ROUNDS
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
-from sgla.kernels.ops import Layer, kept_by
+from sgla.kernels.ops import Layer, SharedRows, kept_by
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.trace import STAND_INS, NotRecorded
 
@@ -135,11 +135,12 @@ class RecordedForward:
         final: Tensor | None = None,
     ) -> None:
         self._model, self._kv, self._gpu, self._adapters = model, kv, gpu, adapters
-        self._final, self._lockstep = final, model.shard.lockstep
+        self._final, self._lockstep, self._rows = final, model.shard.lockstep, model.shard.rows
         self._counted = ("tokens", "sampled") if self._lockstep is None else ("tokens", "sampled", "gathered")
         self.awaits: Awaits | None = None  # of the step that runs
         self.watched = False  # somebody looks into the steps that run: op by op
         self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
+        self._parted: dict[int, Record | None] = {}  # of a record, by identity: with rows shared out
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
 
@@ -249,6 +250,9 @@ class RecordedForward:
         sizes = {"tokens": sampled, "rows": 0, "sampled": sampled, "gathered": 0}
         if batch is not None:
             sizes |= {"tokens": batch.tokens, "rows": batch.rows, "gathered": self._gathered(batch.tokens)}
+            if self._rows is not None and batch.tokens >= regions.LEAST:
+                record = self._parted_of(record, self._rows) or record
+                sizes["own"] = self._rows.share_out(batch.tokens)
         program = self._program(record, Asked(sizes, decode, draw is not None, self._gpu.deterministic))
         given: dict[str, Any] = {
             "batch": batch,
@@ -306,6 +310,11 @@ class RecordedForward:
                     f"GPU kernels one op at a time (slow): this model cannot be recorded ({error})"
                 )
         return self._records[key]
+
+    def _parted_of(self, record: Record, ranks: SharedRows) -> Record | None:
+        if id(record) not in self._parted:
+            self._parted[id(record)] = regions.parted(record, ranks)
+        return self._parted[id(record)]
 
     def _recorded(self, what: Computes, rows: bool) -> Record:
         if self._model.unrecorded:

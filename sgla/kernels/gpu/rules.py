@@ -158,6 +158,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("few rows + logits", (ops.logits,), few.refuses, few.logits),
         Rule("few integers + logits", (ops.logits,), integers.few_refuses, integers.few_logits),
     ),
+    ops.gathered: (Rule("rounded rows", (ops.gathered,), e4m3.gathered_refuses, e4m3.gathered),),
     torch.Tensor.mul: (
         Rule("scaled", (few.NAME, torch.Tensor.mul), few.scale_refuses, few.scale),
         Rule("experts scaled", (experts.NAME, torch.Tensor.mul), experts.scale_refuses, experts.scale),

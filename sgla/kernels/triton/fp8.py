@@ -4,6 +4,7 @@ with weights that have a scale for each 128 channels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -126,6 +127,20 @@ def quantize(x: Tensor) -> Rounded:
     block = next_power_of_2(d)
     _quantize[(tokens,)](x, *out, d, BLOCK=block, num_warps=_warps(block), **_cut(tokens, d), **_pdl())
     return out
+
+
+def joined(own: Rounded, gather: Callable[[Tensor], Tensor]) -> Rounded:
+    """The rows of all ranks, which ``gather`` gives of bfloat16 ``[T, n]``, n a multiple of 8."""
+    scale = own.scale[:, None].expand(-1, 4).contiguous()
+    numbers, scale = (gather(x.view(torch.bfloat16)).view(x.dtype) for x in (own.numbers, scale))
+    tokens, d = numbers.shape
+    more = -tokens % UNIT
+    if more:
+        numbers = torch.cat([numbers.view(torch.uint8), numbers.new_empty(more, d, dtype=torch.uint8)])
+        numbers = numbers[:tokens].view(own.numbers.dtype)
+    scales = scale.new_empty(cdiv(d, GROUP), tokens + more)
+    scales[:, :tokens] = scale[:, 0]
+    return Rounded(numbers, scales[0, :tokens])
 
 
 def norm_quantize(x: Tensor, weight: Tensor, eps: float) -> Rounded:
