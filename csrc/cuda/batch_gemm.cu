@@ -121,13 +121,15 @@ struct Params {
   int parts, row_stride, first;  // first: token of a vocabulary's part
   float eps;
   const float* row_scale;  // E4M3: [m], of x
-  const float* scale;  // E4M3: [n], of w; gated: [2 n], gate rows, then up rows; GROUPED: [rows][k / 128]
+  // E4M3: [n], of w; gated: [2 n], gate rows, then up rows; GROUPED: [rows / shared ones][k / 128].
+  const float* scale;
 #if SEND
   u32* inbox[8];     // of every rank
   const u32* state;  // sums so far
   long long half;    // words of one of the two inboxes
   int rank;
 #endif
+  int shared;  // GROUPED: 2 to the power of it rows of w share their scales
 };
 
 #if SEND
@@ -398,8 +400,9 @@ struct Columns {
     const int g = threadIdx.x % 32 / 4;
     if (GROUPED) {  // rows behind the last have any
       const long long stride = p.k / BK;
-      groups[0] = p.scale + min(n + g, p.n - 1) * stride;
-      groups[1] = p.scale + (GATED ? p.n + min(n + g, p.n - 1) : min(n + g + 8, p.n - 1)) * stride;
+      const int second = GATED ? p.n + min(n + g, p.n - 1) : min(n + g + 8, p.n - 1);
+      groups[0] = p.scale + (min(n + g, p.n - 1) >> p.shared) * stride;
+      groups[1] = p.scale + (second >> p.shared) * stride;
     } else if (E4M3) {
       if (n + g < p.n) scale[0] = p.scale[n + g];
       if (GATED && n + g < p.n) scale[1] = p.scale[p.n + n + g];

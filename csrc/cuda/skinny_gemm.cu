@@ -91,13 +91,14 @@ typedef bf16 weight;
 struct Params {
   const bf16* x;      // [m, x_stride]
   const weight* w;    // [n, k]; gated: gate rows, then up rows
-  const float* scale; // of the rows of w, if they are e4m3; GROUPED: [rows, chunks]
+  const float* scale; // of the rows of w, if they are e4m3; GROUPED: [rows / shared ones, chunks]
   const float* norm;  // [k]; [HEAD] of heads
   const bf16* by;     // [m, by_stride], or null
   const float* bias;  // [n] or null
   void* out;          // [m, out_stride]
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps, factor;  // of what is stored or added
+  int shared;         // GROUPED: 2 to the power of it rows of w share their scales
 #if SEND
   u32* inbox[8];     // of every rank
   const u32* state;  // sums so far
@@ -361,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       if (GROUPED && lane < MT * 16 && in_chunk % RUN == 0) {
         const int row = lane / 16 * TILE_ROWS + lane % 8 + (lane % 16 >= 8 ? (GATED ? p.n : 8) : 0);
         cp_async_run(to + WEIGHT_BYTES + lane * (4 * RUN),
-                     p.scale + (long long)(first_column(in_tile) + row) * chunks + in_chunk);
+                     p.scale + (long long)(first_column(in_tile) + row >> p.shared) * chunks + in_chunk);
       }
       const int step = next_chunk(in_chunk) - in_chunk;
       in_chunk += step;

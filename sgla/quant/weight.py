@@ -103,6 +103,10 @@ class Weight(ABC):
     def scale(self) -> Tensor | None:
         return self.tensors[1] if len(self.tensors) > 1 else None
 
+    def scales(self) -> Tensor | None:
+        """What kernels of a GPU read: a row for each output channel, or for as many as share theirs."""
+        return self.scale
+
     @property
     def nbytes(self) -> int:
         if self.parts is not None:

@@ -44,12 +44,14 @@ class Emulated:
         (40, 400, STORE, Config(64, 2, 1, rows=64)),
         (90, 400, SILU, Config(128, 1, 1, rows=128)),
         (40, 400, STORE, Config(256, 1, 1, rows=64)),
+        (40, 384, STORE, Config(128, 1, 1, rows=64)),
+        (40, 256, SILU, Config(64, 1, 1, rows=64)),
     ],
 )
 def test_the_kernel_equals_the_oracle(
     m: int, n: int, epilogue: int, cut: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last tiles reach beyond x and the weight."""
+    """The last tiles reach beyond x and the weight; whole blocks have scales of their own."""
     Emulated.folder = tmp_path
     monkeypatch.setattr(batch_gemm, "Kernel", Emulated)
     monkeypatch.setattr(batch_gemm, "tensor_map", tensor_map)
@@ -57,13 +59,15 @@ def test_the_kernel_equals_the_oracle(
     torch.manual_seed(0)
     k = 1024
     x, w = (torch.randn(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
-    of_x, of_w = torch.rand(m) + 0.5, torch.rand(n, k // 128) + 0.5
+    of_x, of_w = torch.rand(m) + 0.5, torch.rand(n if n % 128 else n // 128, k // 128) + 0.5
     for kept in (batch_gemm._kernel, batch_gemm._weight_map):
         kept.cache_clear()
     out = torch.full((m, n // 2 if epilogue == SILU else n), torch.nan, dtype=torch.bfloat16)
     batch_gemm.linear(x, w, cut, epilogue=epilogue, out=out, scales=Scales(of_x, of_w))
     for kept in (batch_gemm._kernel, batch_gemm._weight_map):
         kept.cache_clear()
-    y = (x.float() * of_x[:, None]) @ (w.float() * of_w.repeat_interleave(128, 1)).T
+    y = (x.float() * of_x[:, None]) @ (
+        w.float() * of_w.repeat_interleave(n // len(of_w), 0).repeat_interleave(128, 1)
+    ).T
     y = ops.act_mul(y, "silu") if epilogue == SILU else y
     assert (out.float() - y).norm() < 4e-3 * y.norm()

@@ -51,7 +51,7 @@ def test_the_kernel_equals_the_ops(cut: Config, tmp_path: Path) -> None:
     out = torch.zeros(3, n).bfloat16()
     given = skinny_gemm._Convolved(
         x.data_ptr(), w.data_ptr(), None, norm.data_ptr(), None, None, out.data_ptr(), 3, n, K, x.stride(0),
-        0, out.stride(0), 1e-6, 1.0, taps.data_ptr(), mine.data_ptr(), *(u.data_ptr() for u in units),
+        0, out.stride(0), 1e-6, 1.0, 0, taps.data_ptr(), mine.data_ptr(), *(u.data_ptr() for u in units),
         CHANNELS, mine.stride(1), mine.stride(2), mine.stride(0),
     )  # fmt: skip
     library = compile_kernel("skinny_gemm.cu", "skinny_gemm", defines, 256, 1, tmp_path, 18 << 10)

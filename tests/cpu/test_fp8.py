@@ -349,8 +349,9 @@ def test_rows_that_share_scales_go_on_to() -> None:
     numbers = (dense / scale.repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
     part = E4M3Groups(128, 512, numbers, scale)
     assert part.blocks() is None
+    assert part.scales() is scale
     w._write(at, part)
-    assert w.blocks() is blocks
+    assert w.blocks() is w.scales() is blocks
     assert torch.equal(blocks.repeat_interleave(128, 0), w.tensors[1])
     error = (w.dequant()[at : at + 128] - dense).abs()
     assert (error <= 33 * blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[at : at + 128]).all()

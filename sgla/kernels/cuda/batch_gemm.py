@@ -43,7 +43,8 @@ class _Params(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("row_scale", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
-        ("pad", ctypes.c_int * 6),  # tensor maps are aligned to 64 bytes
+        ("shared", ctypes.c_int),
+        ("pad", ctypes.c_int * 5),  # tensor maps are aligned to 64 bytes
     )  # fmt: skip
 
 
@@ -60,12 +61,12 @@ class Sending(NamedTuple):
 
 class _SendParams(ctypes.Structure):
     _fields_ = (
-        *_Params._fields_[:-1],
+        *_Params._fields_[:-2],
         ("inbox", ctypes.c_void_p * 8),
         ("state", ctypes.c_void_p),
         ("half", ctypes.c_longlong),
         ("rank", ctypes.c_int),
-        ("pad", ctypes.c_int),
+        ("shared", ctypes.c_int),
     )
 
 
@@ -105,10 +106,16 @@ class Unscaled(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Of e4m3 numbers, float32: ``x`` ``[m]``, ``weight`` ``[n]``, or ``[n, k / 128]`` (grouped)."""
+    """Of e4m3 numbers, float32: ``x`` ``[m]``, ``weight`` ``[n]``, or grouped, ``[n, k / 128]`` or, of
+    blocks, ``[n / 128, k / 128]``."""
 
     x: Tensor
     weight: Tensor
+
+
+def shared(weight: Tensor, scale: Tensor) -> int:
+    """The logarithm of the number of the weight's rows that share one of the scales."""
+    return (len(weight) // len(scale)).bit_length() - 1
 
 
 class DrawInputs(NamedTuple):
@@ -399,11 +406,12 @@ def _launch(
         0 if draw is None else draw.first, eps,
         *((None, None) if scales is None else (t.data_ptr() for t in scales)),
     )  # fmt: skip
-    params: Any = _Params(*given)
+    rows_shared = 0 if scales is None else shared(weight, scales.weight)
+    params: Any = _Params(*given, rows_shared)
     if send is not None:
         assert epilogue == STORE
         assert sends(config, m)
-        params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank)
+        params = _SendParams(*given, send.inboxes, send.state, send.half, send.rank, rows_shared)
     ranks = send.ranks if send is not None else 0
     kernel = _kernel(config, rows, epilogue, scaled, e4m3, ranks, grouped, rounded)
     lends = rows > (192 if config.groups == 3 else MAX_ROWS)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import Sending
+from sgla.kernels.cuda.batch_gemm import Sending, shared
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
 
 MAX_ROWS = 16
@@ -25,6 +25,7 @@ class _Params(ctypes.Structure):
         *((name, P) for name in ("x", "w", "scale", "norm", "by", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         *((name, ctypes.c_float) for name in ("eps", "factor")),
+        ("shared", ctypes.c_int),
     )
 
 
@@ -208,7 +209,8 @@ def linear(
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
     With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128; or float32
-    ``[n, k / 128]``, of as many channels; or uint8 ``[n, k / 32]``: exponents of MXFP8. ``norm``
+    ``[n, k / 128]``, of as many channels, or of blocks ``[n / 128, k / 128]``; or uint8 ``[n, k / 32]``:
+    exponents of MXFP8. ``norm``
     float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
     multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place (others have no ``factor``); SILU,
     GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; CONVOLVED, with the
@@ -241,6 +243,7 @@ def linear(
         norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0),
         by.stride(0) if by is not None else 0, out.stride(0), eps, factor,
+        0 if scale is None else shared(weight, scale),
     )  # fmt: skip
     made: Any = _Params(*params)
     if send is not None:

@@ -137,7 +137,9 @@ def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int
     if not isinstance(config, batch_gemm.Config):
         product = fp8.linear if w.kind == "fp8" else fp8.grouped
         return product(rounded, w.data, w.scale, bias)
-    scales = batch_gemm.Scales(rounded.scale, w.scale)
+    of_w = w.scales()
+    assert of_w is not None
+    scales = batch_gemm.Scales(rounded.scale, of_w)
     return batch_gemm.linear(rounded.numbers, w.data, config, bias=bias, epilogue=epilogue, scales=scales)
 
 

@@ -50,7 +50,7 @@ def make(work: Work, *chain: Node) -> list[Node]:
     made = {
         "x": linear.given["x"],
         "weight": w.data,
-        "scale": w.scale,
+        "scales": w.scales,
         "norm": None,
         "eps": 0.0,
         "bias": bias,
@@ -62,7 +62,10 @@ def make(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _run, made, linear.results, linear.rows)]
 
 
-def _run(x: Tensor, weight: Tensor, epilogue: int, scale: Tensor | None, **given: Any) -> Tensor:
+def _run(
+    x: Tensor, weight: Tensor, epilogue: int, scales: Callable[[], Tensor | None], **given: Any
+) -> Tensor:
+    scale = scales()
     storage = "bf16" if scale is None else "fp8"
     n, k = weight.shape
     chosen = algorithm_for(x.shape[0], Product(n, k, epilogue in GATES.values(), storage)).config
