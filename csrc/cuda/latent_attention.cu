@@ -15,6 +15,9 @@
 #ifndef ROTATED
 #define ROTATED 64
 #endif
+#ifndef EARLY  // the last token alone is new, and latents of the others are asked for before the wait
+#define EARLY 0
+#endif
 
 constexpr int TOKENS = 64, PIECE = 16;  // of a stage, and of a copy
 constexpr int TILES = (CONTENT + ROTATED) / 64, VALUES = CONTENT / 64, STAGES = 2;
@@ -65,13 +68,13 @@ struct Shared {
 };
 
 struct Share {
-  int row, head, split, begin, end;
+  int row, head, split, begin, end, length;
   __device__ __forceinline__ explicit Share(const Params& p) {
     const int blocks = (p.heads + HEADS - 1) / HEADS;
     split = blockIdx.x % p.splits;
     head = blockIdx.x / p.splits % blocks * HEADS;
     row = blockIdx.x / p.splits / blocks;
-    const int length = (p.kv_len[row] + p.ranks - 1 - p.rank) / p.ranks;  // of this rank
+    length = (p.kv_len[row] + p.ranks - 1 - p.rank) / p.ranks;  // of this rank
     const int share = ((length + p.splits - 1) / p.splits + PIECE - 1) / PIECE * PIECE;
     begin = min(split * share, length);
     end = min(begin + share, length);
@@ -81,14 +84,35 @@ struct Share {
 __device__ __forceinline__ void load(const Params& p, const Shared& shared, const Share& share) {
   const int lane = threadIdx.x % 32;
   const int* pages = p.page_table + (long long)p.slots[share.row] * p.table_stride;
-  const auto page_of = [&](int from) {
+  const auto page_of = [&](int from) {  // of this lane's piece
     const int token = from + lane * PIECE;
     return lane < TOKENS / PIECE && token < share.end ? pages[token / p.page_size] : 0;
   };
-  int page = page_of(share.begin);  // of this lane's piece
-  pdl_wait();
+  const auto pieces_of = [&](int from) {
+    return min(TOKENS / PIECE, (share.end - from + PIECE - 1) / PIECE);
+  };
+  const auto expect = [&](int from, int stage) {
+    if (lane == 0) barrier_expect(shared.full + stage * 8, pieces_of(from) * TILES * (PIECE * 128));
+  };
+  const auto copy = [&](int from, int stage, int page, int first, int last) {
+    for (int piece = first; piece < last; ++piece) {
+      const int at = __shfl_sync(~0u, page, piece), token = (from + piece * PIECE) % p.page_size;
+      if (lane == 0)  // one lane copies: each of several would do so in its turn
+        for (int i = 0; i < TILES; ++i)
+          copy_3d(shared.keys + stage * KEYS + i * TILE + piece * (PIECE * 128), p.k, shared.full + stage * 8,
+                  i * 64, token, at);
+    }
+  };
   if (share.begin >= share.end) return;
-  if (lane == 0) {  // one lane copies: each of several would do so in its turn
+  const int fresh = EARLY ? share.length - 1 : 0, ready = share.begin + STAGES * TOKENS;
+  const auto stored_of = [&](int from) { return min(max((fresh - from) / PIECE, 0), pieces_of(from)); };
+  int page = page_of(share.begin);
+  for (int from = share.begin, stage = 0; from < min(share.end, ready); from += TOKENS, ++stage) {
+    expect(from, stage);
+    copy(from, stage, stage ? page_of(from) : page, 0, stored_of(from));
+  }
+  pdl_wait();
+  if (lane == 0) {
     barrier_expect(shared.q_full, TILES * Q_TILE);
     for (int i = 0; i < TILES; ++i)
       copy_3d(shared.q + i * Q_TILE, p.q, shared.q_full, i * 64, share.head, share.row);
@@ -97,16 +121,11 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
   Slot<STAGES> slot;
   for (int from = share.begin; from < share.end; from += TOKENS, slot.next()) {
     const int next = page_of(from + TOKENS);
-    const int pieces = min(TOKENS / PIECE, (share.end - from + PIECE - 1) / PIECE);
-    barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
-    const u32 full = shared.full + slot.stage * 8, to = shared.keys + slot.stage * KEYS;
-    if (lane == 0) barrier_expect(full, pieces * TILES * (PIECE * 128));
-    for (int piece = 0; piece < pieces; ++piece) {
-      const int at = __shfl_sync(~0u, page, piece), token = (from + piece * PIECE) % p.page_size;
-      if (lane == 0)
-        for (int i = 0; i < TILES; ++i)
-          copy_3d(to + i * TILE + piece * (PIECE * 128), p.k, full, i * 64, token, at);
+    if (from >= ready) {
+      barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
+      expect(from, slot.stage);
     }
+    copy(from, slot.stage, page, from < ready ? stored_of(from) : 0, pieces_of(from));
     page = next;
   }
 }

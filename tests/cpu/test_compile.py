@@ -266,7 +266,7 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
             {"CODES": 1, "GROUP": 64},
             {"CODES": 2, "GROUP": 16},
         ],
-        "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}],
+        "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}, {"EARLY": 1}],
         "act_mul.cu": [{"GELU": gelu} for gelu in (0, 1)],
         "decode_step.cu": [{"COPIED": 1}],
         "mixture_step.cu": [

@@ -100,6 +100,8 @@ ONE_EACH = {  # experts without a gate
     "moe_shared_expert_intermediate_size": 512,
     "max_position_embeddings": 2048,
 }
+FEW_LATENTS = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "vocab_size": 3000}
+FEW_LATENTS |= {"n_routed_experts": 8}
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
     "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
@@ -136,6 +138,7 @@ CASES = {
     "convolutions": ("", CONVOLUTIONS, {}),
     "one each": ("", ONE_EACH, {}),
     "entries": ("", ENTRIES, {}),
+    "latents": ("glm-4.7-flash", FEW_LATENTS, {}),
     "queries that grow": ("ministral-3-8b", {"num_hidden_layers": 2, "vocab_size": 3000}, {}),
     "norms behind rotations": ("hunyuan-7b", {"num_hidden_layers": 2, "vocab_size": 3000}, {}),
     "guesses": (
@@ -243,6 +246,7 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
     ("names", "few"),
     [
         (["dense", "mixture", "states", "entries", "queries that grow"], {"step_tokens": 256}),
+        (["latents"], {"step_tokens": 256}),
         pytest.param(list(CASES), {}, marks=pytest.mark.slow),
     ],
 )
@@ -258,6 +262,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(names: list[str], few: dict[
         for case, (name, changes, config) in ((case, CASES[case]) for case in names)
     ]
     found = dict(zip(names, map(json.loads, run_script("fake_gpu.py", json.dumps(cases))), strict=True))
+    assert not [case["error"] for case in found.values() if "error" in case]
     assert {name: case["late"] for name, case in found.items()} == {name: [] for name in names}
     assert {name: case["askew"] for name, case in found.items()} == {name: [] for name in names}
     assert min(case["asked"] for case in found.values()) > 20

@@ -56,10 +56,10 @@ def splits_for(rows: int, heads: int, processors: int) -> int:
 
 
 @cache
-def _kernel(heads: int, content: int, rotated: int) -> Kernel:
+def _kernel(heads: int, content: int, rotated: int, early: bool) -> Kernel:
     width = content + rotated
     shared = 2 * width * (STAGES * TOKENS + heads) + heads * 128 + 32 * heads + 16 * STAGES + 8 + 1024
-    defines = {"HEADS": heads, "CONTENT": content, "ROTATED": rotated}
+    defines = {"HEADS": heads, "CONTENT": content, "ROTATED": rotated, "EARLY": int(early)}
     return Kernel("latent_attention.cu", "latent_attention", defines, shared)
 
 
@@ -90,9 +90,11 @@ def decode(
         page_table.data_ptr(), slots.data_ptr(), kv_len.data_ptr(), out.data_ptr(), part.data_ptr(),
         part_ml.data_ptr(), told, page_table.stride(0), page_size, heads, splits, ranks, rank, scale * LOG2E,
     )  # fmt: skip
-    _kernel(block, content, dim - content).launch(rows * -(-heads // block) * splits, 160, params)
+    # What other rows of the step store, a row may read.
+    kernel = _kernel(block, content, dim - content, early=len(q) == rows == 1)
+    kernel.launch(rows * -(-heads // block) * splits, 160, params)
     if splits > 1:
-        latent.merge(part, part_ml, out, rows * heads, own=own)
+        latent.merge(part, part_ml, out, rows, own=own)
     return out
 
 

@@ -19,6 +19,7 @@ from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
 from sgla.kernels.triton.common import _begin, _pdl, _saturate, cdiv, next_power_of_2
 
 MOST_HEADS = 64  # of a decode row that one program serves
+EARLY = 4  # tokens up to which kernels let the next one in at once, which asks for its weights meanwhile
 
 
 @triton.jit
@@ -111,9 +112,12 @@ def _decode(
 @triton.jit
 def _merge(
     part, part_ml, out, told, splits, k_scale, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
-    TELLS: tl.constexpr, PDL: tl.constexpr,
+    TELLS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BC values of the content that a head of a row has seen, of all shares of its history."""
+    """One program: BC values of the content that a head of a row has seen, of all shares of its history.
+    EARLY, here and below: the next kernel starts at once, whose first loads need nothing of this one."""
+    if EARLY and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     _begin(PDL)
     head = tl.program_id(0).to(tl.int64)
     c, split = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, SPLITS)
@@ -236,10 +240,12 @@ def _queries(
     s_page, s_token, page_size,
     NOPE: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr,
     HALF_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: of BM tokens BN values of one head's content, or behind these the rotated ones; of the
     head that is one too many, BL of their latents."""
+    if EARLY and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     block, head, tile = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
     token = (block + tl.arange(0, BM)).to(tl.int64)
     live = token < tokens
@@ -272,9 +278,11 @@ def _queries(
 @triton.jit
 def _values(
     seen, v_up, out, tokens, heads, value, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN values of one head for BM tokens."""
+    if EARLY and PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1)
     token = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     n, c = tl.program_id(2) * BN + tl.arange(0, BN), tl.arange(0, BK)[None, :]
@@ -320,7 +328,7 @@ def queries(
         q.stride(0), latent.stride(0), k.stride(0), k.stride(1), k.shape[1], NOPE=nope,
         NB=max(16, next_power_of_2(nope)), C=content, CB=next_power_of_2(content),
         HALF=rot // 2, HALF_B=next_power_of_2(rot // 2), BM=m, BN=64,
-        BL=next_power_of_2(cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn,
+        BL=next_power_of_2(cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn, EARLY=tokens <= EARLY,
         num_warps=4, **_pdl(),
     )  # fmt: skip
     return out
@@ -334,7 +342,7 @@ def values(seen: Tensor, v_up: Tensor) -> Tensor:
     n, k = (32, 1024 // seen.itemsize) if m == 16 else (64, 64)
     _values[(cdiv(tokens, m), heads, cdiv(value, n))](
         seen.contiguous(), v_up, out, tokens, heads, value, C=content, BM=m, BN=n,
-        BK=max(16, min(k, next_power_of_2(content))), num_warps=4, **_pdl(),
+        BK=max(16, min(k, next_power_of_2(content))), EARLY=tokens <= EARLY, num_warps=4, **_pdl(),
     )  # fmt: skip
     return out
 
@@ -376,7 +384,7 @@ def decode(
         **_pdl(),
     )  # fmt: skip
     if splits > 1:
-        merge(part, part_ml, out, rows * heads, k_scale, own)
+        merge(part, part_ml, out, rows, k_scale, own)
     return out
 
 
@@ -384,19 +392,22 @@ def merge(
     part: Tensor,
     part_ml: Tensor,
     out: Tensor,
-    count: int,
+    rows: int,
     k_scale: float = 1.0,
     own: Part | None = None,
 ) -> None:
-    """What ``count`` heads of rows have seen of all shares of their histories -> ``out``. Of each share
-    ``part`` float32 ``[count * splits, content]`` is a sum under weights, and ``part_ml`` the largest score,
-    times log2(e), by which they were divided, and the sum of the weights. ``own``: as that of ``decode``."""
-    splits, content = len(part) // count, part.shape[1]
+    """What the heads of ``rows`` have seen of all shares of their histories -> ``out``. Of each share
+    ``part`` float32 ``[rows * Hq * splits, content]`` is a sum under weights, and ``part_ml`` the largest
+    score, times log2(e), by which they were divided, and the sum of the weights. ``own``: as that of
+    ``decode``."""
+    content = part.shape[1]
+    count = rows * (out.shape[1] // content)
+    splits = len(part) // count
     shares = next_power_of_2(splits)
     block = min(padded(content), max(128, 2048 // shares))
     _merge[(count, cdiv(content, block))](
         part, part_ml, out, _told(own, out), splits, k_scale, C=content, BC=block, SPLITS=shares,
-        TELLS=own is not None, num_warps=4, **_pdl(),
+        TELLS=own is not None, EARLY=rows <= EARLY, num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
