@@ -22,6 +22,9 @@ ROWS = 256  # rows that cross in one call, which takes the host 0.7 to 1 us for 
 TURN = 2e-4  # seconds after which no other piece is queued before the worker has looked at its steps again
 LATE = 5e-4  # seconds by which the worker may look late without what crosses beside steps being less
 MARGIN = 1.25  # by how much longer than so far a copy may take
+# Seconds that a step has to take that begins before all is there: it is no graph, and the host takes 20 to 35
+# ms to launch it. A briefer one ends sooner as a graph that begins then.
+LAUNCH = 0.02
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +55,7 @@ class Crossing:
     @property
     def may_be_told(self) -> bool:
         """A step of ``slack`` seconds that begins now finds each layer there when it comes to it."""
-        if self.over or not self.slack or self.done < max(1, self.firsts):
+        if self.over or self.slack < LAUNCH or self.done < max(1, self.firsts):
             return self.over
         left = (clock.now() - self.begun) * (self.total - self.done) / self.done
         return left * MARGIN <= self.slack * (self.bands - 1) / self.bands
@@ -61,7 +64,8 @@ class Crossing:
 class Chunk(NamedTuple):
     """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
     ``width``: bytes of a unit; ``rows``: those of it that may cross one by one, 0: it is always staged;
-    ``long``: so many units follow each other that these are; ``closes``: it is the last of its band."""
+    ``long``: so many units follow each other that these are; ``never_staged``: even more do; ``closes``: it
+    is the last of its band."""
 
     section: int
     units: Int32s
@@ -69,6 +73,7 @@ class Chunk(NamedTuple):
     width: int
     rows: int
     long: bool
+    never_staged: bool
     closes: bool
 
     @property
@@ -224,11 +229,12 @@ class Lane:
     def _queue(self, hurries: bool = False) -> None:
         """The next chunk. Beside decode steps it is fewer units, whose rows cross one by one, where they may,
         and long ones beside others, too: what is staged waits for a kernel. Not where a step ``hurries``, for
-        which that is too slow."""
+        which that is too slow, unless it is ``never_staged``."""
         chunk, begin, crossing = self._waiting.popleft()
         runs = self._toll.runs
-        by_rows = bool(chunk.rows) and not hurries and (runs or (chunk.long and self._toll.busy))
-        if by_rows and runs and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
+        apart = bool(chunk.rows) and not hurries and (runs or (chunk.long and self._toll.busy))
+        by_rows = apart or chunk.never_staged
+        if apart and runs and len(chunk.units) > (count := max(1, ROWS // chunk.rows)):
             chunk, rest = chunk.parted(count)
             self._waiting.appendleft((rest, begin, crossing))
         assert crossing.index is not None

@@ -34,6 +34,10 @@ TOLL_IN, TOLL_OUT = 2.1e-12, 1.0e-12
 ROWS_IN, ROWS_OUT = 0.85e-12, 0.3e-12
 ROW = 16 << 10  # bytes of a unit in each tensor from which on that does not take the host too long
 LONG = 64 << 10  # bytes of a row, on average, from which on rows need not be staged beside prompts
+# And from which on they never are: to queue a piece that is staged takes the host 0.25 to 0.5 of the 0.6 ms
+# in which it crosses, and such rows no longer.
+NEVER_STAGED = 256 << 10
+PIECE = 128 << 20  # bytes that come in one piece then, so that a host that is slow for a while is never late
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
 BATCH = 8 << 20  # bytes of units that each takes at a time: caches have those of all
@@ -101,6 +105,10 @@ class Section(NamedTuple):
     parts: Parts | None
     split: bool
 
+    def mean_row(self, units: Int32s, places: Int32s) -> float:
+        """Bytes of one that crosses by itself, on average; 0.0: there are none."""
+        return self.parts.mean(units, places) if self.parts is not None and len(units) else 0.0
+
 
 class HostTier:
     """``memory``: of each cache group, on the device (``kv.memory_of``); ``rooms``: of each, room for units
@@ -155,32 +163,32 @@ class HostTier:
         # What leaves may be of units that are still to come, or go to places that are still read.
         behind = [] if inward else list(self._unended)
         crossing = Crossing(copy.transfer, copy.slack, here, behind)
-        chunks = list(self._parted(here, there))
+        chunks = list(self._parted(here, there, PIECE if inward else STAGED))
         crossing.bands = sum(chunk.closes for chunk in chunks)
         crossing.total = sum(chunk.nbytes for chunk in chunks)
         first = next(i for i, chunk in enumerate(chunks) if chunk.closes)
         crossing.firsts = sum(chunk.nbytes for chunk in chunks[: first + 1])
         (self._in if inward else self._out).add(crossing, chunks)
 
-    def _parted(self, units: Sequence[Int32s], places: Sequence[Int32s]) -> Iterator[Chunk]:
-        """At least one, which may be empty. Places that follow each other cross at once."""
+    def _parted(self, units: Sequence[Int32s], places: Sequence[Int32s], piece: int) -> Iterator[Chunk]:
+        """At least one, which may be empty. Places that follow each other cross at once. ``piece``: bytes of
+        what is never staged."""
         orders = [np.argsort(there, kind="stable") for there in places]
         ends = [(here[order], there[order]) for here, there, order in zip(units, places, orders)]
-        parts = list[tuple[int, Int32s, Int32s]]()
+        parts = list[tuple[int, Int32s, Int32s, bool]]()
         for number, section in enumerate(self._sections):
             (here, there), width = ends[section.group], section.beside.shape[1]
-            most = max(1, STAGED // max(1, width))
+            never_staged = section.mean_row(here, there) >= NEVER_STAGED
+            most = max(1, (piece if never_staged else STAGED) // max(1, width))
             for at in range(0, len(here) if width else 0, most):
-                parts.append((number, here[at : at + most], there[at : at + most]))
-        parts = parts or [(0, units[0][:0], places[0][:0])]
+                parts.append((number, here[at : at + most], there[at : at + most], never_staged))
+        parts = parts or [(0, units[0][:0], places[0][:0], False)]
         bands = [self._sections[number].band for number, *_ in parts]
-        for part, band, after in zip(parts, bands, [*bands[1:], -1]):
-            section = self._sections[part[0]]
-            rows, is_long = 0, False
-            if section.parts is not None and len(part[1]):
-                rows = len(section.parts.width)
-                is_long = section.parts.mean(*part[1:]) >= LONG
-            yield Chunk(*part, section.beside.shape[1], rows, is_long, closes=band != after)
+        for (number, here, there, never_staged), band, after in zip(parts, bands, [*bands[1:], -1]):
+            section = self._sections[number]
+            rows = 0 if section.parts is None or not len(here) else len(section.parts.width)
+            is_long, width = section.mean_row(here, there) >= LONG, section.beside.shape[1]
+            yield Chunk(number, here, there, width, rows, is_long, never_staged, closes=band != after)
 
     def awaited(self, plan: StepPlan) -> list[Crossing]:
         """Those told of that have units which the step reads or writes: what its new rows have, or others

@@ -35,7 +35,14 @@ def late_copies(row: int = 0, decodes: float = 0.0) -> Iterator[Waits]:
     """``row``: bytes from which on they cross without being staged beside decode steps, 0: none do;
     ``decodes``: how often there is one."""
     draw = Random(row)
-    rows = {"ROW": row, "LONG": 2 * row + 6, "in_batches": lambda: row > 0, "copy_rows": move_rows}
+    rows = {
+        "ROW": row,
+        "LONG": 2 * row + 6,
+        "NEVER_STAGED": 3 * row + 9,
+        "PIECE": 2 * STAGED,
+        "in_batches": lambda: row > 0,
+        "copy_rows": move_rows,
+    }
     runs = patch.multiple(
         Toll,
         runs=property(lambda toll: draw.random() < decodes),
@@ -177,6 +184,8 @@ def test_what_is_settled_is_there_for_all() -> None:
         (1.0, 9, 0.1, False),
         (1.0, 1, 100.0, False),  # the first layers are not there
         (1.0, 2, 100.0, True),
+        (0.01, 9, 0.019, False),  # the step is briefer than its launch would be
+        (0.01, 9, 0.021, True),
         (1.0, 10, 0.0, True),
     ],
 )
@@ -251,11 +260,12 @@ def test_what_leaves_gets_its_turn_beside_what_comes_without_end(
 @pytest.mark.parametrize("hurries", [True, False])
 @pytest.mark.parametrize("long", [True, False])
 @pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("never", [True, False])
 def test_rows_cross_by_themselves_beside_decode_steps_that_nobody_waits_behind(
-    monkeypatch: pytest.MonkeyPatch, decodes: bool, hurries: bool, long: bool, busy: bool
+    monkeypatch: pytest.MonkeyPatch, decodes: bool, hurries: bool, long: bool, busy: bool, never: bool
 ) -> None:
     """In pieces of few rows, behind what was launched before, for their own price; else as one, staged unless
-    its rows are long and other steps run."""
+    its rows are long and other steps run, or so long that they are never."""
     monkeypatch.setattr(crossing, "ROWS", 6)
     waited, crossed, staged, paid = [], [], [], []
     with late_copies(decodes=float(decodes)):
@@ -271,7 +281,7 @@ def test_rows_cross_by_themselves_beside_decode_steps_that_nobody_waits_behind(
         lane._second.wait_event = waited.append  # type: ignore[assignment]
         units = np.arange(8, dtype=np.int32)
         one = Crossing(1, total=80, firsts=80, bands=1)
-        lane.add(one, [Chunk(0, units, units, width=10, rows=2, long=long, closes=True)])
+        lane.add(one, [Chunk(0, units, units, width=10, rows=2, long=long, never_staged=never, closes=True)])
         begin = lane._waiting[0][1]
         if hurries:
             lane.queue(one, 0)
@@ -279,7 +289,7 @@ def test_rows_cross_by_themselves_beside_decode_steps_that_nobody_waits_behind(
             lane.go_on()
     apart = decodes and not hurries
     pieces = [3, 3, 2] if apart else [8]
-    by_rows = apart or (long and busy and not hurries)
+    by_rows = apart or never or (long and busy and not hurries)
     assert (crossed, staged) == ((pieces, []) if by_rows else ([], pieces))
     assert paid[0] == 10.0 * pieces[0] * (1.0 if by_rows else 2.0)
     assert (begin in waited) is by_rows
@@ -297,7 +307,8 @@ def test_rows_of_places_far_away_are_found() -> None:
         parts = section.parts._replace(beside=np.zeros(1, np.int64), far=np.array([width]))
         world.tier._sections[0] = section._replace(parts=parts)
         there = np.array([place], np.int32)
-        world.tier._rows(Chunk(0, there, there, width=width, rows=1, long=False, closes=True), inward=True)
+        chunk = Chunk(0, there, there, width=width, rows=1, long=False, never_staged=False, closes=True)
+        world.tier._rows(chunk, inward=True)
     assert found[1][0] == place * width
 
 
