@@ -8,7 +8,8 @@ the tokens of a request are the same before and after. ``prefix``: seconds to th
 so many tokens and 16 more that is computed, that the KV cache has, at once, while it is copied to the tier,
 and when it has been (``cached_later_s``), and that lies in the host's memory because others have pushed it
 out (or in files: ``plain read`` has what threads alone read of them), and of the latter two with 2,048 more
-(``*_more_s``), whose step may begin beside the copy; and the bytes a second of a plain copy from pinned
+(``*_more_s``), whose step may begin beside the copy; the bytes a second (``host_gb_s``) of the tokens that
+``came``, in the time that it takes longer than ``cached_later_s``; and those of a plain copy from pinned
 memory. ``update``: seconds that all weights take as tensors of this GPU, while eight requests are paused, and
 whether these come to their end. Weights are random. ``regions``: where the seconds of a wake go, without a
 server: so many bytes of weights and of KV are mapped as at a start, given back, and come back three times,
@@ -33,6 +34,7 @@ import lines
 
 GIB = 1 << 30
 MORE = 2048  # tokens behind a prefix
+PAGE = 16  # tokens
 
 
 def main() -> None:
@@ -109,7 +111,8 @@ def prefix(args: argparse.Namespace) -> None:
     token = 4 * spec["num_hidden_layers"] * spec["num_key_value_heads"] * spec["head_dim"]
     draw = random.Random(1)
     room = args.tokens + 2 * MORE
-    settings = {"kv_cache_bytes": room * token, "context_length": args.tokens + MORE + 64}
+    context = room - 2 * PAGE  # one page is nobody's
+    settings = {"kv_cache_bytes": room * token, "context_length": context, "page_size": PAGE}
     if args.disk is None:
         settings["kv_host_bytes"] = 4 * args.tokens * token
     else:
@@ -117,14 +120,18 @@ def prefix(args: argparse.Namespace) -> None:
     with engine_of(args, **settings) as engine:
         first_token(engine, [draw.randrange(10000) for _ in range(args.tokens)])
         for repeat in range(args.repeat):
-            prompts = [[draw.randrange(10000) for _ in range(args.tokens)] for _ in range(2)]
+            # The other one leaves no page of the prefix on the GPU.
+            lengths = args.tokens, context - PAGE
+            prompts = [[draw.randrange(10000) for _ in range(length)] for length in lengths]
             cold, _ = first_token(engine, prompts[0] + [1] * 16)
             tree, in_tree = first_token(engine, prompts[0] + [2] * 16)
             wait(engine)
             tree_again, _ = first_token(engine, prompts[0] + [4] * 16)
             other, _ = first_token(engine, prompts[1])
             wait(engine)
+            before = loaded(engine)
             host, in_host = first_token(engine, prompts[0] + [3] * 16)
+            came = loaded(engine) - before
             first_token(engine, prompts[1])
             wait(engine)
             more = [[draw.randrange(10000) for _ in range(MORE)] for _ in range(2)]
@@ -140,8 +147,9 @@ def prefix(args: argparse.Namespace) -> None:
                 "cached_more_s": tree_more,
                 "host_more_s": host_more,
                 "cached": cached,
+                "came": came,
             }
-            fields["host_gb_s"] = round(args.tokens * token / (host - tree_again) / 1e9, 1)
+            fields["host_gb_s"] = round(came * token / (host - tree_again) / 1e9, 1)
             lines.emit({"part": "prefix", "model": args.model, "tokens": args.tokens, "rep": repeat} | fields)
         stats = [(tier.name, tier.loaded, tier.saved) for tier in engine.stats().tiers]
         plain = plain_copy(args.tokens * token)
@@ -152,6 +160,11 @@ def prefix(args: argparse.Namespace) -> None:
             }
             lines.emit({"part": "plain read", "piece": piece, "gb_s": told})
         lines.emit({"part": "copy", "tiers": stats, "bytes": args.tokens * token, "plain_gb_s": plain})
+
+
+def loaded(engine: Any) -> int:
+    """Tokens that have come from tiers."""
+    return PAGE * sum(tier.loaded for tier in engine.stats().tiers)
 
 
 def update(args: argparse.Namespace) -> None:
