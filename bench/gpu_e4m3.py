@@ -113,7 +113,7 @@ def block_cuts(m: int, n: int, k: int, gated: bool) -> list[batch_gemm.Config]:
         found += [
             cut(tile, split, 1, rows=rows) for tile in (128, 192) for split in (2, 4) for rows in (96, 128)
         ]
-        found += [cut(64, 2, 1, rows=128)] if n <= 4096 and m <= 128 else []
+        found += [cut(64, split, 1, rows=128) for split in (1, 2)]
         blocks = 4 * -(-n // 128) * -(-m // 128)
         found += [cut(128, 4, 1, True, rows=128)] if blocks <= processors() else []
     if m > batch_gemm.MAX_ROWS:
@@ -128,7 +128,7 @@ def blocks(m: int, role: str) -> dict[Any, Body]:
     gated = role == "gate_up"
     rounded = fp8.quantize(torch.randn(m, k, dtype=BF16, device="cuda"))
     whole, scale = torch.ones(n, device="cuda"), torch.rand(n // 128, k // 128, device="cuda") + 0.5
-    scales = batch_gemm.Scales(rounded.scale, scale.repeat_interleave(128, 0))
+    scales = batch_gemm.Scales(rounded.scale, scale)
     epilogue = batch_gemm.SILU if gated else batch_gemm.STORE
 
     def ours(w: torch.Tensor, config: batch_gemm.Config) -> torch.Tensor:
@@ -141,7 +141,7 @@ def blocks(m: int, role: str) -> dict[Any, Body]:
         return fp8.act_mul_quantize(y, "silu") if y.shape[1] == n else fp8.quantize(y)
 
     def error(body: Body, w: torch.Tensor) -> float:
-        of_w = (w.float().view(n, -1, 128) * scales.weight[:, :, None]).view(n, k)
+        of_w = (w.float().view(n, -1, 128) * scale.repeat_interleave(128, 0)[:, :, None]).view(n, k)
         y, expected = body(w).float(), (rounded.numbers.float() * rounded.scale[:, None]) @ of_w.T
         expected = ops.act_mul(expected, "silu") if gated else expected
         y = ops.act_mul(y, "silu") if gated and y.shape[1] == n else y

@@ -170,7 +170,8 @@ def test_few_rows_beside_e4m3_weights_are_kept_where_they_are_few_enough(
         (128, 24576, 4096, False, True),
         (128, 24576, 4096, True, False),  # the gate is done on the way
         (8192, 24576, 4096, True, False),
-        (128, 6144, 4096, False, False),  # all tiles run at once, with k in two
+        (128, 6144, 4096, False, False),  # all tiles run at once, with 64 rows of the weight
+        (192, 6144, 4096, False, False),  # with k in two
         (256, 6144, 4096, False, True),
         (256, 4096, 12288, False, False),
         (257, 4096, 4096, False, True),

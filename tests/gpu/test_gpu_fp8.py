@@ -287,7 +287,9 @@ def products_in_groups(kind: str, m: int, n: int, k: int) -> list[float]:
 @pytest.mark.parametrize("kind", ["fp8g128", "nvfp4", "nf4", "mxfp8"])
 def test_weights_with_scales_of_groups_equal_the_oracle(kind: str) -> None:
     cases = [
-        (m, n, k) for m in (1, 3, 8, 16, 40, 200, 1000) for n, k in ((6144, 4096), (4096, 12288), (336, 1280))
+        (m, n, k)
+        for m in (1, 3, 8, 16, 40, 100, 150, 200, 1000)
+        for n, k in ((6144, 4096), (4096, 12288), (336, 1280))
     ]
     with rehearsing():
         for case in cases:

@@ -177,10 +177,13 @@ def _grouped(count: int, m: int, n: int, k: int) -> Config:
             return math.inf
         return -(-blocks // count) * config.tile * (config.rows + 64) / config.split
 
-    if m <= GROUPED_ROWS and count // 2 < 2 * -(-n // 64) <= count and k >= 2048:
-        return Config(64, 2, 1, rows=GROUPED_ROWS)
+    for split in (1, 2) if m <= GROUPED_ROWS else ():
+        if count // 2 < split * -(-n // 64) <= count and k >= 1024 * split:
+            return Config(64, split, 1, rows=GROUPED_ROWS)
     rows = 96 if GROUPED_ROWS < m <= 192 else GROUPED_ROWS
     cuts = [Config(192, 1, 1, rows=rows), *(Config(128, split, 1, rows=rows) for split in (1, 2))]
+    if rows < GROUPED_ROWS:
+        cuts.append(Config(192, 2, 1, rows=rows))
     if m > MAX_ROWS:
         cuts += [Config(128, split, 1) for split in (1, 2)]
     return min(cuts, key=time)

@@ -116,15 +116,16 @@ def by_blocks(m: int, w: Any, gated: bool = False) -> Tensor | None:
 
 def blocks_faster(m: int, n: int, k: int, gated: bool = False) -> bool:
     """Whether the library takes blocks of these sides, and is faster than our tiles. It is not where rows are
-    few, where all tiles run at once with k in two parts, nor where they do a gate on the way, which in
-    prompts takes many rows; nor where these are many and sums long."""
+    few, where all tiles run at once with k in two parts or with 64 rows of the weight, nor where they do a
+    gate on the way, which in prompts takes many rows; nor where these are many and sums long."""
     if this_device().arch[0] != 9 or not fp8.takes_blocks(torch.version.cuda):
         return False
     if n % fp8.GROUP or k % (4 * fp8.GROUP) or m <= FEW:
         return False
     if m > batch_gemm.MAX_ROWS:
         return m < MANY or not (gated or k >= LONG)
-    return not gated and batch_gemm.grouped_config(m, n, k).split == 1
+    cut = batch_gemm.grouped_config(m, n, k)
+    return not gated and cut.split == 1 and cut.tile > 64
 
 
 def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
