@@ -114,9 +114,9 @@ def prefix(args: argparse.Namespace) -> None:
     context = room - 2 * PAGE  # one page is nobody's
     settings = {"kv_cache_bytes": room * token, "context_length": context, "page_size": PAGE}
     if args.disk is None:
-        settings["kv_host_bytes"] = 4 * args.tokens * token
+        settings["kv_host_bytes"] = 4 * room * token
     else:
-        settings["kv_disk"] = f"{args.disk}:{4 * args.tokens * token}"
+        settings["kv_disk"] = f"{args.disk}:{4 * room * token}"
     with engine_of(args, **settings) as engine:
         first_token(engine, [draw.randrange(10000) for _ in range(args.tokens)])
         for repeat in range(args.repeat):
