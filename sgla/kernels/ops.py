@@ -224,6 +224,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @op
+def rms_norm_beside(x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
+    """``x [T, n]`` with ``rms_norm`` of its first columns by the weights ``first``, and of those behind them
+    by ``second``; the others stay as they are."""
+    rest = x.shape[1] - len(first) - len(second)
+    a, b, c = x.split([len(first), len(second), rest], dim=1)
+    return torch.cat([rms_norm(a, first, eps), rms_norm(b, second, eps), c], dim=1)
+
+
+@op
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns ``(rms_norm(h), h)`` with ``h = residual + x``."""
     h = residual + x

@@ -100,7 +100,6 @@ class SelfAttention:
                 (f"{name}.k_norm", kv_heads * head_dim, kv, max(build.shard.size // kv_heads, 1)),
             ]
             self.wide_norms = SplitRMSNorms(build, parts, *norms[1:3])
-            self.widths = [len(q), len(kv), len(own_kv) * self.layer.v_dim]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         return self.attend(self.store(x, batch, kv), batch, kv)
@@ -109,8 +108,7 @@ class SelfAttention:
         """q ``[T, Hq * hd]`` for attention; k and v go to the pages."""
         qkv = self.projected(x)
         if self.wide_norms is not None:
-            q, k, v = qkv.split(self.widths, dim=1)
-            qkv = torch.cat([*self.wide_norms(q, k), v], dim=1)
+            qkv = self.wide_norms.beside(qkv)
         if self.head_norms is not None:
             qkv = self.head_norms(qkv)
         positions, cos_sin = batch.turns(self.cos_sin)

@@ -75,6 +75,15 @@ class SplitRMSNorms:
             for x, factor, weight in zip(vectors, factors, self.weights)
         ]
 
+    def beside(self, x: Tensor) -> Tensor:
+        """``x [T, n]``, whose first columns are the two vectors; the others stay as they are."""
+        if self.shard.size == 1:
+            first, second = self.weights
+            return ops.rms_norm_beside(x, first, second, self.eps)
+        widths = [len(weight) for weight in self.weights]
+        *vectors, rest = x.split([*widths, x.shape[1] - sum(widths)], dim=1)
+        return torch.cat([*self(*vectors), rest], dim=1)
+
 
 class HeadLayerNorms:
     """LayerNorm without a bias of heads with ``dim`` values, each of which has weights of its own.

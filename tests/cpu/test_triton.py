@@ -420,6 +420,9 @@ def test_norms_of_what_joins_the_stream_through_norms(two: bool, scaled: bool, n
 def test_norms_and_activations() -> None:
     x, h, w = torch.randn(5, 96), torch.randn(5, 96), torch.rand(96)
     torch.testing.assert_close(elementwise.rms_norm(x, w, 1e-5), ops.rms_norm(x, w, 1e-5))
+    torch.testing.assert_close(
+        elementwise.rms_norm_beside(x, w[:40], w[:16], 1e-5), ops.rms_norm_beside(x, w[:40], w[:16], 1e-5)
+    )
     for out, expected in zip(elementwise.add_rms_norm(x, h, w, 1e-5), ops.add_rms_norm(x, h, w, 1e-5)):
         torch.testing.assert_close(out, expected)
     for kind in ("silu", "gelu_tanh"):

@@ -310,6 +310,7 @@ def _sum(x: Tensor, y: Tensor) -> Shapes | None:
 RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.embedding: _embedding,
     ops.rms_norm: _like,
+    ops.rms_norm_beside: _like,
     ops.add_rms_norm: lambda x, residual, *_: _like(x) + _like(residual),
     ops.add: _sum,
     ops.scaled_add: _like,

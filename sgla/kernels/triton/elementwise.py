@@ -36,6 +36,29 @@ def _rms_norm(x, weight, out, d, eps, s_x, PDL: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _rms_norm_beside(x, first, second, out, n, wide, also, eps, s_x, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: of a row the first ``wide`` columns, the ``also`` behind them, or the rest. Weights are
+    there before the kernel ahead is done."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row, part, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    w = tl.full([BLOCK], 1.0, tl.float32)
+    begin, d = wide + also, n - wide - also
+    if part == 0:
+        begin, d = wide * 0, wide
+        w = tl.load(first + i, mask=i < d, other=0.0).to(tl.float32)
+    elif part == 1:
+        begin, d = wide, also
+        w = tl.load(second + i, mask=i < d, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + row * s_x + begin + i, mask=i < d, other=0.0).to(tl.float32)
+    if part < 2:
+        v *= tl.rsqrt(tl.sum(v * v) / d + eps)
+    tl.store(out + row * n + begin + i, v * w, mask=i < d)
+
+
+@triton.jit
 def _add_rms_norm(x, residual, weight, out, total, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
     _begin_early(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -330,6 +353,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = next_power_of_2(d)
     _rms_norm[(x.numel() // d,)](
         x, weight, out, d, eps, apart, BLOCK=block, num_warps=_warps(block), **_pdl()
+    )
+    return out
+
+
+def rms_norm_beside(x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
+    """See ``ops.rms_norm_beside``; rows of x may lie apart."""
+    (rows, n), (wide, also) = x.shape, (len(first), len(second))
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    block = next_power_of_2(max(wide, also, n - wide - also))
+    _rms_norm_beside[(rows, 3)](
+        x, first, second, out, n, wide, also, eps, x.stride(0), BLOCK=block, num_warps=_warps(block), **_pdl()
     )
     return out
 
