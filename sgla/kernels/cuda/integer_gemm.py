@@ -183,11 +183,14 @@ MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8,
 @lru_cache(1 << 14)
 def default_config(shape: Shape) -> Config | None:
     """The first that fits, of those that were fastest with the layers of Qwen3-8B on an H200
-    (``bench/gpu_integers.py``); None: so many rows do not, and half of them would."""
+    (``bench/gpu_integers.py``); None: so many rows do not, and half of them would. One and two rows of a
+    weight whose tiles would leave a quarter of the multiprocessors out take the cut of wide ones, whose tiles
+    are smaller."""
     wide = shape.k > WIDE
+    small = wide or 4 * shape.n <= 3 * processors() * shape.columns(Config(1, 4, 1, 4))
     best: tuple[Config, ...]
     if shape.rows <= 2:
-        best = (Config(1, 8, 1, 4), Config(1, 4)) if wide else (Config(1, 4, 1, 4), Config(1, 8))
+        best = (Config(1, 8, 1, 4), Config(1, 4)) if small else (Config(1, 4, 1, 4), Config(1, 8))
     elif shape.rows <= 8:
         best = (Config(1, 4, 2), Config(1, 8, 2)) if wide else (Config(1, 2, 2, 4), Config(1, 4, 1, 4))
     else:
