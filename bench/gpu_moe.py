@@ -8,6 +8,7 @@
     python bench/gpu_moe.py decode                                               # those for decode batches
     python bench/gpu_moe.py prompts                                              # those for prompts
     python bench/gpu_moe.py packed --model bench/models/gpt-oss-120b             # cuts of those of experts in MXFP4
+    python bench/gpu_moe.py packed --model bench/models/minimax-m2 --kind int4g128   # of those in another storage
 
 Times are medians of graph replays over random routings; each layer's experts are far larger than the L2
 cache.
@@ -29,14 +30,14 @@ import lines
 import torch
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import experts, grouped_gemm, router, skinny_gemm, token_experts
+from sgla.kernels.cuda import experts, grouped_gemm, integer_experts, router, skinny_gemm, token_experts
 from sgla.kernels.gpu import mixture
+from sgla.kernels.integers import KINDS
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
 from sgla.kernels.triton.moe import Cut, Few, Tile, Tiles
 from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
-from sgla.quant.e2m1 import E2M1
 from sgla.quant.weight import pack
 
 BF16 = torch.bfloat16
@@ -404,66 +405,107 @@ def prompts(model: str) -> None:
 
 PACKED: dict[int | None, list[tuple[int, int, int, int]]] = {  # cuts to try, by pairs in a block
     None: [(16, 1, 4, 4), (32, 2, 4, 1), (32, 2, 4, 2), (32, 2, 4, 4), (32, 2, 4, 8), (64, 4, 4, 4)],
-    16: [(32, 2, 4, 1), (64, 2, 4, 1), (64, 4, 3, 1), (64, 4, 5, 1), (128, 4, 3, 1), (128, 8, 3, 1)],
-    32: [(64, 4, 3, 1), (128, 4, 3, 1), (128, 8, 3, 1)],
-    64: [(64, 4, 2, 1), (64, 4, 3, 1), (128, 8, 3, 1)],
-    128: [(64, 4, 3, 1), (128, 4, 3, 1), (128, 8, 2, 1), (128, 8, 3, 1)],
+    16: [
+        (32, 2, 4, 1),
+        (32, 4, 4, 1),
+        (64, 2, 4, 1),
+        (64, 4, 3, 1),
+        (64, 4, 5, 1),
+        (128, 4, 3, 1),
+        (128, 8, 3, 1),
+    ],
+    32: [(32, 4, 4, 1), (64, 4, 3, 1), (64, 4, 4, 1), (128, 4, 3, 1), (128, 8, 3, 1)],
+    64: [(32, 4, 3, 1), (64, 4, 2, 1), (64, 4, 3, 1), (64, 8, 3, 1), (128, 8, 3, 1)],
+    128: [(32, 4, 3, 1), (64, 4, 3, 1), (64, 8, 3, 1), (128, 4, 3, 1), (128, 8, 2, 1), (128, 8, 3, 1)],
 }
 PACKED_ROWS: dict[int, tuple[int | None, ...]] = {
     1: (None,),
+    2: (None,),
+    3: (None, 16),
     4: (None, 16),
-    16: (None, 16),
+    8: (16,),
+    16: (16,),
     64: (16,),
+    128: (16, 32),
     256: (16, 32),
+    512: (32, 64),
     1024: (32, 64),
     4096: (64, 128),
 }
 
 
 class PackedLayer:
-    """Random experts in MXFP4. ``few``: two of them, to compile with."""
+    """Random experts in a storage. ``few``: two of them, to compile with. Every token's are among them."""
 
-    def __init__(self, model: str, few: bool = False) -> None:
+    def __init__(self, model: str, kind: str, few: bool = False) -> None:
         spec = read_spec(model)
         assert spec.moe is not None
-        self.experts, self.top_k = 2 if few else spec.moe.experts, spec.moe.routing.top_k
-        self.f, self.d = spec.moe.intermediate, spec.hidden
+        self.f, self.d, self.kind = spec.moe.intermediate, spec.hidden, kind
+        common = spec.moe.shared // self.f
+        self.experts = 2 if few else spec.moe.experts + common
+        self.top_k = spec.moe.routing.top_k + common
         self.gate_up, self.down = self._weight(2 * self.f, self.d), self._weight(self.d, self.f)
 
     def _weight(self, n: int, k: int) -> tuple[Any, ...]:
-        n, blocks = n * self.experts, -(-k // 128)
-        words = torch.randint(-(1 << 31), 1 << 31, (n, blocks * 16), dtype=torch.int32, device="cuda")
-        exponents = torch.randint(180, 184, (n, blocks * 4), dtype=torch.uint8, device="cuda")
-        return E2M1(n, k, words, exponents), torch.randn(n, device="cuda")
+        one, bias = pack(torch.randn(n, k, device="cuda") * k**-0.5, self.kind), None
+        if self.kind == "mxfp4":
+            bias = torch.randn(n * self.experts, device="cuda")
+        every = (t.repeat(self.experts, 1) for t in one.tensors)
+        return type(one)(n * self.experts, k, *every), bias
 
     def body(
-        self, ids: torch.Tensor, rows: int | None, tile: e2m1.Tile, gated: bool
+        self, ids: torch.Tensor, rows: int | None, tile: e2m1.Tile | None, gated: bool
     ) -> Callable[[], torch.Tensor]:
+        """``tile``: of Triton's kernel; None: that of CUDA."""
         groups = None if rows is None else moe.group(ids, self.experts, rows)
         count, k, n = (ids.shape[0], self.d, self.f) if gated else (ids.numel(), self.f, self.d)
         w, bias = self.gate_up if gated else self.down
         x = torch.randn(count, k, dtype=BF16, device="cuda")
-        act = Clamped(1.702, 7.0) if gated else None
+        act: Any = (Clamped(1.702, 7.0) if bias is not None else "silu") if gated else None
+        if tile is None:
+            assert groups is not None
+            return lambda: grouped_gemm.product(x, w, n, groups, act)
         return lambda: e2m1.product(x, w, bias, n, ids, groups, tile, act)
 
+    def few(self, ids: torch.Tensor, gated: bool) -> Callable[[], torch.Tensor]:
+        """By the kernel of CUDA that reads each token's experts."""
+        pairs = token_experts.Chosen(torch.ones(ids.shape, device="cuda"), ids, 0)
+        count, k = (ids.shape[0], self.d) if gated else (ids.numel(), self.f)
+        w, x = (self.gate_up if gated else self.down)[0], torch.randn(count, k, dtype=BF16, device="cuda")
+        if gated:
+            return lambda: integer_experts.gate_up(x, pairs, w, self.f, "silu")
+        return lambda: integer_experts.down(x, pairs, w, self.d)
 
-def compile_packed(job: tuple[str, int | None, bool, e2m1.Tile]) -> None:
-    model, rows, gated, tile = job
-    layer = PackedLayer(model, few=True)
+    def error(self, ids: torch.Tensor, rows: int, gated: bool) -> float:
+        """Of the kernel of CUDA, against Triton's."""
+        torch.manual_seed(0)
+        found = self.body(ids, rows, None, gated)().float()
+        torch.manual_seed(0)
+        expected = self.body(ids, 64, e2m1.Tile(64, 4, 3), gated)().float()
+        return float((found - expected).norm() / expected.norm())
+
+
+def compile_packed(job: tuple[str, str, int | None, bool, e2m1.Tile]) -> None:
+    model, kind, rows, gated, tile = job
+    layer = PackedLayer(model, kind, few=True)
     try:
         layer.body(torch.zeros(8, 2, dtype=torch.int32, device="cuda"), rows, tile, gated)()
     except Exception as error:  # a cut the compiler refuses is no candidate
         print("refused", tile, str(error)[:100], flush=True)
 
 
-def packed(model: str) -> None:
-    """The best cuts of both products of experts in MXFP4, and the time that reading their weights takes."""
-    tiles = {rows: [e2m1.Tile(*cut) for cut in cuts] for rows, cuts in PACKED.items()}
-    jobs = [(model, rows, gated, tile) for gated in (True, False) for rows in tiles for tile in tiles[rows]]
+def packed(model: str, kind: str, wanted: list[int]) -> None:
+    """The best cuts of both products of experts in a storage, and what reading their weights takes."""
+    rows_of_all = {tokens: PACKED_ROWS[tokens] for tokens in wanted or PACKED_ROWS}
+    tried = {rows for some in rows_of_all.values() for rows in some}
+    tiles = {rows: [e2m1.Tile(*cut) for cut in cuts] for rows, cuts in PACKED.items() if rows in tried}
+    jobs = [
+        (model, kind, rows, gated, tile) for gated in (True, False) for rows in tiles for tile in tiles[rows]
+    ]
     with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
         pool.map(compile_packed, jobs, chunksize=1)
-    layer = PackedLayer(model)
-    for tokens, rows_of in PACKED_ROWS.items():
+    layer = PackedLayer(model, kind)
+    for tokens, rows_of in rows_of_all.items():
         ids = [
             torch.rand(tokens, layer.experts, device="cuda").topk(layer.top_k).indices.int()
             for _ in range(4 if tokens <= 256 else 1)
@@ -478,11 +520,21 @@ def packed(model: str) -> None:
                 except Exception as error:
                     print("failed", tile, str(error)[:100], flush=True)
             timed.sort(key=lambda t: t[0])
+            native = {}
+            for rows in (64, 128, 256) if kind.startswith("int4") and tokens > 16 else ():
+                us = time_us([layer.body(i, rows, None, gated) for i in ids])
+                native[rows] = round(us, 1), round(layer.error(ids[0], rows, gated), 5)
+            few = None
+            if kind in KINDS and ids[0].numel() <= token_experts.MOST:
+                few = round(time_us([layer.few(i, gated) for i in ids]), 1)
             emit(
                 bench="moe_packed",
+                kind=kind,
+                few=few,
+                native=native,
                 tokens=tokens,
                 gated=gated,
-                read_floor_us=round(active / layer.experts * w[0].nbytes / 4.8e6, 1),
+                read_floor_us=round(active / layer.experts * w[0].nbytes / 4.34e6, 1),
                 tflops=round(2 * ids[0].numel() * layer.f * layer.d * (1 + gated) / timed[0][0] / 1e6, 1),
                 best=timed[:6],
             )
@@ -495,10 +547,14 @@ def main() -> None:
     parser.add_argument("what", choices=["tune", "few", "layers", "decode", "prompts", "packed"])
     parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--kind", default="mxfp4", help="with packed: a storage")
+    parser.add_argument("--tokens", default="", help="with packed: some of its numbers")
     args = parser.parse_args()
     with torch.inference_mode():
-        apart = {"decode": decode, "prompts": prompts, "packed": packed}
-        if args.what in apart:
+        apart = {"decode": decode, "prompts": prompts}
+        if args.what == "packed":
+            packed(args.model, args.kind, [int(n) for n in args.tokens.split(",") if n])
+        elif args.what in apart:
             apart[args.what](args.model)
         else:
             {"tune": tune, "few": few, "layers": layers}[args.what](args.model, args.fp8)

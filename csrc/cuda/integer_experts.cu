@@ -5,10 +5,11 @@
 //   DOWN 1: out[token, n] (+)= sum over the token's experts of x[pair] w[n]^T
 //
 // A warp multiplies 16 weight rows by a row of x, which stands in all columns of the instruction: 8 rows of
-// gate and 8 of up, by all of k, or 16 of down, by what one expert has of k; the warps of a block add up the
-// experts of a token. Weights come through a cp.async ring of its own, which runs on from one to the next. A
-// lane loads the very words that it multiplies. What needs no earlier result is asked for before the wait:
-// all of down, whose experts are chosen by then.
+// gate and 8 of up, or 16 of down, by one expert after another. What the tiles of a block have of k is cut
+// evenly among its warps: a tile in which others go on is finished by the warp that begins it. Weights come
+// through a cp.async ring of its own, which runs on from one tile to the next. A lane loads the very words
+// that it multiplies. What needs no earlier result is asked for before the wait: all of down, whose experts
+// are chosen by then.
 //
 // Integers are exact in bfloat16, what is too much of them and the zero comes off with the sum of a group of
 // x: see integer_gemm.cu.
@@ -35,8 +36,11 @@
 #ifndef TOP_K  // experts of a token
 #define TOP_K 8
 #endif
+#ifndef WARPS
+#define WARPS 16
+#endif
 #ifndef STAGES
-#define STAGES 8
+#define STAGES 4
 #endif
 #ifndef WIDTH  // bytes of constants that a lane loads at a time
 #define WIDTH 8
@@ -48,7 +52,7 @@
 #define ADD 0
 #endif
 
-constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * 32;
 constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie together, of a row
 constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
 constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16, CHAINS = STEPS < 4 ? STEPS : 4;
@@ -58,6 +62,7 @@ constexpr int STAGE_BYTES = WORD_BYTES + 16 * OF_ROW;
 constexpr int BITES = OF_ROW / WIDTH, LOADS = (16 * BITES + 31) / 32;  // of the constants
 constexpr int ROWS = DOWN ? 16 : 8;              // outputs of a tile
 constexpr int TILES = OUTPUTS / ROWS;
+constexpr int LENGTH = DOWN ? TOP_K * UNITS : UNITS;  // units of a tile
 constexpr int X_ROW = UNITS * UNIT * BLOCK * 2;  // bytes of a row of x in shared memory
 constexpr int GROUPS = UNITS * UNIT * PER;       // of a row of x
 static_assert(OUTPUTS % ROWS == 0 && CHANNELS % 8 == 0);
@@ -74,34 +79,41 @@ struct Params {
 
 #include "integers.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_experts(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) integer_experts(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ float parts[2][WARPS][16];
+  __shared__ float parts[WARPS][16];  // what a warp has of a tile that it does not begin
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
             kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES;
   const int rows = DOWN ? p.tokens * TOP_K : p.tokens;
   const u32 sums = kept_x + rows * X_ROW;
 
-  // A tile: of a warp, or DOWN of a block, whose warps have some of the token's experts each.
-  const int all = DOWN ? p.tokens * TILES : p.tokens * TOP_K * TILES;
-  const int step = DOWN ? gridDim.x : gridDim.x * WARPS;
-  const int begin = DOWN ? blockIdx.x : blockIdx.x + warp * gridDim.x;
-  const int own = DOWN ? (TOP_K - warp + WARPS - 1) / WARPS : 1;  // experts of a tile
-  auto pair_of = [&](int tile, int i) {
-    return DOWN ? tile / TILES * TOP_K + warp + i * WARPS : tile / TILES;
+  const int all = (DOWN ? p.tokens : p.tokens * TOP_K) * TILES;
+  const int grid = gridDim.x, block = blockIdx.x;
+  const int here = (all - block + grid - 1) / grid * LENGTH;                             // units of the block
+  const int begin = here * warp / WARPS, end = here * (warp + 1) / WARPS;  // of them, the warp's
+  auto tile_of = [&](int at) { return block + at / LENGTH * grid; };
+  auto pair_of = [&](int at) {
+    return tile_of(at) / TILES * (DOWN ? TOP_K : 1) + (DOWN ? at % LENGTH / UNITS : 0);
   };
 
   int id = 0;  // of the pair ``lane``
   auto find_experts = [&]() { id = lane < p.tokens * TOP_K ? p.ids[lane] : 0; };
-  int in_tile = own > 0 ? begin : all, in_expert = 0, in_unit = 0, to = 0;
+  int next = begin, to = 0;
+  const char* words;     // of the lane, of the unit ``next``
+  const u32* constants;  // the same
+  const int own = lane / BITES, apart = DOWN ? 8 : OUTPUTS;  // rows between the halves of a tile
+  auto find_weights = [&]() {
+    const int expert = __shfl_sync(~0u, id, pair_of(next)), of_k = next % UNITS * UNIT;
+    const long long first =
+        (long long)expert * (DOWN ? OUTPUTS : 2 * OUTPUTS) + tile_of(next) % TILES * ROWS;
+    words = reinterpret_cast<const char*>(p.w) + ((first + g) * BLOCKS + of_k) * ROW_BYTES + t * 16;
+    constants = p.constants + (first + own % 8 + (own >= 8 ? apart : 0)) * (BLOCKS * PER) + of_k * PER;
+  };
   auto load = [&]() {
-    if (in_tile < all) {
+    if (next < end) {
       const u32 at = ring + to * STAGE_BYTES;
-      const int block = in_unit * UNIT, left = BLOCKS - block,
-                expert = __shfl_sync(~0u, id, pair_of(in_tile, in_expert));
-      const long long first = (long long)expert * (DOWN ? OUTPUTS : 2 * OUTPUTS) + in_tile % TILES * ROWS;
-      auto row_of = [&](int row) { return first + (DOWN ? row : row % 8 + (row >= 8 ? OUTPUTS : 0)); };
+      const int left = BLOCKS % UNIT && next % UNITS == UNITS - 1 ? BLOCKS % UNIT : UNIT;
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -109,33 +121,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_experts(const P
 #pragma unroll
           for (int c = 0; c < PIECES; ++c)
             cp_async16(at + ((b * 2 + h) * PIECES + c) * 512 + lane * 16,
-                       reinterpret_cast<const char*>(p.w) + row_of(h * 8 + g) * (BLOCKS * ROW_BYTES) +
-                           (block + b) * ROW_BYTES + c * 64 + t * 16,
+                       words + (long long)h * apart * (BLOCKS * ROW_BYTES) + b * ROW_BYTES + c * 64,
                        b < left ? 16 : 0);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
-        const int e = j * 32 + lane;
+        const int e = j * 32 + lane, part = e % BITES * (WIDTH / 4), rows = j * (32 / BITES);
         if (e < 16 * BITES)
           cp_async_constants(at + WORD_BYTES + e * WIDTH,
-                             p.constants + row_of(e / BITES) * (BLOCKS * PER) + block * PER +
-                                 e % BITES * (WIDTH / 4),
-                             e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
+                             constants + (rows < 8 ? rows : rows - 8 + apart) * (BLOCKS * PER) + part,
+                             part < left * PER ? WIDTH : 0);
       }
       to = to + 1 == STAGES ? 0 : to + 1;
-      if (++in_unit == UNITS) {
-        in_unit = 0;
-        if (++in_expert == own) in_expert = 0, in_tile += step;
-      }
+      words += UNIT * ROW_BYTES, constants += UNIT * PER;
+      if (++next < end && next % UNITS == 0) find_weights();
     }
     cp_async_commit();
   };
   if (DOWN) {
-    find_experts();
+    find_experts(), find_weights();
     for (int s = 0; s < STAGES; ++s) load();
   }
   pdl_wait();
   pdl_launch();
-  if (!DOWN) find_experts();
+  if (!DOWN) find_experts(), find_weights();
   const float factor = !DOWN && lane < p.tokens * TOP_K ? p.p[lane] : 0.f;  // of the pair ``lane``
 
   // x and the sums of its groups; zeros behind its end.
@@ -166,70 +174,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_experts(const P
   __syncthreads();
 
   const u32 mask = MASK ^ u32(p.tokens) >> 31;  // a register for all, which a constant would not get
-  int stage = 0, turn = 0;
-  for (int tile = begin; tile < all; tile += step, turn ^= 1) {
-    float low = 0.f, high = 0.f;  // of rows g and g + 8
-    for (int i = 0; i < own; ++i) {
-      const int pair = pair_of(tile, i), row = DOWN ? pair : pair / TOP_K;
-      for (int unit = 0; unit < UNITS; ++unit) {
-        cp_async_wait<STAGES - 1>();
-        __syncwarp();
-        const u32 from = ring + stage * STAGE_BYTES;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+  auto finish = [&](int at, float low, float high) {  // sums of rows g and g + 8
+    const int tile = tile_of(at), column = tile % TILES * ROWS + g;
+    const float y = DOWN ? 0.f : gate<GELU>(low, high) * __shfl_sync(~0u, factor, tile / TILES);
+    if (t) return;
+    bf16* out = p.out + (long long)(tile / TILES) * OUTPUTS + column;
+    out[0] = f2bf(DOWN ? low + (ADD ? bf2f(out[0]) : 0.f) : y);
+    if (DOWN) out[8] = f2bf(high + (ADD ? bf2f(out[8]) : 0.f));
+  };
+  if (t == 0) parts[warp][g] = parts[warp][g + 8] = 0.f;
+  int stage = 0, first = begin;  // of the tile at hand, the warp's first unit
+  float low = 0.f, high = 0.f;
+  for (int at = begin; at < end; ++at) {
+    const int pair = pair_of(at), row = DOWN ? pair : pair / TOP_K, unit = at % UNITS;
+    cp_async_wait<STAGES - 1>();
+    __syncwarp();
+    const u32 from = ring + stage * STAGE_BYTES;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
 #pragma unroll
-        for (int b = 0; b < UNIT; ++b) {
-          uint4 w[2][PIECES];
+    for (int b = 0; b < UNIT; ++b) {
+      uint4 w[2][PIECES];
 #pragma unroll
-          for (int h = 0; h < 2; ++h)
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int c = 0; c < PIECES; ++c)
-              w[h][c] = lds128(from + ((b * 2 + h) * PIECES + c) * 512 + lane * 16);
-          u32 x[4][4];  // of 32 channels each
+        for (int c = 0; c < PIECES; ++c)
+          w[h][c] = lds128(from + ((b * 2 + h) * PIECES + c) * 512 + lane * 16);
+      u32 x[4][4];  // of 32 channels each
 #pragma unroll
-          for (int q = 0; q < 4; ++q)
-            ldmatrix(x[q], kept_x + row * X_ROW + (unit * UNIT + b) * (BLOCK * 2) + q * 64 + lane / 8 * 16);
+      for (int q = 0; q < 4; ++q)
+        ldmatrix(x[q], kept_x + row * X_ROW + (unit * UNIT + b) * (BLOCK * 2) + q * 64 + lane / 8 * 16);
 #pragma unroll
-          for (int group = 0; group < PER; ++group) {
-            float sum[CHAINS][4] = {};
+      for (int group = 0; group < PER; ++group) {
+        float sum[CHAINS][4] = {};
 #pragma unroll
-            for (int s = 0; s < STEPS; ++s) {  // 16 channels
-              const int at = group * STEPS + s, q = at / 2, word = BITS == 4 ? q : at,
-                        place = BITS == 4 ? at % 2 * 2 : 0;
-              const u32* u = reinterpret_cast<const u32*>(w[0]);
-              const u32* v = reinterpret_cast<const u32*>(w[1]);
-              mma(sum[s % CHAINS], two(u[word], place, mask), two(v[word], place, mask),
-                  two(u[word], place + 1, mask), two(v[word], place + 1, mask), x[q][at % 2 * 2],
-                  x[q][at % 2 * 2 + 1]);
-            }
-            float of_low = sum[0][0], of_high = sum[0][2];
-#pragma unroll
-            for (int c = 1; c < CHAINS; ++c) of_low += sum[c][0], of_high += sum[c][2];
-            const float of_x = lds32f(sums + (row * GROUPS + (unit * UNIT + b) * PER + group) * 4);
-            const u32 constants = from + WORD_BYTES + (b * PER + group) * 4;
-            const u32 a = lds32(constants + g * OF_ROW), c = lds32(constants + (g + 8) * OF_ROW);
-            low += (of_low - zero_of(a) * of_x) * half2f(a);
-            high += (of_high - zero_of(c) * of_x) * half2f(c);
-          }
+        for (int s = 0; s < STEPS; ++s) {  // 16 channels
+          const int i = group * STEPS + s, q = i / 2, word = BITS == 4 ? q : i,
+                    place = BITS == 4 ? i % 2 * 2 : 0;
+          const u32* u = reinterpret_cast<const u32*>(w[0]);
+          const u32* v = reinterpret_cast<const u32*>(w[1]);
+          mma(sum[s % CHAINS], two(u[word], place, mask), two(v[word], place, mask),
+              two(u[word], place + 1, mask), two(v[word], place + 1, mask), x[q][i % 2 * 2],
+              x[q][i % 2 * 2 + 1]);
         }
-        __syncwarp();  // constants are read by others, too
-        load();
+        float of_low = sum[0][0], of_high = sum[0][2];
+#pragma unroll
+        for (int c = 1; c < CHAINS; ++c) of_low += sum[c][0], of_high += sum[c][2];
+        const float of_x = lds32f(sums + (row * GROUPS + (unit * UNIT + b) * PER + group) * 4);
+        const u32 constants = from + WORD_BYTES + (b * PER + group) * 4;
+        const u32 a = lds32(constants + g * OF_ROW), c = lds32(constants + (g + 8) * OF_ROW);
+        low += (of_low - zero_of(a) * of_x) * half2f(a);
+        high += (of_high - zero_of(c) * of_x) * half2f(c);
       }
     }
-    const int column = tile % TILES * ROWS;
-    if (!DOWN) {
-      const int pair = tile / TILES;
-      const float y = gate<GELU>(low, high) * __shfl_sync(~0u, factor, pair);
-      if (t == 0) p.out[(long long)pair * OUTPUTS + column + g] = f2bf(y);
-      continue;
+    __syncwarp();  // constants are read by others, too
+    load();
+    if (at % LENGTH < LENGTH - 1 && at + 1 < end) continue;
+    if (first % LENGTH) {  // another warp began it
+      if (t == 0) parts[warp][g] = low, parts[warp][g + 8] = high;
+    } else if (at % LENGTH == LENGTH - 1) {
+      finish(at, low, high);
+    } else {
+      break;
     }
-    if (t == 0) parts[turn][warp][g] = low, parts[turn][warp][g + 8] = high;
-    __syncthreads();  // of two buffers the other one's readers passed the one before
-    if (threadIdx.x < 16) {
-      float y = 0.f;
-#pragma unroll
-      for (int v = 0; v < WARPS; ++v) y += parts[turn][v][threadIdx.x];
-      bf16* out = p.out + (long long)(tile / TILES) * OUTPUTS + column + threadIdx.x;
-      *out = f2bf(y + (ADD ? bf2f(*out) : 0.f));
-    }
+    low = high = 0.f, first = at + 1;
   }
+  __syncthreads();
+  if (first == end) return;
+  const int behind = first + LENGTH;
+  for (int v = warp + 1; v < WARPS && here * v / WARPS < behind; ++v)
+    low += parts[v][g], high += parts[v][g + 8];
+  finish(first, low, high);
 }

@@ -12,7 +12,7 @@ __device__ __forceinline__ u64 tile_at(u32 addr, u32 far = 16) {
 // d[64 x N] of a group of warps: lane (g = lane / 4, t = lane % 4) of warp w holds rows 16 w + g and + 8, of
 // every 8 columns 2t and 2t + 1. `wgmma`: d += a b^T with both in shared memory, b's rows being columns of d;
 // `wgmma_first`: d = a b^T; `wgmma_registers`: d += a b with a in registers, as the results of another such
-// product lie, and b's columns being those of d. All take 16 of k.
+// product lie, and b's columns being those of d; `wgmma_left`: the same with b's rows. All take 16 of k.
 // `wgmma_e4m3`, `wgmma_e4m3_first`: the first two of e4m3, 32 of k.
 #define D8(KIND, i)                                                                                          \
   KIND(d[i]), KIND(d[i + 1]), KIND(d[i + 2]), KIND(d[i + 3]), KIND(d[i + 4]), KIND(d[i + 5]),                \
@@ -77,6 +77,12 @@ __device__ __forceinline__ u64 tile_at(u32 addr, u32 far = 16) {
   __device__ __forceinline__ void wgmma_registers(float (&d)[N / 2], const u32(&a)[4], u64 b) {              \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS                      \
                  "}, {" A "," A1 "," A2 "," A3 "}, " B ", 1, 1, 1, 1;"                                       \
+                 : D_##EIGHTS("+f")                                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+  }                                                                                                          \
+  __device__ __forceinline__ void wgmma_left(float (&d)[N / 2], const u32(&a)[4], u64 b) {                   \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS                      \
+                 "}, {" A "," A1 "," A2 "," A3 "}, " B ", 1, 1, 1, 0;"                                       \
                  : D_##EIGHTS("+f")                                                                          \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
   }

@@ -72,7 +72,7 @@ struct Block {
   Warp warps[32];
   int count[16] = {}, turns[16] = {};  // at the barriers of the hardware; 0 is that of __syncthreads
 };
-struct Barrier { int8_t wanted, missing; uint16_t phase; int32_t bytes; };  // the word in shared memory
+struct Barrier { int32_t wanted : 12, missing : 12; uint32_t phase : 8; int32_t bytes; };  // the word in shared memory
 
 std::vector<Thread> threads;
 std::vector<Block> blocks;
@@ -375,7 +375,9 @@ inline void cluster_wait() {
 inline void pdl_wait() {}
 inline void pdl_launch() {}
 inline void barrier_init(unsigned bar, int count) {
-  emulated::write(bar, emulated::Barrier{int8_t(count), int8_t(count), 0, 0});
+  emulated::Barrier made{};
+  made.wanted = made.missing = count;
+  emulated::write(bar, made);
 }
 inline void barriers_visible() {}
 inline void barrier_arrive(unsigned bar) { emulated::counted(bar, 1, 0); }
@@ -529,6 +531,7 @@ template <int SIZE> void wgmma_first(float (&d)[SIZE], uint64_t a, uint64_t b) {
   wgmma(d, a, b);
 }
 template <int SIZE> void wgmma_held(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) { held(d, q, k, false, false); }
+template <int SIZE> void wgmma_left(float (&d)[SIZE], const unsigned (&a)[4], uint64_t b) { held(d, a, b, false, false); }
 template <int SIZE> void wgmma_held_first(float (&d)[SIZE], const unsigned (&q)[4], uint64_t k) {
   held(d, q, k, true, false);
 }

@@ -22,7 +22,7 @@ FUNCTION = re.compile(
     r"^(?:template <.*>\n)?__device__ __forceinline__ [^;{]*\{(?:.*\}\n|\n?(?:.*\n)*?\}\n)", re.M
 )
 SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?([\w<>?: ]+) (\w+)((?:\[[^\]]*\])*);")
-APART = 200 << 10  # where arrays lie that are not of the dynamic shared memory
+APART = 228 << 10  # where arrays lie that are not of the dynamic shared memory
 # Functions of one source, whose PTX needs numbers of that source.
 OWN = {
     "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes) "
@@ -41,6 +41,18 @@ OWN = {
     "template <class Map> void copy_w(u32 to, const Map& map, u32 bar, int k, int w) "
     "{ for (int block = 0; block < CLUSTER; ++block) copy_box(emulated::there(to, block), map, "
     "emulated::there(bar, block), (long long)k, 0ll, 0ll, 0ll, (long long)w); }\n",
+    "copy_weights": "template <class Map> "
+    "void copy_weights(u32 to, const Map& map, u32 bar, int k, int row, int expert) "
+    "{ if (GATED) copy_box(to, map, bar, (long long)k, 0ll, 0ll, row / 16ll, (long long)expert); "
+    "else copy_2d(to, map, bar, k, row); }\n",
+    "arrive_with_copies": "void arrive_with_copies(u32 bar) "
+    "{ cp_async_commit(); cp_async_wait<0>(); emulated::counted(bar, 1, 0); }\n",
+    "stmatrix_trans": "void stmatrix_trans(u32 to, u32 a, u32 b) { "
+    "const int lane = emulated::me->number % 32, row = lane % 4 * 2, column = lane / 4 * 2; "
+    "for (int i = 0; i < 4; ++i) emulated::write(from_lane(to, i / 2 * 8 + row + i % 2) + column, "
+    "uint16_t((i < 2 ? a : b) >> 16 * (i % 2))); }\n",
+    "times2": "u32 times2(u32 a, u32 b) { return pack2(emulated::lower(a) * emulated::lower(b), "
+    "emulated::upper(a) * emulated::upper(b)); }\n",
     "release": "void release(u32 bar) { const u32 block = threadIdx.x % 128; "
     "if (block < CLUSTER) emulated::counted(emulated::there(bar, block), 1, 0); }\n",
     "log2_fast": "float log2_fast(float x) { return std::log2(x); }\n",

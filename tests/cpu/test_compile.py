@@ -223,7 +223,11 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
             for norm in (0, 1)
         ]
         + [{"RANKS": 2, "THREADS": 256, "VECS": 1, "TWO_SHOT": 0, "NORM": 1, "SENT": 2}],
-        "grouped_gemm.cu": [{"GATED": gated, "GELU": 0, "STAGES": 4} for gated in (0, 1)],
+        "grouped_gemm.cu": [
+            {"GATED": gated} | packing
+            for gated in (0, 1)
+            for packing in ({}, {"BITS": 4}, {"BITS": 4, "GROUP": 32, "WHOLE": 0, "ROWS": 64})
+        ],
         "decode_attention.cu": [
             {"FUSED": 1, "SCALED": 1},
             *(

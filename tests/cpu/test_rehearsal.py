@@ -29,6 +29,23 @@ MODELS = HERE.parents[1] / "bench/models"
 # With so many KV heads all graphs cut decode attention finely, so that only eager steps cut it coarsely.
 DENSE = {"num_hidden_layers": 2, "vocab_size": 3000, "num_attention_heads": 32, "num_key_value_heads": 32}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 128,
+                "symmetric": True,
+            },
+        }
+    },
+    "ignore": ["lm_head", "re:.*gate$"],
+}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 # Longer than the context. Gate and up take a kernel with 1193 to 1200 tokens, another with 1201 to 1280,
 # and the projection to heads takes one from 1268 on.
@@ -41,6 +58,13 @@ BANDS = {
 }
 SIZES = {"bands": [1196, 1240, 1275]}
 MIXTURE = {"num_hidden_layers": 2, "vocab_size": 3000, "moe_intermediate_size": 128}
+FEW_EXPERTS = {
+    "num_hidden_layers": 2,
+    "vocab_size": 3000,
+    "num_attention_heads": 16,
+    "intermediate_size": 128,
+    "num_local_experts": 32,
+}
 WINDOWS = gemma3(
     vocab_size=3000,
     hidden_size=512,
@@ -114,6 +138,7 @@ CASES = {
     "blocks of fp8": ("qwen3-0.6b", DENSE | {"quantization_config": BLOCKS}, {}),
     "nvfp4": ("qwen3-0.6b", DENSE | {"quantization_config": NVFP4}, {}),
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
+    "packed mixture": ("minimax-m2", FEW_EXPERTS | {"quantization_config": W4A16}, {}),
     "adapters": (
         "qwen3-0.6b",
         DENSE,
@@ -246,7 +271,7 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
     ("names", "few"),
     [
         (["dense", "mixture", "states", "entries", "queries that grow"], {"step_tokens": 256}),
-        (["latents"], {"step_tokens": 256}),
+        (["latents", "packed mixture"], {"step_tokens": 256}),
         pytest.param(list(CASES), {}, marks=pytest.mark.slow),
     ],
 )

@@ -28,7 +28,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     class Emulated:
         def __init__(self, file: str, name: str, defines: dict[str, int], shared: int) -> None:
             assert shared <= (113 if file == "token_experts.cu" else 227) << 10
-            self.library = compile_kernel(file, name, defines, 256, 1, tmp_path)
+            self.library = compile_kernel(file, name, defines, 32 * defines.get("WARPS", 8), 1, tmp_path)
 
         def launch(self, grid: int, threads: int, params: Any) -> None:
             self.library.run(ctypes.byref(params), 1, grid)
@@ -117,11 +117,19 @@ def test_experts_of_other_ranks_are_left_out(emulated: None, kind: str, ids: lis
 
 @pytest.mark.skipif(not HERE, reason="there is no compiler, or another CPU")
 @pytest.mark.parametrize(
-    ("kind", "tokens", "top_k"),
-    [("int4g128", 1, 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+    ("kind", "tokens", "top_k", "blocks"),
+    [
+        ("int4g128", 1, 5, 3),
+        ("int4g128", 1, 5, 19),
+        *(pytest.param(*case, 3, marks=pytest.mark.slow) for case in CASES),
+    ],
 )
-def test_integers_are_multiplied_as_they_are(emulated: None, kind: str, tokens: int, top_k: int) -> None:
-    """Channels that fill no whole number of a warp's loads; tokens with more experts than a block warps."""
+def test_integers_are_multiplied_as_they_are(
+    emulated: None, kind: str, tokens: int, top_k: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels that fill no whole number of a warp's loads; tokens with more experts than a block warps.
+    Blocks that have many tiles, and those that have fewer loads than warps."""
+    monkeypatch.setattr(integer_experts, "processors", lambda: blocks)
     torch.manual_seed(0)
     d, f, experts, named = 304, 136, 12, {"rtol": 1e-2, "atol": 1e-2}
     x, p = torch.randn(tokens, d).bfloat16(), torch.rand(tokens, top_k)
@@ -156,5 +164,6 @@ def test_two_blocks_fit_on_a_multiprocessor() -> None:
 
 def test_integers_that_were_not_timed_are_left_to_triton() -> None:
     assert integer_experts.refuses(2, 8, 2048, 768, 4, 128) is None
+    assert integer_experts.refuses(4, 8, 2048, 768, 4, 128) is None
     for tokens, bits, group in ((1, 8, 128), (1, 4, 32), (5, 4, 128)):
         assert integer_experts.refuses(tokens, 8, 2048, 768, bits, group) is not None

@@ -167,12 +167,16 @@ def test_a_shared_expert_behind_all_others(others: int, top_k: int, parts: int, 
         assert relative(mixture.run(x, (norm, 1e-6), *weights, routing, "silu").sum(), expected) < 0.015
 
 
-def test_integers_of_few_tokens_in_a_chain_of_layers() -> None:
+@pytest.mark.parametrize(
+    ("d", "f", "top_k", "parts"), [(2048, 768, 8, 0), (4096, 1408, 6, 2), (3072, 1536, 8, 0)]
+)
+def test_integers_of_few_tokens_in_a_chain_of_layers(d: int, f: int, top_k: int, parts: int) -> None:
     """As below."""
-    d, f, count, routing, kind = 2048, 768, 16, Routing(8, normalize=True), "int4g128"
-    norm, layers = torch.rand(d, device="cuda") + 0.5, []
+    kind, others = "int4g128", 16
+    routing = Routing(top_k, normalize=True, shared="always" if parts else "", parts=max(parts, 1))
+    count, norm, layers = others + parts, torch.rand(d, device="cuda") + 0.5, []
     for _ in range(3):
-        shapes = ((count, d, "bf16"), (count * 2 * f, d, kind), (count * d, f, kind))
+        shapes = ((others, d, "bf16"), (count * 2 * f, d, kind), (count * d, f, kind))
         layers.append([pack(torch.randn(n, k, device="cuda") * k**-0.5, each) for n, k, each in shapes])
 
     def chain(begin: torch.Tensor) -> torch.Tensor:
@@ -181,7 +185,7 @@ def test_integers_of_few_tokens_in_a_chain_of_layers() -> None:
             mixture.run(stream, (norm, 1e-6), *weights, routing, "silu").add_to(stream)
         return stream
 
-    for tokens in (1, 2):
+    for tokens in (1, 2, 4):
         begin = torch.randn(tokens, d, dtype=BF16, device="cuda")
         expected = ops.moe(ops.rms_norm(begin, norm, 1e-6).float(), *layers[0], routing, "silu")
         found = mixture.run(begin, (norm, 1e-6), *layers[0], routing, "silu")

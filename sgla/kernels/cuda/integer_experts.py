@@ -12,9 +12,9 @@ from sgla.kernels.cuda.build import SHARED, Kernel, processors
 from sgla.kernels.cuda.token_experts import MOST, Chosen
 from sgla.kernels.integers import BLOCK, Integers
 
-WARPS = 8
+WARPS = 16
 UNIT = 2  # blocks of channels in a stage
-STAGES = 8  # at most
+STAGES = 4  # at most
 P = ctypes.c_void_p
 
 
@@ -37,13 +37,13 @@ def refuses(tokens: int, top_k: int, d: int, f: int, bits: int, group: int) -> s
     return "x is too long for shared memory" if min(stages) < 2 else None
 
 
-def _stages(rows: int, k: int, bits: int, group: int) -> tuple[int, int]:
-    """Of a warp, for ``rows`` of x, and the bytes of a block's shared memory, of which two fit on a
-    multiprocessor if they may."""
+def _stages(rows: int, k: int, bits: int, group: int, most: int = STAGES) -> tuple[int, int]:
+    """Of a warp, for ``rows`` of x, and the bytes of a block's shared memory. Those of gate and up are more
+    than half of a multiprocessor's: where two such blocks fit, some get two and others none."""
     units, per = -(-k // (BLOCK * UNIT)), BLOCK // group
     stage = 16 * UNIT * (16 * bits + 4 * per)
     x = rows * units * UNIT * (2 * BLOCK + 4 * per)
-    stages = min(STAGES, max(units, 2), (SHARED[0] - 1024 - x) // (WARPS * stage))
+    stages = min(most, (SHARED[0] - 1024 - x) // (WARPS * stage))
     return stages, WARPS * stages * stage + x
 
 
@@ -56,11 +56,15 @@ def _launch(
     x: Tensor, pairs: Chosen, w: Integers, rows: int, outputs: int, out: Tensor, more: dict[str, int]
 ) -> None:
     (tokens, top_k), k = pairs.ids.shape, x.shape[1]
-    stages, shared = _stages(rows, k, w.bits, w.group)
+    most = STAGES
+    if "DOWN" in more:  # as much as a warp has to do: small blocks begin beside those of gate and up
+        tiles = -(-tokens * outputs // (16 * processors()))
+        most = max(2, min(most, -(-tiles * top_k * -(-k // (BLOCK * UNIT)) // WARPS)))
+    stages, shared = _stages(rows, k, w.bits, w.group, most)
     per = BLOCK // w.group
     own, loaded = -(-k // BLOCK) * per, UNIT * per  # words of constants
     defines = {"BITS": w.bits, "GROUP": w.group, "WHOLE": int(w.whole), "CHANNELS": k, "OUTPUTS": outputs}
-    defines |= {"TOP_K": top_k, "STAGES": stages}
+    defines |= {"TOP_K": top_k, "STAGES": stages, "WARPS": WARPS}
     defines |= {"WIDTH": next(4 * words for words in (4, 2, 1) if own % words == loaded % words == 0)}
     words, constants = w.tensors
     params = _Params(

@@ -29,6 +29,7 @@ _GATED = ("silu", "gelu_tanh")  # activations that kernels have between both pro
 MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16
 OURS = 64  # tokens up to which the linear layer before the router is our kernel
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
+FEW_INTEGERS = 4  # the same of integers
 
 
 class Count(NamedTuple):
@@ -129,7 +130,8 @@ def run(
     placed = biases.places is not None
     common = 0 if placed else routing.common if routing.held is None else None
     alone = not apart and common is not None and _alone(x, routing.top_k + routing.common, down)
-    integers = not apart and not placed and common == 0 and _few_integers(x, routing.top_k, down)
+    integers = not apart and not placed and common is not None
+    integers = integers and _few_integers(x, routing.top_k + routing.common, down)
     early = not (alone or integers)
     softmax = routed is None and fixed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
@@ -148,6 +150,9 @@ def run(
             chosen = token_experts.Chosen(sent.probabilities, sent.ids, 0)
             inner = integer_experts.gate_up(sent.x, chosen, gate_up, down.k, str(activation))
             return Few(inner, chosen, down, x.shape[1])
+        rows = None if apart else _unpacked_rows(pairs, count, down, x.shape[1], x.dtype)
+        if rows is not None:
+            return _unpacked(sent, count, rows, gate_up, down, activation)
         return _packed(sent, count, gate_up, down, activation, biases)
     if apart:
         return _apart(sent, count, gate_up, down, activation, biases)
@@ -198,12 +203,24 @@ def _products(
     return Grouped(y, probabilities)
 
 
+def _unpacked(
+    routed: RoutedExperts, count: Count, rows: int, gate_up: Weight, down: Weight, activation: Gating
+) -> Outputs:
+    """Both products of integers by a kernel of CUDA, in blocks of so many pairs."""
+    assert are_integers(gate_up)
+    assert are_integers(down)
+    groups = moe.group(routed.ids, count.here, rows)
+    inner = grouped_gemm.product(routed.x, gate_up, down.k, groups, str(activation))
+    y = grouped_gemm.product(inner, down, routed.x.shape[1], groups)
+    return Grouped(y, routed.probabilities)
+
+
 def _packed(
     routed: RoutedExperts, count: Count, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
 ) -> Outputs:
     """Both products of packed experts, each with its biases."""
     x, probabilities, ids, _ = routed
-    tiles = e2m1.tiles_for(ids.numel(), count.every, x.itemsize, this_device().wgmma)
+    tiles = _packed_tiles(ids.numel(), count, down, x.itemsize)
     groups = None if tiles.rows is None else moe.group(ids, count.here, tiles.rows)
     if activation in _GATED or isinstance(activation, Clamped):
         inner = e2m1.product(x, gate_up, biases.gate_up, down.k, ids, groups, tiles.gate_up, activation)
@@ -256,7 +273,7 @@ def run_adapted(
         counts.add(ids)
     pairs, top_k, each = lora.pairs(ids, rows, sampled, second), ids.shape[1], ids.flatten().long()
     if gate_up.kind in PACKED:
-        packed = e2m1.tiles_for(ids.numel(), count.every, x.itemsize, this_device().wgmma)
+        packed = _packed_tiles(ids.numel(), count, down, x.itemsize)
         groups = None if packed.rows is None else moe.group(ids, count.here, packed.rows)
     else:
         tiles = _tiles(len(ids), ids.shape[1], count, down, d)
@@ -304,10 +321,15 @@ def _kind(
     top_k, x = routing.top_k + routing.common, torch.empty(tokens, gate_up.k, dtype=dtype, device="meta")
     pairs, limits = tokens * top_k, [tokens <= n for n in (1, FEW, ROUTED, router_cuda.MAX_ROWS)]
     plain = adapted is None and not _are_apart(activation, biases)
+    if plain and _few_integers(x, top_k, down):
+        return tokens
     rows: int | None = None
     cuts: list[Any] = []
-    if gate_up.kind in PACKED:
-        rows, *cuts = e2m1.tiles_for(pairs, count.every, dtype.itemsize, this_device().wgmma)
+    unpacked = _unpacked_rows(pairs, count, down, d, dtype) if plain else None
+    if unpacked is not None:
+        rows = unpacked
+    elif gate_up.kind in PACKED:
+        rows, *cuts = _packed_tiles(pairs, count, down, dtype.itemsize)
     elif plain and _one_kernel(x, down, pairs, count.here):
         pass
     elif plain and _by_cuda(pairs, count, down, d):
@@ -333,6 +355,20 @@ def _by_cuda(pairs: int, count: Count, down: Weight, d: int) -> bool:
     if pairs < MANY * count.every or down.kind != "bf16" or not this_device().wgmma:
         return False
     return grouped_gemm.refuses(down.k, d) is None
+
+
+def _packed_tiles(pairs: int, count: Count, down: Weight, itemsize: int) -> e2m1.Tiles:
+    timed = are_integers(down) and grouped_gemm.refuses_integers(down.bits, down.group) is None
+    return e2m1.tiles_for(pairs, count.every, itemsize, this_device().wgmma, timed)
+
+
+def _unpacked_rows(pairs: int, count: Count, down: Weight, d: int, dtype: torch.dtype) -> int | None:
+    """Of the blocks of pairs that a kernel of CUDA multiplies with integers, or None."""
+    if dtype != torch.bfloat16 or not are_integers(down) or not this_device().wgmma:
+        return None
+    if grouped_gemm.refuses(down.k, d) or grouped_gemm.refuses_integers(down.bits, down.group):
+        return None
+    return grouped_gemm.rows_for(pairs / count.every)
 
 
 def _are_apart(activation: Gating, biases: Biases) -> bool:
@@ -401,7 +437,7 @@ def _alone(x: Tensor, top_k: int, down: Weight) -> bool:
 
 def _few_integers(x: Tensor, top_k: int, down: Weight) -> bool:
     """The same for integers."""
-    if len(x) > FEW or not are_integers(down) or x.dtype != torch.bfloat16:
+    if len(x) > FEW_INTEGERS or not are_integers(down) or x.dtype != torch.bfloat16:
         return False
     shape = len(x), top_k, x.shape[1], down.k, down.bits, down.group
     return this_device().wgmma and integer_experts.refuses(*shape) is None

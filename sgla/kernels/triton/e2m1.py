@@ -66,10 +66,14 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-def tiles_for(pairs: int, experts: int, itemsize: int, hopper: bool) -> Tiles:
-    """For so many pairs, as measured with gpt-oss-120b on an H200. Without the shared memory of ``hopper``,
-    and for float32, cuts are small."""
+def tiles_for(pairs: int, experts: int, itemsize: int, hopper: bool, integers: bool = False) -> Tiles:
+    """For so many pairs, as measured on an H200 with gpt-oss-120b, or dots.llm1 in ``integers``. Without the
+    shared memory of ``hopper``, and for float32, cuts are small."""
     mean = pairs / experts
+    if integers and hopper and itemsize == 2 and mean <= 24:
+        if pairs <= FEW:
+            return Tiles(None, Tile(64, 4, 4, 4), Tile(64, 4, 4, 4))
+        return Tiles(16 if mean <= 12 else 32, Tile(64, 4, 4), Tile(128, 4, 3))
     if pairs <= FEW:
         splits = 4 if pairs <= 8 else 2
         return Tiles(None, Tile(32, 2, 4, splits), Tile(32, 2, 4, splits))
