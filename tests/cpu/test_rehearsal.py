@@ -312,7 +312,7 @@ def few_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 LAYER_TYPES = "layer_types", "mlp_layer_types", "layers_block_type"
 NUMBERED = "full_attn_layers", "kda_layers"  # lists of the layers of a kind, the first of which is 1
-LARGE = "deepseek-v3", "hunyuan-a13b", "llama-4-scout"
+LARGE = "deepseek-v3", "hunyuan-a13b", "llama-4-scout", "minimax-m2"
 
 
 @pytest.mark.slow
