@@ -220,7 +220,7 @@ def cases_of(kinds: list[str], rows: list[int], most: int) -> Iterator[tuple[int
                 yield m, role, few(m, role)
             if m >= batch_gemm.MIN_ROWS and "tiles" in kinds:
                 yield m, role, tiles(m, role, most)
-            if m >= batch_gemm.MIN_ROWS and "blocks" in kinds:
+            if m >= batch_gemm.MIN_GROUPED and "blocks" in kinds:
                 yield m, role, blocks(m, role)
 
 

@@ -268,7 +268,7 @@ def products_in_groups(kind: str, m: int, n: int, k: int) -> list[float]:
         found.append(relative(skinny_gemm.linear(x, w.data, **given), normed))
         gated = skinny_gemm.linear(x, w.data, epilogue=skinny_gemm.SILU, **given)
         found.append(relative(gated, ops.act_mul(normed, "silu")) / 2)
-    if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:
+    if kind == "fp8g128" and m >= batch_gemm.MIN_GROUPED:
         assert w.scale is not None
         rounded = fp8.quantize(x)
         y = (rounded.numbers.float() * rounded.scale[:, None]) @ w.dequant().T

@@ -15,7 +15,8 @@ from sgla.kernels.cuda.build import SHARED, Kernel, processors
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.ops import AddedNorm
 
-MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
+MIN_ROWS = 8  # of bfloat16; with fewer, ``skinny_gemm`` is faster
+MIN_GROUPED = 9  # of e4m3 with a scale for each group of channels
 ROWS = 32, 64, 96, *range(128, 257, 16)  # of x in a tile
 MAX_ROWS = ROWS[-1]
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm

@@ -33,7 +33,7 @@ NAME, PRODUCT = "rounded norm", "e4m3"  # of nodes that other rules look for
 def in_groups(m: int, w: Weight) -> bool:
     """Whether ``m`` rows are rounded and meet the scales of groups of channels; fewer meet weights that are
     made bfloat16."""
-    least = batch_gemm.MIN_ROWS if this_device().wgmma else skinny_gemm.MAX_ROWS + 1
+    least = batch_gemm.MIN_GROUPED if this_device().wgmma else skinny_gemm.MAX_ROWS + 1
     return w.kind == "fp8g128" and m >= least and w.n % 16 == w.k % 16 == 0
 
 
@@ -202,7 +202,7 @@ def sizes(weights: list[Any], most: int) -> list[int]:
             tile: Any = e2m1.cut(m, n, -(-k // 128))
             if kind in integer_gemm.OTHERS and m <= few:
                 tile = integer_gemm.padded(m)
-            if kind == "fp8g128" and m >= batch_gemm.MIN_ROWS:
+            if kind == "fp8g128" and m >= batch_gemm.MIN_GROUPED:
                 tile = *(blocks_faster(m, n, k, gated) for gated in (False, True)), _cut_of(m, n, k)
             first.setdefault((n, k, kind, tile), m)
     return sorted(set(first.values()))
