@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -397,6 +398,26 @@ async def test_a_line_that_is_cancelled_before_it_begins_gives_its_place_back(
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.05)
     assert waiting <= free == runner._turns._free
+
+
+async def test_what_comes_behind_the_end_of_a_batch_leaves_it_as_it_ended(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the answers that cancelling gives up while an earlier one is stored."""
+    end, gate = BatchStore.end, threading.Event()
+
+    async def followed(self: BatchStore, batch: Any, status: str) -> None:
+        held = asyncio.ensure_future(self._run(batch, lambda tx: gate.wait(5)))
+        ending = asyncio.ensure_future(end(self, batch, status))
+        await asyncio.sleep(0)
+        late = asyncio.ensure_future(self._put(batch, []))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(held, ending, late)
+
+    monkeypatch.setattr(BatchStore, "end", followed)
+    batch = await started(site.client, line(0))
+    assert (await asyncio.wait_for(ended(site.client, batch.id), 10)).status == "completed"
 
 
 async def test_a_batch_ends_whose_canceller_has_gone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

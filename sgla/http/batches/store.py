@@ -41,6 +41,8 @@ CREATE TABLE unended_batches (
 );
 """
 
+# What comes behind the end of a batch, as answers that its cancelling gave up, leaves it as it ended.
+CHANGE = "UPDATE objects SET json = ? WHERE number = ? AND number IN (SELECT batch FROM unended_batches)"
 BATCH = "batch"  # the kind
 MOST = 4096  # batches, those that have ended included
 MOST_UNENDED = 32  # of one client
@@ -252,7 +254,7 @@ class BatchStore:
 
         def work(tx: sqlite3.Connection) -> Iterator[None]:
             yield from self.files.put_all(tx, texts, batch.client.name)
-            tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
+            tx.execute(CHANGE, (json, batch.number))
 
         await self._run(batch, work)
 
@@ -264,9 +266,7 @@ class BatchStore:
 
     async def save(self, batch: Batch) -> None:
         json = encode(batch.shown())
-        await self._run(
-            batch, lambda tx: tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
-        )
+        await self._run(batch, lambda tx: tx.execute(CHANGE, (json, batch.number)))
 
     async def _run(self, batch: Batch, work: Work[T]) -> T:
         """What the server does for a batch, however much waits for the client."""
