@@ -10,8 +10,8 @@
 //
 // BITS: weights are integers in groups with a scale and a zero (``quant/integers.py``), of which every other
 // step has 128 channels. Who multiplies makes them bfloat16 in registers, in which the instruction takes its
-// wide side, too: less their zero, which is exact, and times their scale, rounded, while the products of the
-// step before are under way.
+// wide side, too: less their zero, which is exact if it is a whole number, and times their scale, rounded,
+// while the products of the step before are under way.
 #include "wgmma.cuh"
 
 #ifndef GATED
