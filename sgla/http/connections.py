@@ -289,7 +289,8 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        if isinstance(exc, ConnectionError):  # the client has gone before its answer began: nothing to log
+        gone = self.transport is None or self.transport.is_closing()
+        if gone and isinstance(exc, ConnectionError):  # before its answer began: nothing to log
             raise exc
         return super().handle_error(request, status, exc, message)
 

@@ -507,3 +507,19 @@ async def test_a_client_that_leaves_as_its_stream_begins_is_no_error(
         assert await ended(reader)
         await asyncio.sleep(0.1)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_handler_that_loses_another_connection_answers_with_an_error(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client is still there, and hears of it."""
+    body = b'{"prompt": "abc", "max_tokens": 3, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+
+    async def losing(*given: Any) -> None:
+        raise ConnectionResetError("of somebody else")
+
+    async with serving(limit=16) as server:
+        monkeypatch.setattr(sse, "first_message", losing)
+        reader, _ = await server.connect(head % len(body) + body)
+        assert b" 500 " in await reader.readline()
