@@ -179,10 +179,10 @@ def resolve(
         filling.filled["served_model_name"] = [config.model]
         filling.reasons["served_model_name"] = "the model's name"
     found = [*notes(config, machine, device, encoder), *(spec.notes if spec else ())]
-    windows = set(spec.windows) if isinstance(spec, ModelSpec) else set()
-    if config.window_ratio is not None and (0 not in windows or len(windows) == 1):
+    if config.window_ratio is not None and spec is not None and not has_windows(filling.done(), spec):
         found.append(
-            "--window-ratio is for models some of whose layers have a sliding window: it changes nothing here"
+            "--window-ratio is for models some of whose layers have a sliding window, which is shorter than "
+            "the context: it changes nothing here"
         )
     if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
         found.append(
@@ -704,6 +704,14 @@ def choose_dtype(
         if wide <= machine.memory_available // 2:
             return Settled("float32", "torch computes, which is slower in bfloat16")
     return Settled("bfloat16", "half the memory traffic of float32, which bounds decode")
+
+
+def has_windows(config: Config, spec: ModelSpec | EncoderSpec) -> bool:
+    """Whether some layers keep whole histories, and others less."""
+    if not isinstance(spec, ModelSpec):
+        return False
+    context = config.context_length or min(spec.context_len, LONGEST)
+    return any(group.window for group in kv_groups(state_of(spec, 1), context, "bfloat16"))
 
 
 def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: Guessing | None = None) -> Pool:

@@ -172,9 +172,13 @@ def test_a_ratio_of_windows_holds_more_tokens() -> None:
     assert least == -(-1023 // PAGE) + 1 + 8448 // PAGE
 
 
-@pytest.mark.parametrize(("model", "heard"), [(MODEL, True), (llama(vocab_size=331), False)])
-def test_a_ratio_of_windows_is_for_models_with_both_kinds_of_layers(model: Any, heard: bool) -> None:
-    found = resolve(Config(window_ratio=0.1), Machine(), model).notes
+@pytest.mark.parametrize(
+    ("model", "context", "heard"),
+    [(MODEL, WINDOW + 1, True), (MODEL, WINDOW, False), (llama(vocab_size=331), None, False)],
+)
+def test_a_ratio_of_windows_is_for_layers_of_both_kinds(model: Any, context: int | None, heard: bool) -> None:
+    """Those whose window is the context keep all."""
+    found = resolve(Config(window_ratio=0.1, context_length=context), Machine(), model).notes
     assert any("--window-ratio" in note for note in found) is not heard
 
 
