@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -544,6 +546,23 @@ def test_attention_does_not_depend_on_batch_chunks_or_threads(isa: str, window: 
         part.page_table[slot] = whole.page_table[0]
         q = torch.cat([x[:1], x[start:stop], x[:1]])
         assert torch.equal(run(fn, part, q, threads, isa)[1:-1], want[start:stop])
+
+
+def test_threads_that_fill_a_panel_together_leave_each_others_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As q, k and v of a layer whose heads end within a panel, when weights are updated in place."""
+
+    def slowly(self: Panels) -> Any:
+        found = plain(self)
+        time.sleep(0.05)
+        return found
+
+    plain = Panels.plain
+    monkeypatch.setattr(Panels, "plain", slowly)
+    panels, wanted = Panels.of("f32", 20, torch.zeros(80, 20)), torch.randn(80, 20)
+    parts = [(0, 48), (48, 64), (64, 80)]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(lambda part: panels.put(part[0], "f32", wanted[slice(*part)]), parts))
+    assert torch.equal(plain(panels)[0], wanted)
 
 
 def test_panels_refuse_nothing_they_can_hold() -> None:

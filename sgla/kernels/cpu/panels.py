@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -73,6 +75,7 @@ GROUP_ROWS = {"int8": 8, "int5": 5, "int4": 4, "q8_0": 8, "q5_0": 5, "q4_0": 4}
 GROUP_ROWS |= dict.fromkeys(CODES, 4)
 GROUP_ROWS |= {kind: span // unit * rows for kind, (span, unit, rows) in WIDE.items()}
 FIXED_GROUP, FIXED_HEAD = 64, WIDTH * 2  # channels of k, and bytes of their scales
+_EDGES = threading.Lock()  # of who writes some rows of a panel, and reads the others for it
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}  # others: uint8
 _PER_DWORD = {"f32": 1, "bf16": 2}  # elements of the plain tensor; others: 4 bytes
 
@@ -146,20 +149,23 @@ class Panels:
     def put(
         self, at: int, kind: Kind, data: Tensor, scale: Tensor | None = None, minimum: Tensor | None = None
     ) -> None:
-        """Replace the rows from ``at`` on, in place. The tensors are as ``of`` was given them."""
+        """Replace the rows from ``at`` on, in place. The tensors are as ``of`` was given them. Threads may
+        replace others meanwhile, of the same panel, too."""
         first, last = at // WIDTH, -(-(at + data.shape[0]) // WIDTH)
         start, stop = first * WIDTH, min(last * WIDTH, self.n)
         size = self.data.numel() // -(-self.n // WIDTH)
         out = self.data[first * size : last * size]
         kind, *given = _known(kind, data, scale, minimum, self.isa)
-        if data.shape[0] < stop - start:  # some panels keep rows
-            whole = replace(self, n=stop - start, data=out).plain()
-            for kept, new in zip(whole, given):
-                if kept is not None and new is not None:
-                    kept[at - start : at - start + new.shape[0]] = new
-            given = list(whole)
-        assert given[0] is not None
-        Panels.of(kind, self.k, given[0], given[1], given[2], isa=self.isa, out=out)
+        kept = data.shape[0] < stop - start  # some panels keep rows
+        with _EDGES if kept else nullcontext():
+            if kept:
+                whole = replace(self, n=stop - start, data=out).plain()
+                for own, new in zip(whole, given):
+                    if own is not None and new is not None:
+                        own[at - start : at - start + new.shape[0]] = new
+                given = list(whole)
+            assert given[0] is not None
+            Panels.of(kind, self.k, given[0], given[1], given[2], isa=self.isa, out=out)
 
     @classmethod
     def _fixed(cls, n: int, k: int, data: Tensor, isa: str, out: Tensor | None) -> Panels:
