@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sgla.cache.pages import PagePool
-from sgla.cache.past import Past
 from sgla.cache.radix import NullCache, RadixCache
 from sgla.cache.states import StatePool
 from sgla.cache.tree import TOKEN_BYTES, Node, marks_from
@@ -49,7 +48,6 @@ class Memory:
             self.cache, pools, tiers, found, limits.page_size, numbers, self.rests, limits.write_policy
         )
         self.adapters = Adapters(limits.adapters, numbers)
-        self._past = Past()
         self.slots = list(range(limits.rows - 1, -1, -1))
         self.recurrent = None
         if states is not None:
@@ -138,7 +136,7 @@ class Memory:
             request.reach = -1
         else:
             request.reach = max(request.branch, request.shared * self.page_size)
-            known = self._past.known(request.namespace, request.data, request.reach)
+            known = self.transfers.past.known(request.namespace, request.data, request.reach)
             request.past, request.elsewhere, request.apart = known
 
     def begin_copies(self) -> tuple[list[Copy], list[int]]:
@@ -300,7 +298,8 @@ class Memory:
             self.recurrent.release(request, last * self.page_size)
         borrowed = request.borrowed * self.page_size
         if request.planned > borrowed:
-            self._past.add(request.namespace, request.tokens[: last * self.page_size].tobytes(), borrowed)
+            text = request.tokens[: last * self.page_size].tobytes()
+            self.transfers.past.add(request.namespace, text, borrowed)
             self.transfers.saving.save(request, last)
         self._forget(request)
 

@@ -10,6 +10,7 @@ from itertools import compress
 from msgspec.structs import replace
 
 from sgla.cache.groups import Beside
+from sgla.cache.past import Past
 from sgla.cache.radix import RadixCache
 from sgla.cache.tier import StorePool, TierPool
 from sgla.cache.tree import TOKEN_BYTES
@@ -25,7 +26,7 @@ Slack = Callable[[int], float]
 
 class Transfers:
     """Without tiers there are none, and it is not ``active``. ``saving``: what leaves the device.
-    ``dropped``: transfers that nobody wants any more, for the next plan."""
+    ``dropped``: transfers that nobody wants any more, for the next plan. ``past``: texts that came, too."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Transfers:
         policy: str = "write_through",
     ) -> None:
         """``numbers``: of all copies. ``rests``: who gets the ends of prompts. ``policy``: see ``Saving``."""
-        self.active = bool(tiers)
+        self.active, self.past = bool(tiers), Past()
         self._moving = Moving(cache, pools, tiers, found, page_size, numbers)
         self.saving = Saving(self._moving, policy)
         self.dropped: list[int] = []
@@ -239,11 +240,11 @@ class Transfers:
                 self._cache.root, arrival.namespace, arrival.tokens, first, windows, arrival.marks
             )
             left = [list(own), *beside]
+            self.past.add(arrival.namespace, arrival.tokens, 0)
         for pool, units in zip(pools.paged, left):
             pool.free(unit for unit in units if unit)
-        if not arrival.state:
+        if pools.states is None or not arrival.state:
             return
-        assert pools.states is not None
         length = arrival.count * self._page_size
         node = self._cache.find(arrival.namespace, arrival.tokens, length, arrival.marks) if ok else None
         if node is not None and not pools.states.has(node.state):

@@ -653,6 +653,22 @@ def test_hits_have_a_place_and_misses_a_reason() -> None:
     simulation.verify()
 
 
+def test_what_another_server_has_computed_is_not_new_once_it_has_come() -> None:
+    first = Simulation(
+        make_limits(pages=81, context_len=700, step_tokens=64, tiers=[Tier("disk", [300], lasting=True)])
+    )
+    text = [(7 * i + i // 50) % 50 for i in range(301)]
+    run(first, "new", text)
+    second = Simulation(first.limits, before=first)
+    run(second, "disk", text)
+    second.offer(make_submit("salt", text, namespace="another"))
+    second.run()
+    second.core.flush_cache()
+    run(second, "evicted", text)
+    assert second.core.stats().hits == {"device": 0, "disk": 300}
+    assert second.core.stats().misses == {"tail": 3, "parts": 0, "new": 44 + 44, "salt": 256, "evicted": 256}
+
+
 def test_a_lost_checkpoint_is_a_reason() -> None:
     simulation = grouped(CacheGroup(3, every=16), pages=40, tiers=[])
     run(simulation, "first", [*LONG, 1, 2])
