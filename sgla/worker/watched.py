@@ -30,8 +30,8 @@ States = dict[str, NDArray[np.float32]]
 
 class Watch:
     """Keeps what goes into the first block of a model and the sum of the residual stream and the update
-    behind each, or all streams ``[T, n * d]``, of the latest step. The last layer may have some of the rows
-    alone."""
+    behind each, or all streams ``[T, n * d]`` or ``[n, T, d]``, of the latest step. The last layer may have
+    some of the rows alone."""
 
     def __init__(self, model: CausalLM) -> None:
         if not hasattr(model, "blocks"):
@@ -42,7 +42,8 @@ class Watch:
 
     def keep(self, name: str, x: Tensor) -> None:
         if not under_way():
-            self.states[name] = x.detach().float().cpu().clone()
+            tokens = x if x.dim() == 2 else x.transpose(0, 1).flatten(1)
+            self.states[name] = tokens.detach().float().cpu().clone()
 
     def add(self, name: str, h: Tensor) -> None:
         if not under_way():
@@ -56,7 +57,7 @@ class _Block:
     def __init__(self, watch: Watch, block: Any, index: int) -> None:
         self._watch, self._block, self._index = watch, block, index
 
-    def __call__(self, x: Tensor, *others: Any) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, *others: Any) -> Tensor | tuple[Tensor, Tensor | None]:
         keep, name = self._watch.keep, f"layer {self._index}"
         if self._index == 0:
             x = ops.inplace(partial(keep, "embedding"), x)
@@ -64,7 +65,8 @@ class _Block:
         if isinstance(made, Tensor):
             return ops.inplace(partial(keep, name), made)
         x, h = made
-        return ops.inplace(partial(keep, name), x), ops.inplace(partial(self._watch.add, name), h)
+        x = ops.inplace(partial(keep, name), x)
+        return x, None if h is None else ops.inplace(partial(self._watch.add, name), h)
 
 
 class WatchedCpu(CpuRunner):
@@ -110,7 +112,9 @@ def reference(source: ModelSource, tokens: list[int]) -> tuple[States, int, floa
     found: dict[str, Tensor] = {}
 
     def keep(name: str, value: Any) -> None:
-        found[name] = (value[0] if isinstance(value, tuple) else value)[0].float().flatten(1)
+        made = value[0] if isinstance(value, tuple) else value
+        streams_first = made.dim() == 4 and made.shape[0] > 1  # else the batch, of one
+        found[name] = (made[:, 0].transpose(0, 1) if streams_first else made[0]).float().flatten(1)
 
     def enter(_: Any, args: Any, kwargs: Any) -> None:
         keep("embedding", args[0] if args else kwargs["hidden_states"])
@@ -118,7 +122,7 @@ def reference(source: ModelSource, tokens: list[int]) -> tuple[States, int, floa
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        hf = kind.config_class.from_dict(source.config)
+        hf = kind.config_class.from_dict(with_infinities(source.config))
         model = kind.from_pretrained(source.folder, config=hf, dtype=torch.float32, local_files_only=True)
         layers = layers_of(model.eval())
         layers[0].register_forward_pre_hook(enter, with_kwargs=True)
@@ -130,6 +134,15 @@ def reference(source: ModelSource, tokens: list[int]) -> tuple[States, int, floa
         raise ConfigError(f"transformers fails with this model: {said}", param="model") from error
     best = int(logits.argmax())
     return {n: state.numpy() for n, state in found.items()}, best, float(logits.log_softmax(-1)[best])
+
+
+def with_infinities(value: Any) -> Any:
+    """What transformers writes as ``{"__float__": "Infinity"}``, as a float."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: with_infinities(part) for key, part in value.items()}
+    return [with_infinities(part) for part in value] if isinstance(value, list) else value
 
 
 def layers_of(model: Any) -> nn.ModuleList:
