@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.model.apart import check_apart
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
@@ -51,9 +52,4 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         obstacle = f"by {spec.architecture}"
     if obstacle:
         raise ConfigError(f"--dp-attention cannot be honoured {obstacle}", param="dp_attention")
-    for name, why in REFUSED.items():
-        if getattr(config, name) != getattr(Config(), name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} cannot be honoured with --dp-attention: {why}; leave one out", param=name
-            )
+    check_apart(config, "--dp-attention", REFUSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.model.apart import check_apart
 from sgla.model.encoder import EncoderSpec
 from sgla.model.indexed_spec import IndexedSpec
 from sgla.model.latent_spec import LatentSpec
@@ -48,10 +49,7 @@ def check_dcp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None,
         obstacle = _of_model(config, spec)
     if obstacle:
         raise ConfigError(f"--dcp {config.dcp} cannot be honoured {obstacle}", param="dcp")
-    for name, why in REFUSED.items():
-        if getattr(config, name) != getattr(Config(), name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} cannot be honoured with --dcp: {why}; leave one out", param=name)
+    check_apart(config, "--dcp", REFUSED)
 
 
 def _of_model(config: Config, spec: ModelSpec | EncoderSpec) -> str | None:

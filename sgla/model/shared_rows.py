@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.model.apart import check_apart
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
@@ -37,9 +38,4 @@ def check_rows(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         raise ConfigError(
             f"--sequence-parallel cannot be honoured {obstacle}; leave it out", param="sequence_parallel"
         )
-    for name, why in REFUSED.items():
-        if getattr(config, name) != getattr(Config(), name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} cannot be honoured with --sequence-parallel: {why}; leave one out", param=name
-            )
+    check_apart(config, "--sequence-parallel", REFUSED)

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.model.apart import check_apart
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.indexed_spec import IndexedSpec
 from sgla.model.sizes import weight_bytes
@@ -34,12 +35,7 @@ def check_settings(config: Config, device: str, vectors: bool) -> None:
         raise _refused(config, f"on --device {device}")
     if vectors:
         raise _refused(config, "by a model that answers with vectors")
-    for name, why in REFUSED.items():
-        if getattr(config, name) != getattr(Config(), name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} cannot be honoured with --pp {config.pp}: {why}; leave one out", param=name
-            )
+    check_apart(config, f"--pp {config.pp}", REFUSED)
 
 
 def stages_of(config: Config, spec: ModelSpec) -> list[ModelSpec]:
