@@ -67,17 +67,17 @@ half)
   sessions tiered "${TIERS:---kv-host-bytes 42G}"; sessions plain ""; compare ;;
 agents)
   tok llama-3.1-8b
-  serve llama-3.1-8b --context-length 65536 --kv-cache-bytes 17G --kv-host-bytes ${HOST:-84G} ${MORE:-} || exit 1
+  serve llama-3.1-8b --context-length 65536 --kv-cache-bytes ${POOL_BYTES:-15G} --kv-host-bytes ${HOST:-84G} ${MORE:-} || exit 1
   run agents http://127.0.0.1:$PORT --model m --agents 16 --turns 30 --most 60000 --system 2000 --answer 64 --gap 1 \
-    --note "--kv-cache-bytes 17G --kv-host-bytes ${HOST:-84G}"
+    --note "--kv-cache-bytes ${POOL_BYTES:-15G} --kv-host-bytes ${HOST:-84G}"
   tell > "$OUT/metrics-agents.txt"; cp "$OUT/server.log" "$OUT/server-agents.log"; stop ;;
 prefix)
-  timeout 90 $PY bench/tiers.py --model bench/models/qwen3-8b --parts prefix --repeat 3 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/tiers.jsonl" | cut -c1-500
+  timeout 110 $PY bench/tiers.py --model bench/models/qwen3-8b --parts prefix --repeat ${REPEAT:-5} 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/tiers.jsonl" | cut -c1-500
   ;;
 beside)
   timeout 120 $PY bench/beside.py --model bench/models/qwen3-8b --log "$OUT/beside.log" 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/beside.jsonl" | sed 's/, "machine".*//' ;;
 disk)
-  timeout 90 $PY bench/tiers.py --model bench/models/qwen3-8b --parts prefix --disk "$OUT/../kv-disk" --repeat 2 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/tiers.jsonl" | cut -c1-500
+  timeout 90 $PY bench/tiers.py --model bench/models/qwen3-8b --parts prefix --disk "$OUT/../kv-disk" --repeat ${REPEAT:-3} 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/tiers.jsonl" | cut -c1-500
   rm -rf "$OUT/../kv-disk" ;;
 esac; done
 tail -3 "$OUT/err.txt" 2>/dev/null

@@ -31,7 +31,7 @@ HALVES = 2  # of what is staged in each direction: one is filled while the other
 # the GPU's memory three times, in rows that cross by themselves once; what is written costs more than what is
 # read.
 TOLL_IN, TOLL_OUT = 2.1e-12, 1.0e-12
-ROWS_IN, ROWS_OUT = 0.85e-12, 0.3e-12
+ROWS_IN, ROWS_OUT = 0.95e-12, 0.3e-12
 ROW = 16 << 10  # bytes of a unit in each tensor from which on that does not take the host too long
 LONG = 64 << 10  # bytes of a row, on average, from which on rows need not be staged beside prompts
 # And from which on they never are: to queue a piece that is staged takes the host 0.25 to 0.5 of the 0.6 ms
