@@ -74,15 +74,17 @@ def _read_or_compute(config: Config, args: argparse.Namespace) -> tuple[Run, Mod
 
 
 def prompt_of(config: Config, source: ModelSource, args: argparse.Namespace) -> list[int]:
-    """The tokens of ``--prompt``, or ``--length`` random ones."""
+    """The tokens of ``--prompt``, or ``--length`` random ones, none of which is the padding, whose embedding
+    transformers zeroes."""
     if args.prompt is not None:
         from sgla.text.tokenizer import load_text
 
         return load_text(config, source)[0].encode(args.prompt)
     if args.length < 1:
         raise ConfigError("--length must be at least 1", param="length")
-    chance = np.random.default_rng(0)
-    return [int(token) for token in chance.integers(0, source.vocab_size or 1, args.length)]
+    vocab = source.vocab_size or 1
+    tokens = np.random.default_rng(0).integers(0, vocab, args.length).tolist()
+    return [(token + (token == source.config.get("pad_token_id"))) % vocab for token in tokens]
 
 
 def computed(config: Config, source: ModelSource, tokens: list[int]) -> Run:

@@ -20,6 +20,7 @@ from sgla.kernels import ops
 from sgla.kernels.rehearsal import under_way
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
+from sgla.model.generic import Generic
 from sgla.model.registry import architecture_of
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.cuda import CudaRunner
@@ -31,12 +32,13 @@ States = dict[str, NDArray[np.float32]]
 class Watch:
     """Keeps what goes into the first block of a model and the sum of the residual stream and the update
     behind each, or all streams ``[T, n * d]`` or ``[n, T, d]``, of the latest step. The last layer may have
-    some of the rows alone."""
+    some of the rows alone. Of transformers' own module: what its layers are given and make."""
 
     def __init__(self, model: CausalLM) -> None:
-        if not hasattr(model, "blocks"):
-            raise ConfigError("transformers' own module computes this model, so nothing can be compared")
         self.states: dict[str, Tensor] = {}
+        if isinstance(model, Generic):
+            listen(model.module, self.keep)
+            return
         blocks: list[Any] = [_Block(self, block, index) for index, block in enumerate(model.blocks)]
         model.blocks = blocks
 
@@ -111,23 +113,15 @@ def reference(source: ModelSource, tokens: list[int]) -> tuple[States, int, floa
         )
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, value: Any) -> None:
-        made = value[0] if isinstance(value, tuple) else value
-        streams_first = made.dim() == 4 and made.shape[0] > 1  # else the batch, of one
-        found[name] = (made[:, 0].transpose(0, 1) if streams_first else made[0]).float().flatten(1)
-
-    def enter(_: Any, args: Any, kwargs: Any) -> None:
-        keep("embedding", args[0] if args else kwargs["hidden_states"])
+    def keep(name: str, state: Tensor) -> None:
+        found[name] = state.float()
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         hf = kind.config_class.from_dict(with_infinities(source.config))
         model = kind.from_pretrained(source.folder, config=hf, dtype=torch.float32, local_files_only=True)
-        layers = layers_of(model.eval())
-        layers[0].register_forward_pre_hook(enter, with_kwargs=True)
-        for index, layer in enumerate(layers):
-            layer.register_forward_hook(lambda _, given, made, at=index: keep(f"layer {at}", made))
+        listen(model.eval(), keep)
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].float()
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
@@ -145,10 +139,35 @@ def with_infinities(value: Any) -> Any:
     return [with_infinities(part) for part in value] if isinstance(value, list) else value
 
 
-def layers_of(model: Any) -> nn.ModuleList:
-    """Of a module of transformers'. Raises ValueError."""
+def listen(model: nn.Module, keep: Callable[[str, Tensor], None]) -> None:
+    """Have a module of transformers' tell by name what goes into its first layer and what each makes,
+    ``[T, d]``. Raises ValueError."""
+
+    def tell(name: str, value: Any) -> None:
+        made = value[0] if isinstance(value, tuple) else value
+        streams_first = made.dim() == 4 and made.shape[0] > 1  # else the batch, of one
+        keep(name, (made[:, 0].transpose(0, 1) if streams_first else made[0]).flatten(1))
+
+    def before(name: str, module: nn.Module) -> None:
+        module.register_forward_pre_hook(
+            lambda _, args, given: tell(name, args[0] if args else given["hidden_states"]), with_kwargs=True
+        )
+
+    layers, parts = layers_of(model)
+    before("embedding", layers[0])
+    for index, layer in enumerate(layers):
+        for part in range(1, parts):
+            before(f"layer {index * parts + part - 1}", layer.input_layernorm[part])
+        name = f"layer {index * parts + parts - 1}"
+        layer.register_forward_hook(lambda _, given, made, name=name: tell(name, made))
+
+
+def layers_of(model: Any) -> tuple[Any, int]:
+    """Of a module of transformers', and how many of ours each is: LongCat's have two, and a norm before each.
+    Raises ValueError."""
     count = model.config.get_text_config().num_hidden_layers
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            return part
+    for parts in (1, 2):
+        for part in model.modules():
+            if isinstance(part, nn.ModuleList) and len(part) * parts == count:
+                return part, parts
     raise ValueError(f"it has no list of {count} layers")
