@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,17 @@ class Resting(ABC):
         told = await self._control(Control(verb="weights_check", args={"action": action}))
         ranks: list[dict[str, Any]] = told["ranks"]
         return ranks
+
+    async def show_weights(self, name: str, rows: int) -> list[Any]:
+        """The first ``rows`` of a tensor by its name in files. Raises InvalidField and UnsupportedField."""
+        self.require_ready()
+        assert self._control is not None
+        told = await self._control(Control(verb="weights_show", args={"name": name, "rows": rows}))
+        found = [part["values"] for part in told["ranks"] if part["values"] is not None]
+        if not found:
+            raise InvalidField(f"no rank can tell the tensor {name[:200]!r}", param="name")
+        values: list[Any] = reduce(_both, found)
+        return values
 
     async def scramble_weights(self) -> bool:
         """As ``update_weights``, to random ones."""
@@ -379,6 +390,13 @@ def named_parts(tags: Collection[str] | None) -> Collection[str]:
     if unknown := set(tags or ()) - {*PARTS, GRAPHS}:
         raise InvalidField(f"tags are weights and kv_cache, not {min(unknown)[:40]!r}", param="tags")
     return [part for part in PARTS if part in tags] if tags else PARTS
+
+
+def _both(one: Any, other: Any) -> Any:
+    """Numbers of two ranks, each of which has NaN where the other may know better."""
+    if isinstance(one, list):
+        return [_both(*pair) for pair in zip(one, other, strict=True)]
+    return other if one != one else one
 
 
 def _waking(parts: Collection[str]) -> Control:

@@ -8,7 +8,6 @@ from typing import Any
 from sgla.actors.resting import GROUP, announced, named_parts
 from sgla.engine.loop import EngineLoop
 from sgla.errors import InvalidField
-from sgla.messages import Control
 
 
 class WeightCalls(EngineLoop):
@@ -110,11 +109,8 @@ class WeightCalls(EngineLoop):
         return []
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """The first rows of a tensor in the model's files."""
-        args = {"name": name, "rows": truncate_size}
-        told = self._call(self._ready().ingress.control(Control(verb="weights_show", args=args)))
-        values: list[Any] = told["ranks"][0]["values"]
-        return values
+        """The first rows of a tensor, by its name in the model's files."""
+        return self._call(self._ready().ingress.show_weights(name, truncate_size))
 
     @property
     def is_sleeping(self) -> bool:

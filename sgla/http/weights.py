@@ -40,7 +40,6 @@ from sgla.http.request.schema import (
 )
 from sgla.http.server import ASKED, PATH_ID, Server
 from sgla.http.wire import json_response
-from sgla.messages import Control
 
 UPDATE = Schema(UpdateWeightsRequest)
 TENSORS = Schema(UpdateTensorsRequest)
@@ -244,9 +243,7 @@ async def prepare_weights(request: web.Request) -> web.Response:
 async def show_weights(request: web.Request) -> web.Response:
     """The first rows of a tensor, by its name in the model's files."""
     fields = await intake(request, SHOW)
-    args = {"name": fields.name, "rows": fields.truncate_size}
-    told = await request[ASKED].ingress.control(Control(verb="weights_show", args=args))
-    return json_response(told["ranks"][0]["values"])
+    return json_response(await request[ASKED].ingress.show_weights(fields.name, fields.truncate_size))
 
 
 @operation("SGLang: whether weights are what they were", CheckWeightsRequest, (to.Checked, to.Updated))

@@ -6,8 +6,9 @@ that takes this rank's part. ``loading/load.py`` streams the tensors through tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -143,11 +144,13 @@ class Moves(Protocol):
 @dataclass(frozen=True)
 class Slot:
     """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it. ``check``
-    raises ValueError for values that it cannot have, and stores nothing."""
+    raises ValueError for values that it cannot have, and stores nothing. ``give``: rows of it out of what is
+    stored, float32 on the CPU, with NaN where other ranks have them; None: they cannot be told."""
 
     shape: tuple[int, ...]
     take: Callable[[Share], None]
     check: Callable[[SourceTensor], None] | None = None
+    give: Callable[[range], Tensor] | None = None
 
 
 class StackPart(NamedTuple):
@@ -267,9 +270,10 @@ class Build:
         shape: tuple[int, ...],
         take: Callable[[Share], None],
         check: Callable[[SourceTensor], None] | None = None,
+        give: Callable[[range], Tensor] | None = None,
     ) -> None:
         assert name not in self.table, name
-        self.table[name] = Slot(shape, take, check)
+        self.table[name] = Slot(shape, take, check, give)
 
     def stack(
         self,
@@ -293,7 +297,10 @@ class Build:
         def take(source: SourceTensor) -> None:
             vector.copy_(source.dense(part)).add_(offset).mul_(scale)
 
-        self.declare(name, (size,), take)
+        def give(rows: range) -> Tensor:
+            return given(vector.div(scale).sub(offset), rows, part)
+
+        self.declare(name, (size,), take, give=give)
         return vector
 
 
@@ -314,6 +321,46 @@ def fill(
         weight.put(taken, columns, tensor, at + start - rows.start)
 
 
+def drawn(
+    weight: Weight,
+    at: int,
+    wanted: range,
+    shape: tuple[int, ...],
+    rows: range,
+    columns: range | None = None,
+    order: Tensor | None = None,
+) -> Tensor:
+    """What ``fill`` has put there, as ``Slot.give``: rows ``wanted`` of a matrix of ``shape``."""
+    found = torch.full((len(wanted), shape[1]), torch.nan, device="cpu")
+    there = range(max(wanted.start, rows.start), min(wanted.stop, rows.stop))
+    if not there:
+        return found
+    own = torch.tensor(there, device="cpu")
+    places = own - rows.start + at
+    if order is not None:
+        size, heads = len(order), own // len(order) * len(order)
+        places = heads + order.cpu().argsort()[own % size] - rows.start + at
+    columns = columns or range(shape[1])
+    found[own - wanted.start, columns.start : columns.stop] = weight.told(places)
+    return found
+
+
+def given(stored: Tensor, wanted: range, rows: range | None = None) -> Tensor:
+    """The same of any tensor, of which ``rows`` (None: all) are ``stored``."""
+    rows = rows or range(len(stored))
+    found = torch.full((len(wanted), *stored.shape[1:]), torch.nan, device="cpu")
+    first, last = max(wanted.start, rows.start), min(wanted.stop, rows.stop)
+    if first < last:
+        values = stored[first - rows.start : last - rows.start]
+        found[first - wanted.start : last - wanted.start] = values.float().cpu()
+    return found
+
+
+def together(parts: Iterable[Tensor]) -> Tensor:
+    """Of parts that are NaN where they have nothing."""
+    return reduce(lambda one, other: other.where(one.isnan(), one), parts)
+
+
 Piece = tuple[range, int]  # rows of a stored matrix, and the row of ours where they begin
 
 
@@ -324,7 +371,10 @@ def gather(build: Build, weight: Weight, name: str, shape: tuple[int, int], piec
         for rows, at in pieces:
             fill(weight, at, source, rows)
 
-    build.declare(f"{name}.weight", shape, take)
+    def give(wanted: range) -> Tensor:
+        return together(drawn(weight, at, wanted, shape, rows) for rows, at in pieces)
+
+    build.declare(f"{name}.weight", shape, take, give=give)
 
 
 def blocks(own: range, width: int, block: int, first: int, at: int) -> list[Piece]:

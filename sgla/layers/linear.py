@@ -14,7 +14,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.lora import added
-from sgla.layers.build import Build, Reordered, Share, StackPart, fill
+from sgla.layers.build import Build, Reordered, Share, StackPart, drawn, fill, given
 from sgla.layers.gather import gathering
 from sgla.quant.weight import SourceTensor
 
@@ -44,9 +44,12 @@ class MergedColumnLinear:
         at = first = 0
         inside: list[tuple[str, range]] = []
         for (name, size, rows), own_bias, order in zip_longest(parts, biased, orders):
-            build.declare(f"{name}.weight", (size, k), partial(self._take_weight, at, rows, order))
+            place = at, rows, order
+            give = partial(self._give_weight, *place, (size, k)) if self.gather is None else None
+            build.declare(f"{name}.weight", (size, k), partial(self._take_weight, *place), give=give)
             if own_bias:
-                build.declare(f"{name}.bias", (size,), partial(self._take_bias, at, rows, order))
+                take = partial(self._take_bias, *place)
+                build.declare(f"{name}.bias", (size,), take, give=partial(self._give_bias, *place))
             inside.append((name, range(first, first + size)))
             at, first = at + len(rows), first + size
         if fused:
@@ -67,6 +70,18 @@ class MergedColumnLinear:
         assert self.bias is not None
         source = source if order is None else Reordered(source, order)
         self.bias[at : at + len(rows)].copy_(source.dense(rows))
+
+    def _give_weight(
+        self, at: int, rows: range, order: Tensor | None, shape: tuple[int, int], wanted: range
+    ) -> Tensor:
+        return drawn(self.weight, at, wanted, shape, rows, order=order)
+
+    def _give_bias(self, at: int, rows: range, order: Tensor | None, wanted: range) -> Tensor:
+        assert self.bias is not None
+        own = self.bias[at : at + len(rows)]
+        if order is not None:
+            own = own.view(-1, len(order))[:, order.argsort()].flatten()
+        return given(own, wanted, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[T, k]`` -> ``[T, n]``, the parts side by side."""
@@ -133,7 +148,10 @@ class RowLinear:
             source = source if self.gather is None else self.gather.sort(source)
             fill(self.weight, 0, source, range(n), columns)
 
-        build.declare(f"{name}.weight", (n, k), take)
+        def give(wanted: range) -> Tensor:
+            return drawn(self.weight, 0, wanted, (n, k), range(n), columns)
+
+        build.declare(f"{name}.weight", (n, k), take, give=give if self.gather is None else None)
         bias_vector = build.vector(f"{name}.bias", n) if bias else None
         self.bias = bias_vector if self.shard.rank == 0 else None  # it must enter the sum once
         self.stack, self.rows = build.stack(k, [(name, n, range(n), None)], columns)

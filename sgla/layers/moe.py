@@ -18,7 +18,7 @@ from sgla.kernels.ops import Biases
 from sgla.kernels.placement import Part
 from sgla.kernels.routing import Gating, Routing
 from sgla.layers.adapters import Mixture
-from sgla.layers.build import Build, Share, StackPart, Values, fill
+from sgla.layers.build import Build, Share, StackPart, Values, drawn, fill, given
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.quant.weight import SourceTensor, Weight
 
@@ -89,8 +89,7 @@ class MoE:
         self.gate_up = build.empty(rows * len(self.own), hidden, *(stacks[:1] or inputs + also))
         self.down = build.empty_part(count * hidden, intermediate, self.own, *down)
         self.stacks, self.rows = self._stacks(build, f"{name}.experts", common, crossed and not halves)
-        take = partial(_fill, self.router, 0, range(self.choices), None)
-        build.declare(f"{name}.gate.weight", (self.choices, seen), take)
+        _whole(build, f"{name}.gate.weight", (self.choices, seen), self.router, 0)
         if crossed:
             self._declare_crossed(build, f"{name}.experts", halves)
         else:
@@ -98,8 +97,7 @@ class MoE:
         if routing.shared:
             self._declare_shared(build, common)
         if routing.shared == "gated":
-            last = partial(_fill, self.router, experts, range(1), None)
-            build.declare(f"{name}.shared_expert_gate.weight", (1, hidden), last)
+            _whole(build, f"{name}.shared_expert_gate.weight", (1, hidden), self.router, experts)
         row = [StackPart(f"{name}.gate.e_score_correction_bias", 0, range(experts))]  # as ERNIE has it
         build.stacks[f"{name}.gate.moe_statics.e_score_correction_bias"] = (1, experts), row
         self.biases = Biases(
@@ -168,9 +166,12 @@ class MoE:
         inputs = [f"{name}.{e}.{which}_proj" for e in range(self.experts) for which in self.parts]
         outputs = [f"{name}.{e}.down_proj" for e in range(self.experts)]
         for i, part in enumerate(inputs):
-            build.declare(f"{part}.weight", (f, d), partial(self._take_input, *divmod(i, each)))
+            which = divmod(i, each)
+            take, give = partial(self._take_input, *which), partial(self._give_input, *which)
+            build.declare(f"{part}.weight", (f, d), take, give=give)
         for e, part in enumerate(outputs):
-            build.declare(f"{part}.weight", (d, f), partial(self._take_output, e))
+            give = partial(self._give_output, e)
+            build.declare(f"{part}.weight", (d, f), partial(self._take_output, e), give=give)
         halves = range(f), range(f, 2 * f)
         build.stacks[f"{name}.{'_'.join(self.parts)}_proj"] = (
             (self.experts, each * f, d),
@@ -184,13 +185,25 @@ class MoE:
     def _take_input(self, expert: int, part: int, source: Share) -> None:
         """Gate or up of one, if it is here."""
         if expert in self.held:
-            at = self.held.index(expert) * len(self.parts) + part
-            fill(self.gate_up, at * len(self.own), source, self.own)
+            fill(self.gate_up, self._first_input(expert, part), source, self.own)
+
+    def _give_input(self, expert: int, part: int, wanted: range) -> Tensor:
+        there, shape = expert in self.held, (self.intermediate, self.hidden)
+        at = self._first_input(expert, part) if there else 0
+        return drawn(self.gate_up, at, wanted, shape, self.own if there else range(0))
+
+    def _first_input(self, expert: int, part: int) -> int:
+        return (self.held.index(expert) * len(self.parts) + part) * len(self.own)
 
     def _take_output(self, expert: int, source: Share) -> None:
         if expert in self.held:
             at = self.held.index(expert) * self.hidden
             fill(self.down, at, source, range(self.hidden), self.own)
+
+    def _give_output(self, expert: int, wanted: range) -> Tensor:
+        there, shape = expert in self.held, (self.hidden, self.intermediate)
+        at = self.held.index(expert) * self.hidden if there else 0
+        return drawn(self.down, at, wanted, shape, range(self.hidden if there else 0), self.own)
 
     def _declare_shared(self, build: Build, name: str) -> None:
         """A shared expert, whose channels are those of the last experts, one behind the other."""
@@ -304,7 +317,10 @@ class SharedExpert:
         if gated:
             self.gate = gate = torch.zeros(1, hidden)
             build.declare(
-                f"{name}.shared_expert_gate.weight", (1, hidden), lambda source: _copy(gate, source)
+                f"{name}.shared_expert_gate.weight",
+                (1, hidden),
+                lambda source: _copy(gate, source),
+                give=partial(given, gate),
             )
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
@@ -326,5 +342,12 @@ def _copy(target: Tensor, source: SourceTensor) -> None:
     target.copy_(source.dense())
 
 
-def _fill(weight: Weight, at: int, rows: range, columns: range | None, source: Share) -> None:
-    fill(weight, at, source, rows, columns)
+def _whole(build: Build, name: str, shape: tuple[int, int], weight: Weight, at: int) -> None:
+    """A matrix that lies in rows of ``weight`` from ``at`` on."""
+    rows = range(shape[0])
+    build.declare(
+        name,
+        shape,
+        lambda source: fill(weight, at, source, rows),
+        give=lambda wanted: drawn(weight, at, wanted, shape, rows),
+    )

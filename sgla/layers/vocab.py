@@ -11,7 +11,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.kernels import ops
 from sgla.kernels.lora import added, lora_embedding
-from sgla.layers.build import Build, fill
+from sgla.layers.build import Build, drawn, fill
 
 
 class VocabEmbedding:
@@ -21,7 +21,10 @@ class VocabEmbedding:
         self.weight = build.empty_vocab(vocab, hidden, name)
         self.scale = scale
         build.declare(
-            f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, range(vocab))
+            f"{name}.weight",
+            (vocab, hidden),
+            lambda source: fill(self.weight, 0, source, range(vocab)),
+            give=lambda wanted: drawn(self.weight, 0, wanted, (vocab, hidden), range(vocab)),
         )
         # Adapters are for what has no scale, on which implementations differ.
         parts = [(name, hidden, range(hidden), None)] if scale == 1.0 else []
@@ -43,11 +46,12 @@ class PositionEmbedding:
     """Positions int32 ``[T]`` -> ``[T, d]``. ``unused``: rows of a checkpoint before the first one's."""
 
     def __init__(self, build: Build, name: str, positions: int, hidden: int, unused: int = 0) -> None:
-        self.weight = build.empty_plain(positions, hidden)
+        self.weight, own = build.empty_plain(positions, hidden), range(unused, unused + positions)
         build.declare(
             f"{name}.weight",
             (unused + positions, hidden),
-            lambda source: fill(self.weight, 0, source, range(unused, unused + positions)),
+            lambda source: fill(self.weight, 0, source, own),
+            give=None if unused else lambda wanted: drawn(self.weight, 0, wanted, (positions, hidden), own),
         )
 
     def __call__(self, positions: Tensor) -> Tensor:
@@ -78,7 +82,12 @@ class LMHead:
             self.weight = tied.weight.rows(own.start, own.stop)
         else:
             self.weight = build.empty_vocab(len(own), hidden, name)
-            build.declare(f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, own))
+            build.declare(
+                f"{name}.weight",
+                (vocab, hidden),
+                lambda source: fill(self.weight, 0, source, own),
+                give=lambda wanted: drawn(self.weight, 0, wanted, (vocab, hidden), own),
+            )
 
         self.bias = build.vector(f"{name}.bias", vocab, own) if bias else None
         self.stack, self.rows = build.stack(hidden, [(name, vocab, own, None)])

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pkgutil import resolve_name
 
@@ -33,6 +33,7 @@ from sgla.loading.checkpoint import (
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
 from sgla.loading.pickles import TYPES
+from sgla.loading.show import rows_of, shape_of
 from sgla.loading.stacks import take_apart
 from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
@@ -293,6 +294,17 @@ class Declared:
             raise WeightError("the weights have an output layer of their own, which those before had not")
         tensors = _stream(source, self.build, self.seed, self.rename, self.mend)
         _look(_fitting(self.build.table, tensors, self.architecture, self.tied, self.ignored))
+
+    def shape(self, raw: str) -> tuple[int, ...] | None:
+        return shape_of(self.build, self._known(raw), partial(self.mend, self.rename(raw)))
+
+    def show(self, raw: str, rows: range) -> Tensor:
+        return rows_of(self.build, self._known(raw), partial(self.mend, self.rename(raw)), rows)
+
+    def _known(self, raw: str) -> str:
+        """The declared name of what checkpoints call so."""
+        name = canonical(self.rename(raw))
+        return EMBEDDING if self.tied and name == "lm_head.weight" else name
 
     def scramble(self, source: ModelSource) -> None:
         """Random numbers in place of all, other ones than those of random weights."""

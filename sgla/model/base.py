@@ -50,6 +50,13 @@ class Refills(Protocol):
         """Some, by their names in files, or only ``look`` whether they fit. Raises WeightError; then nothing
         has changed."""
 
+    def shape(self, raw: str) -> tuple[int, ...] | None:
+        """Of the tensor that files call so. None: it is not here, or cannot be told."""
+
+    def show(self, raw: str, rows: range) -> Tensor:
+        """Rows of a tensor with a ``shape``, as the model computes with them: float32 on the CPU, NaN where
+        other ranks have them."""
+
 
 class CausalLM(ABC):
     """Layers declare their checkpoint tensors in ``build`` while the model is constructed.

@@ -14,7 +14,19 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer, StateLayer
 from sgla.layers.attention import LayerAttention
-from sgla.layers.build import Build, Piece, Share, StackPart, blocks, fill, gather, run
+from sgla.layers.build import (
+    Build,
+    Piece,
+    Share,
+    StackPart,
+    blocks,
+    drawn,
+    fill,
+    gather,
+    given,
+    run,
+    together,
+)
 from sgla.layers.linear import RowLinear, split_heads
 from sgla.layers.norm import RMSNorm
 from sgla.model.delta_spec import DeltaSpec
@@ -120,7 +132,9 @@ class DeltaNet:
 
     def _declare_conv(self, build: Build, name: str, own: range) -> None:
         shape = self.layer.channels(self.layer.keys), 1, self.layer.taps
-        build.declare(f"{name}.conv1d.weight", shape, partial(self._take_conv, self._runs(own)))
+        runs = self._runs(own)
+        take, give = partial(self._take_conv, runs), partial(self._give_conv, runs)
+        build.declare(f"{name}.conv1d.weight", shape, take, give=give)
 
     def _declare_convs(self, build: Build, name: str, own: range) -> None:
         """Of q, k and v apart, or stacked as transformers has them."""
@@ -130,7 +144,9 @@ class DeltaNet:
             width = layer.values * layer.value_dim if part == "v" else layer.keys * layer.key_dim
             inside = range(rows.start - first, rows.stop - first)
             conv = f"{name}.{part}_conv1d.weight"
-            build.declare(conv, (width, 1, layer.taps), partial(self._take_conv, [(inside, at)]))
+            runs = [(inside, at)]
+            take, give = partial(self._take_conv, runs), partial(self._give_conv, runs)
+            build.declare(conv, (width, 1, layer.taps), take, give=give)
             parts.append(StackPart(conv, None, range(first, first + width)))
             first += width
         build.stacks[f"{name}.conv1d.weight"] = (first, 1, layer.taps), parts
@@ -138,6 +154,9 @@ class DeltaNet:
     def _take_conv(self, pieces: list[Piece], source: SourceTensor) -> None:
         for rows, at in pieces:
             self.conv[at : at + len(rows)] = source.dense(rows)[:, 0]
+
+    def _give_conv(self, pieces: list[Piece], wanted: range) -> Tensor:
+        return together(given(self.conv[at : at + len(rows), None], wanted, rows) for rows, at in pieces)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
         layer, widths = self.layer, [sum(self.widths), self.value]
@@ -171,12 +190,21 @@ class GatedAttention:
         self.gate = None if one else build.empty(width, hidden, parts[0])
         gate, top = (self.qkv, self.widths[0]) if self.gate is None else (self.gate, 0)
 
+        halves, shape = ((self.qkv, 0, 0), (gate, dim, top)), (2 * layer.heads * dim, hidden)
+
         def take_queries(source: Share) -> None:
-            for weight, first, to in ((self.qkv, 0, 0), (gate, dim, top)):
+            for weight, first, to in halves:
                 for rows, at in blocks(own, dim, 2 * dim, first, to):
                     fill(weight, at, source, rows)
 
-        build.declare(f"{parts[0]}.weight", (2 * layer.heads * dim, hidden), take_queries)
+        def give_queries(wanted: range) -> Tensor:
+            return together(
+                drawn(weight, at, wanted, shape, rows)
+                for weight, first, to in halves
+                for rows, at in blocks(own, dim, 2 * dim, first, to)
+            )
+
+        build.declare(f"{parts[0]}.weight", shape, take_queries, give=give_queries)
         for i, part in enumerate(parts[1:]):
             pieces = [run(own_kv, dim, 0, width + i * kv_width)]
             gather(build, self.qkv, part, (layer.kv_heads * dim, hidden), pieces)

@@ -13,7 +13,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import LayerAttention, neox_order
-from sgla.layers.build import Build
+from sgla.layers.build import Build, given
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.layers.norm import RMSNorm
 from sgla.model.latent_spec import LatentSpec
@@ -58,7 +58,8 @@ class LatentAttention:
         self.k_up = torch.zeros(len(own), layer.nope, layer.v_dim, dtype=dtype)
         self.v_up = torch.zeros(len(own), layer.value, layer.v_dim, dtype=dtype)
         shape = layer.heads * (layer.nope + layer.value), layer.v_dim
-        build.declare(f"{name}.kv_b_proj.weight", shape, partial(self._take, own))
+        take, give = partial(self._take, own), partial(self._give, own)
+        build.declare(f"{name}.kv_b_proj.weight", shape, take, give=give)
         columns = range(own.start * layer.value, own.stop * layer.value)
         self.out = RowLinear(build, f"{name}.o_proj", hidden, layer.heads * layer.value, columns)
         self.layer, self.cos_sin = layer, cos_sin
@@ -69,6 +70,11 @@ class LatentAttention:
         heads = source.dense(range(own.start * each, own.stop * each)).unflatten(0, (-1, each))
         self.k_up.copy_(heads[:, : self.layer.nope])
         self.v_up.copy_(heads[:, self.layer.nope :])
+
+    def _give(self, own: range, wanted: range) -> Tensor:
+        each = self.layer.nope + self.layer.value
+        rows = torch.cat([self.k_up, self.v_up], 1).flatten(0, 1)
+        return given(rows, wanted, range(own.start * each, own.stop * each))
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         down, narrow = self.down(x), x

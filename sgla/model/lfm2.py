@@ -9,7 +9,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import StateLayer
 from sgla.layers.attention import LayerAttention
-from sgla.layers.build import Build
+from sgla.layers.build import Build, given
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.model.conv_spec import ConvSpec
 from sgla.model.llama import Llama
@@ -29,7 +29,10 @@ class ShortConv:
         def take(source: SourceTensor) -> None:
             self.weight.copy_(source.dense(own)[:, 0])
 
-        build.declare(f"{name}.conv.weight", (channels, 1, layer.taps), take)
+        def give(wanted: range) -> Tensor:
+            return given(self.weight[:, None], wanted, own)
+
+        build.declare(f"{name}.conv.weight", (channels, 1, layer.taps), take, give=give)
         self.out = RowLinear(build, f"{name}.out_proj", hidden, channels, own, layer.bias)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:

@@ -125,6 +125,19 @@ class Weight(ABC):
         held, rows = self._rows_of(ids.long())
         return held.decode(self.k, *(t[rows] for t in held.tensors)).float()
 
+    def told(self, ids: Tensor) -> Tensor:
+        """Rows ``ids``, int64 on the CPU, as float32 there, wherever the weight has moved to."""
+        if self.parts is None:
+            held, rows = self._rows_of(ids)
+            given = (held.home or held.tensors) if held is self else held.tensors
+            return held.decode(self.k, *(t[rows.to(t.device)] for t in given)).float().cpu()
+        size = self.n // len(self.parts)
+        found = torch.empty(len(ids), self.k, device="cpu")
+        for index in ids.div(size, rounding_mode="floor").unique().tolist():
+            there = ids // size == index
+            found[there] = self.parts[index].told(ids[there] - index * size)
+        return found
+
     def pick(self, rows: Tensor) -> Weight:
         """A new weight of these output channels, int64 on the CPU."""
         held = self._plain()

@@ -10,6 +10,7 @@ from torch import Tensor
 from sgla.errors import ConfigError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
 from sgla.kernels.placement import Placement
+from sgla.model.base import CausalLM
 from sgla.worker.cpu_setup import CpuSetup
 from sgla.worker.experts import placed
 from sgla.worker.kv import forget
@@ -94,7 +95,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
         self.model.declared.scramble(self.source)
 
     @property
-    def _model(self) -> object:
+    def _model(self) -> CausalLM:
         return self.model
 
     def _drop(self) -> None:

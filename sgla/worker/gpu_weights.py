@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.errors import OutOfMemory, UnsupportedField
 from sgla.hub.source import ModelSource
-from sgla.model.base import Refills
+from sgla.model.base import CausalLM, Refills
 from sgla.worker.gpu_memory import Advice, within_memory
 from sgla.worker.gpu_setup import GpuSetup
 from sgla.worker.memory import available_bytes, mib
@@ -143,7 +143,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
             declared.scramble(self.source)
 
     @property
-    def _model(self) -> object:
+    def _model(self) -> CausalLM:
         return self.steps.model
 
     @contextmanager

@@ -21,6 +21,7 @@ from sgla.hub.source import ModelSource
 from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.source import configured_source
 from sgla.loading.tensors import own, received
+from sgla.model.base import CausalLM
 from sgla.model.read import read_decoder
 from sgla.worker.runner import CHANGES, Command, Runner
 from sgla.worker.tier_setup import Identity
@@ -111,7 +112,7 @@ class ChangingRunner(Runner):
 
     @property
     @abstractmethod
-    def _model(self) -> object:
+    def _model(self) -> CausalLM:
         """What has the weights."""
 
     @property
@@ -278,22 +279,40 @@ class ChangingRunner(Runner):
         whole = sum(sums.values()) % (1 << 64)
         return {"tensors": len(sums), "checksum": f"{whole:016x}"}
 
-    def _show(self, name: str, rows: int) -> list[Any]:
-        if self.brought:
-            raise UnsupportedField("tensors have come that are in no file, and are not shown", param="name")
-        if self.source.kind not in ("safetensors", "pt"):
+    def _show(self, name: str, rows: int) -> list[Any] | None:
+        """As files have them, or, once tensors have come, as the model computes with them: None where other
+        ranks have the tensor, NaN where they have a part of it."""
+        stored = self.source.kind in ("safetensors", "pt")
+        declared = self._model.declared if self.brought else None
+        if declared is not None and (shape := declared.shape(name)) is not None:
+            told: list[Any] = declared.show(name, shown_rows(shape, rows)).tolist()
+            return told
+        if not stored:
             raise UnsupportedField("tensors of GGUF files and of random weights have no names", param="name")
-        for found, tensor in stored_tensors(self.source):
-            if found == name:
-                count = min(rows, tensor.shape[0] if tensor.shape else 1)
-                if (size := count * prod(tensor.shape[1:])) > MOST_VALUES:
-                    raise InvalidField(
-                        f"{count} rows have {size} values, more than {MOST_VALUES}; lower truncate_size",
-                        param="truncate_size",
-                    )
-                values: list[Any] = tensor.values(range(count)).float().tolist()
-                return values
-        raise InvalidField(f"the model's files have no tensor {name[:200]!r}", param="name")
+        tensor = next((tensor for found, tensor in stored_tensors(self.source) if found == name), None)
+        if tensor is None:
+            raise InvalidField(f"the model's files have no tensor {name[:200]!r}", param="name")
+        if not self.brought:
+            values: list[Any] = tensor.values(shown_rows(tensor.shape, rows)).float().tolist()
+            return values
+        if self.shard.pipe is not None:
+            return None
+        raise UnsupportedField(
+            "tensors have come, and this one cannot be told out of what is computed with; /weights_checker "
+            "tells whether weights are those of a snapshot",
+            param="name",
+        )
+
+
+def shown_rows(shape: tuple[int, ...], rows: int) -> range:
+    """The first ``rows`` of a tensor. Raises InvalidField where they are too much to show."""
+    count = min(rows, shape[0] if shape else 1)
+    if (size := count * prod(shape[1:])) > MOST_VALUES:
+        raise InvalidField(
+            f"{count} rows have {size} values, more than {MOST_VALUES}; lower truncate_size",
+            param="truncate_size",
+        )
+    return range(count)
 
 
 def _named(args: Mapping[str, Any]) -> str:

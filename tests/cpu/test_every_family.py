@@ -17,9 +17,12 @@ from parity import LAYOUTS
 from test_gpu_ops import computed
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
+from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import open_source
 from sgla.kernels.gpu.record import Recorder
+from sgla.layers.build import together
+from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.load import load_model
 from sgla.worker.cpu import CpuRunner
 
@@ -52,6 +55,31 @@ async def test_chunks_caches_and_ranks_change_nothing(name: str, tmp_path: Path)
             await over_two_ranks(source, requests)
         return
     assert (await over_two_ranks(source, requests)).tokens() == expected
+
+
+BRIEF = ["families: gpt2", "families: falcon", "mixtures: qwen2", "mixtures: deepseek-v3", "hybrids: qwen3.5"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BRIEF else pytest.mark.slow) for name in FAMILIES]
+)
+def test_layers_tell_the_tensors_that_they_have_taken(name: str, tmp_path: Path) -> None:
+    """Also parts of two ranks together, whatever layers have made of them."""
+    save_checkpoint(tmp_path, FAMILIES[name][0], **FAMILIES[name][1])
+    source = open_source(tmp_path)
+    for count in (1, 2) if name not in UNSPLIT else (1,):
+        ranks = [load_model(source, shard=Shard(rank, count)).declared for rank in range(count)]
+        untold = []
+        for raw, tensor in stored_tensors(source):
+            shapes = {rank.shape(raw) for rank in ranks if rank is not None}
+            if None in shapes:
+                untold.append(raw)
+                continue
+            assert shapes == {tensor.shape}
+            rows = range(tensor.shape[0] // 2, tensor.shape[0])
+            told = together(rank.show(raw, rows) for rank in ranks if rank is not None)
+            torch.testing.assert_close(told, tensor.values(rows).float(), rtol=0, atol=1e-6)
+        assert not untold or name not in BRIEF
 
 
 @pytest.mark.slow

@@ -72,6 +72,9 @@ def test_weights_that_come_are_those_of_a_new_runner(
     for part in (names[::2], names[1::2]):
         bring(runner, save({name: one[name] for name in part}))
     assert generate(runner, PROMPTS, 12, True) == expected
+    for name, tensor in one.items() if not settings else ():
+        told = runner.control(Control(verb="weights_show", args={"name": name, "rows": 3}))
+        assert torch.equal(torch.tensor(told["values"]), tensor[:3].float()), name
     runner.control(sleep(weights="files"))
     runner.control(wake())
     assert generate(runner, PROMPTS, 12, True) == expected, "what is in no file stays"

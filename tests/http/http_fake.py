@@ -290,12 +290,13 @@ class FakeIngress:
         return await self.control(Control(verb=verb))
 
     async def control(self, command: Control) -> Any:
-        if command.verb == "weights_show":
-            return {"ranks": [{"values": [[0.5]] * command.args["rows"]}]}
         return {"verb": command.verb, **command.args}
 
     async def check_weights(self, action: str) -> list[dict[str, Any]]:
         return [{"tensors": 3, "checksum": action}]
+
+    async def show_weights(self, name: str, rows: int) -> list[Any]:
+        return [[0.5]] * rows
 
     async def scramble_weights(self) -> bool:
         return self.flushable

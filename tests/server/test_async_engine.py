@@ -346,6 +346,8 @@ def test_an_engine_takes_other_weights_beside_paused_requests(tiny_model: Path, 
         assert not engine.update_weights_from_tensor(other.items()), "requests run"
         engine.pause_generation()
         assert engine.update_weights_from_tensor(other.items(), weight_version="2")
+        name = "model.layers.0.self_attn.k_proj.weight"
+        assert engine.get_weights_by_name(name, 2) == other[name][:2].tolist()
         with pytest.raises(SglaError, match="unexpected"):
             engine.update_weights_from_tensor([("x", named["model.norm.weight"])])
         engine.continue_generation()
