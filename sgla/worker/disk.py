@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from sgla.worker.tiers import FULL, SUM, FileTier, Rows, UnitMemory, Units, chec
 
 FORMAT = 5  # of the files
 ENTRY = KEY + SUM
-CUT = 4 << 20  # bytes that are read or written at a time
 BLOCK = 512  # bytes of st_blocks
 log = logging.getLogger(__name__)
 OWN = re.compile(r"kv-(\d+)of(\d+)")  # a folder for one of so many ranks
@@ -63,17 +62,11 @@ class UnitFile(Units):
 
     def write_all(self, units: Sequence[int], keys: Sequence[bytes], rows: Rows) -> None:
         """Raises OSError."""
-        for begun, count, unit in self._cuts(units):
+        entries = self._entries(keys, rows)
+        for begun, count, unit in runs_of(units):
             own = slice(begun, begun + count)
             self._write(self._data, rows[own].reshape(-1).data, (unit - 1) * self._nbytes)
-            self._write(self._index, b"".join(self._entries(keys[own], rows[own])), (unit - 1) * ENTRY)
-
-    def _cuts(self, units: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """As ``runs_of``, of no more bytes than a cache has, in which they are summed."""
-        most = max(1, CUT // self._nbytes)
-        for begun, count, unit in runs_of(units):
-            for at in range(0, count, most):
-                yield begun + at, min(most, count - at), unit + at
+            self._write(self._index, b"".join(entries[own]), (unit - 1) * ENTRY)
 
     def _entries(self, keys: Sequence[bytes], rows: Rows) -> list[bytes]:
         return [key + made for key, made in zip(keys, checksums(keys, rows, self._place))]
@@ -91,12 +84,13 @@ class UnitFile(Units):
 
     def read_all(self, units: Sequence[int], keys: Sequence[bytes], rows: Rows) -> None:
         """Raises OSError if that is not what the units hold."""
-        for begun, count, unit in self._cuts(units):
-            own = slice(begun, begun + count)
-            entries = os.pread(self._index, count * ENTRY, (unit - 1) * ENTRY)
-            found = os.preadv(self._data, [rows[own].reshape(-1).data], (unit - 1) * self._nbytes)
-            if found != rows[own].nbytes or entries != b"".join(self._entries(keys[own], rows[own])):
-                raise OSError("a file has been changed, or was cut off")
+        found, entries = 0, b""
+        for begun, count, unit in runs_of(units):
+            entries += os.pread(self._index, count * ENTRY, (unit - 1) * ENTRY)
+            part = rows[begun : begun + count].reshape(-1)
+            found += os.preadv(self._data, [part.data], (unit - 1) * self._nbytes)
+        if found != rows.nbytes or entries != b"".join(self._entries(keys, rows)):
+            raise OSError("a file has been changed, or was cut off")
 
     def erase(self, unit: int) -> None:
         """Raises OSError."""
