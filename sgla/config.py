@@ -136,6 +136,13 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "times the tokens"
         ),
     ] = "auto"
+    quantization_param_path: Annotated[
+        str | None,
+        Doc(
+            description="JSON file with the scales of an fp8 KV cache, for each layer of each rank, as vLLM "
+            "and SGLang read it; without one they are those of the checkpoint, or measured at the start"
+        ),
+    ] = None
     quantization: Annotated[
         Literal["int8", "int4", "mxfp4", "fp8", "gguf", "gptq", "awq", "checkpoint", "none"] | None,
         Doc(

@@ -18,6 +18,7 @@ from sgla.device import check as check_device
 from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
+from sgla.model.cache_scales import check_scales
 from sgla.model.compressed_spec import check_compressed
 from sgla.model.context import check_cp
 from sgla.model.data_attention import check_data
@@ -162,6 +163,7 @@ def resolve(
     config = filling.config
     check_model(config, device, spec, pooled)
     check_compressed(config, guessing)
+    check_scales(config, spec, model or {})
     if config.dp_attention:
         filling.filled["step_log"], filling.reasons["step_log"] = 0, "--dp-attention: steps are not recorded"
     check_features(config, machine, device, pooled or encoder, encoder)

@@ -468,10 +468,7 @@ REFUSED: list[tuple[str, str]] = [
         ),
     ),
     (
-        (
-            "quantization-param-path kv-cache-dtype-skip-layers calculate-kv-scales "
-            "prefill-kv-cache-dequant-dtype"
-        ),
+        "kv-cache-dtype-skip-layers calculate-kv-scales prefill-kv-cache-dequant-dtype",
         "scales of an 8-bit KV cache are measured at the start: --kv-cache-dtype fp8 alone is enough",
     ),
     ("cache-type-k cache-type-v", "use --kv-cache-dtype int8 for an 8-bit KV cache"),

@@ -11,6 +11,7 @@ from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.kernels.rehearsal import rehearsing
 from sgla.messages import CacheGroup, Facts, Progress, StepCost
+from sgla.model.cache_scales import read_scales
 from sgla.model.diffusion_gemma_spec import denoising_of
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
@@ -76,9 +77,11 @@ class GpuSetup(GpuModel):
         steps = self.steps
         dummies = [1] * len(steps.groups)
         if steps.kv_dtype == "fp8":
-            stored = steps.model.cache_scales
-            steps.scales = stored or steps.measure_scales()
+            spec, stored = steps.model.spec, steps.model.cache_scales
+            given = read_scales(config, spec, self.shard.rank, self.source.config)
+            steps.scales = given or stored or steps.measure_scales()
             origin = "of the checkpoint" if stored else "measured on random tokens"
+            origin = f"of {config.quantization_param_path}" if given else origin
             self.notes.append(f"KV cache: e4m3, a scale for k and one for v of each layer, {origin}")
         steps.kv = steps.allocate(dummies, config.page_size, steps.kv_dtype)
         self.graphs, self.prompts = DecodeGraphs(steps), PromptGraphs(steps)

@@ -4,10 +4,11 @@ and a launch only says that it was.
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``,
 the model's under ``model``, those of one that guesses under ``draft``, of the ``card``, an H200), sends it
 steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its
-rehearsal asked for and what was launched besides, its context, its pages, its ledger and its notes, and
-which graphs ran with columns of another size, or of no sense; or the error that ended it. With ``compile``
-Triton's kernels are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory
-that they take is told. ``free``: bytes of the GPU; ``looks``: steps of a module look at values on the host.
+rehearsal asked for and what was launched besides, its context, its pages, its ledger, its notes and the
+scales of its KV cache, and which graphs ran with columns of another size, or of no sense; or the error that
+ended it. With ``compile`` Triton's kernels are compiled for the card, those of CUDA too where NVRTC is
+installed, and the shared memory that they take is told. ``free``: bytes of the GPU; ``looks``: steps of a
+module look at values on the host.
 Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of
 its own.
 """
@@ -47,7 +48,7 @@ from sgla.worker.chains import Chains
 from sgla.worker.cuda import CudaRunner
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import DecodeColumns, DecodeGraphs
-from sgla.worker.kv import state_of_layer
+from sgla.worker.kv import state_of_layer, tokens_of
 from sgla.worker.prompt_graphs import PromptGraphs
 
 ROWS = 24
@@ -504,6 +505,7 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         "ledger": facts.ledger,
         "notes": facts.notes,
         "askew": ASKEW,
+        "scales": [(kv.k_scale, kv.v_scale) for kv in map(tokens_of, runner.steps.kv) if kv is not None],
     }
 
 
