@@ -607,15 +607,15 @@ def check_role(config: Config, device: str, vectors: bool) -> None:
     """Raise ConfigError for settings of servers that hand KV to each other."""
     flag, backend = f"--role {config.role}", config.kv_transfer_backend
     check_encoding(config)
-    if backend in ("nixl", "mooncake") and importlib.util.find_spec(backend) is None:
-        raise ConfigError(
-            f"--kv-transfer-backend {backend}: pip install 'sgla[{backend}]'", param="kv_transfer_backend"
-        )
     if config.role in ("both", "encode"):
         if config.prefill_url is not None:
             raise ConfigError("--prefill-url needs --role decode", param="prefill_url")
         check_unused(config)
         return
+    if backend in ("nixl", "mooncake") and importlib.util.find_spec(backend) is None:
+        raise ConfigError(
+            f"--kv-transfer-backend {backend}: pip install 'sgla[{backend}]'", param="kv_transfer_backend"
+        )
     if backend == "cuda_ipc" and device != "cuda":
         raise ConfigError(
             "--kv-transfer-backend cuda_ipc needs GPUs; leave it out on the CPU", param="kv_transfer_backend"

@@ -276,6 +276,8 @@ def words_of(name: str) -> list[str]:
         "mm_processor_kwargs": '{"max_pixels": 4096}',
         "kv_events_config": '{"topic": "a"}',
     }.get(field, "7")
+    if alias and alias.others:
+        value = next(iter(alias.words))
     return [f"--{name}", "0.5" if isinstance(default, float) else value]
 
 
@@ -436,7 +438,12 @@ def test_what_is_there_without_a_flag_needs_none() -> None:
         ("--sampling-backend", "kernels are chosen"),
         ("--structured-outputs-config", "--json-whitespace"),
         ("--structured-outputs-config.backend", "--json-whitespace"),
-        ("--hicache-storage-backend", "nixl:FOLDER"),
+        ("--hicache-storage-backend", "nixl:///FOLDER"),
+        ("--hicache-storage-backend-extra-config", "mooncake://MASTER:PORT?segment=BYTES"),
+        ("--kv-offloading-backend", "lm://HOST:PORT"),
+        ("--encoder-urls", "--encode-url tcp://HOST:PORT"),
+        ("--ec-transfer-config", "--role encode"),
+        ("--lmcache-config-file", "--kv-disk PATH:BYTES"),
         ("--enable-lmcache", "--kv-store lm://HOST:PORT"),
         ("--mamba-ssm-dtype", "--kv-cache-bytes"),
         ("--linear-attn-backend", "kernels of their own"),
@@ -562,7 +569,7 @@ def test_all_refused_flags_are_named_at_once() -> None:
     text = refused(
         "--speculative-attention-mode",
         "4",
-        "--enable-hicache",
+        "--radix-cache-backend",
         "2",
         "a/b",
         "--hf-token=secret",
@@ -571,7 +578,7 @@ def test_all_refused_flags_are_named_at_once() -> None:
     )
     for part in (
         "--speculative-attention-mode is not",
-        "--enable-hicache is not",
+        "--radix-cache-backend is not",
         "set HF_TOKEN",
         "did you mean --port?",
     ):
@@ -725,6 +732,59 @@ def test_host_memory_of_peers_is_in_gigabytes(flag: str, value: str, size: int |
     assert parse(["serve", "demo", flag, value]).flags.get("kv_host_bytes") == size
 
 
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+OFFLOADING = {"kv_connector": "OffloadingConnector"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--hicache-storage-backend", "file"], {"kv_store": "~/.cache/sgla/kv"}),
+        (LMCACHE, {"kv_host_bytes": 5 << 30}),
+        (LMCACHE | {"kv_connector_extra_config": {}}, {"kv_host_bytes": 5 << 30}),
+        (
+            LMCACHE | {"kv_connector_extra_config": {"lmcache.remote_url": "lm://h:1"}},
+            {"kv_store": "lm://h:1"},
+        ),
+        (
+            LMCACHE
+            | {"kv_connector_extra_config": {"lmcache.max_local_cpu_size": 2.5, "lmcache.chunk_size": 256}},
+            {"kv_host_bytes": 5 << 29},
+        ),
+        (OFFLOADING | {"kv_connector_extra_config": {"cpu_bytes_to_use": 99}}, {"kv_host_bytes": 99}),
+        (
+            {
+                "kv_connector": "SharedStorageConnector",
+                "kv_connector_extra_config": {"shared_storage_path": "/mnt/kv"},
+            },
+            {"kv_store": "/mnt/kv"},
+        ),
+    ],
+)
+def test_connectors_that_keep_prefixes_are_tiers(words: Any, expected: dict[str, Any]) -> None:
+    words = words if isinstance(words, list) else ["--kv-transfer-config", json.dumps(words)]
+    flags = parse(["serve", "demo", *words]).flags
+    assert {name: value for name, value in flags.items() if name.startswith("kv_") and value != "auto"} == (
+        expected
+    )
+    assert flags.get("role", "both") == "both"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (OFFLOADING, "cpu_bytes_to_use is missing"),
+        (OFFLOADING | {"kv_connector_extra_config": {"num_cpu_blocks": 9}}, "cpu_bytes_to_use, in bytes"),
+        ({"kv_connector": "SharedStorageConnector"}, "shared_storage_path is missing"),
+        (LMCACHE | {"kv_connector_extra_config": 3}, "kv_connector_extra_config is no object"),
+        ({"kv_connector": "MultiConnector"}, "'MultiConnector' is none of auto, tcp"),
+        ({"kv_connector": ["x"]}, "is none of auto, tcp"),
+    ],
+)
+def test_what_connectors_lack_is_said(given: dict[str, Any], said: str) -> None:
+    assert said in refused("--kv-transfer-config", json.dumps(given))
+
+
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
 def test_no_policy_of_prefetching_changes_answers(policy: str) -> None:
     args = parse(["serve", "demo", "--hicache-storage-prefetch-policy", policy])
@@ -737,6 +797,7 @@ def test_no_policy_of_prefetching_changes_answers(policy: str) -> None:
     ("words", "ratio", "size"),
     [
         (["--enable-hierarchical-cache"], 2.0, None),
+        (["--enable-hicache"], 2.0, None),
         (["--enable-hierarchical-cache", "--hicache-ratio", "3.5"], 3.5, None),
         (["--hicache-ratio", "3.5", "--enable-hierarchical-cache"], 3.5, None),
         (

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 class Alias(NamedTuple):
     """Takes a value, which the setting ``field`` gets;
-    ``words`` are values that are written differently here. ``unit``: it takes so many bytes, not one."""
+    ``words`` are values that are written differently here. ``unit``: it takes so many bytes, not one.
+    ``others``: why it takes no value but ``words``."""
 
     field: str
     words: Mapping[str, Any] = MappingProxyType({})
     unit: int = 0
+    others: str = ""
 
 
 class Switch(NamedTuple):
@@ -38,12 +40,15 @@ class Always(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Takes a JSON object, whose keys are other names of settings;
-    a key of ``free`` may have any value, as ``hint`` explains."""
+    """Takes a JSON object, whose keys are other names of settings; a key of ``free`` may have any value, as
+    ``hint`` explains. ``inner``: the key of another such object. ``bare``: what a value of the first key is
+    where that one sets nothing, or what it lacks then."""
 
     keys: Mapping[str, Alias]
     free: tuple[str, ...]
     hint: str
+    inner: tuple[str, Fields] | None = None  # type: ignore[misc]
+    bare: Mapping[str, Switch | str] = MappingProxyType({})
 
 
 class Word(NamedTuple):
@@ -74,6 +79,16 @@ VLLM_MTP = dict.fromkeys(
     ("qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_v2_mtp"), "mtp"
 )
 NGRAM = dict.fromkeys(LOOKUPS, "ngram") | {"none": None}
+
+FILES = "~/.cache/sgla/kv"  # where SGLang has /tmp/hicache, which any user of a host may make
+# Connectors of vLLM's that keep prefixes for the server itself.
+KEEPERS: dict[str, Switch | str] = {
+    "LMCacheConnectorV1": Switch("kv_host_bytes", 5 << 30),  # LMCache's own
+    "OffloadingConnector": "kv_connector_extra_config: cpu_bytes_to_use is missing",
+    "SharedStorageConnector": "kv_connector_extra_config: shared_storage_path is missing",
+    "SimpleCPUOffloadConnector": "kv_connector_extra_config: cpu_bytes_to_use is missing",
+    "ExampleConnector": "kv_connector_extra_config: shared_storage_path is missing",
+}
 
 ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     # the model
@@ -155,6 +170,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "kv-cache-memory-bytes": Alias("kv_cache_bytes"),
     "block-size": Alias("page_size"),
     "disaggregation-mode": Alias("role", {"null": "both"}),
+    "encoder-only": Switch("role", "encode"),
     "disaggregation-bootstrap-port": Alias("kv_transfer_port"),
     "disaggregation-transfer-backend": Alias("kv_transfer_backend"),
     "disaggregation-enable-kv-checksum": Always("KV on its way has checksums"),
@@ -163,6 +179,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "kv-offloading-size": Alias("kv_host_bytes", {"0": None, "0.0": None}, 1 << 30),
     "hicache-size": Alias("kv_host_bytes", {"0": None}, 10**9),
     "enable-hierarchical-cache": Switch("kv_host_ratio", 2.0, weak=True),
+    "enable-hicache": Switch("kv_host_ratio", 2.0, weak=True),
     "hicache-ratio": Alias("kv_host_ratio"),
     "hicache-io-backend": Always(HICACHE, ("kernel", "direct", "kernel_ascend")),
     "hicache-mem-layout": Always(
@@ -176,18 +193,43 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
         "a request waits for its prefix as long as something of it comes; no answer depends on that",
         ("wait_complete", "best_effort", "timeout"),
     ),
-    "kv-offloading-backend": Always("prefixes in the host's memory are this server's own", ("native",)),
+    "hicache-storage-backend": Alias(
+        "kv_store",
+        {"file": FILES},
+        others="--kv-store takes the address of a store: a folder or what fsspec knows (s3://...), "
+        "nixl:///FOLDER, mooncake://MASTER:PORT or lm://HOST:PORT",
+    ),
+    "kv-offloading-backend": Always(
+        "prefixes in the host's memory are this server's own; those in a server of LMCache are --kv-store "
+        "lm://HOST:PORT",
+        ("native",),
+    ),
     "kv-transfer-config": Fields(
         {
             "kv_connector": Alias(
-                "kv_transfer_backend", {"NixlConnector": "nixl", "MooncakeConnector": "mooncake"}
+                "kv_transfer_backend",
+                {"NixlConnector": "nixl", "MooncakeConnector": "mooncake"} | dict.fromkeys(KEEPERS, "auto"),
             ),
             "kv_role": Alias("role", {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}),
             "kv_port": Alias("kv_transfer_port"),
         },
-        ("engine_id",),
-        "the decode server asks the one of --prefill-url; --kv-host-bytes, --kv-disk and --kv-store keep "
-        "prefixes",
+        ("engine_id", "kv_load_failure_policy"),
+        "the decode server asks the one of --prefill-url; what does not come is computed; --kv-host-bytes, "
+        "--kv-disk and --kv-store keep prefixes",
+        (
+            "kv_connector_extra_config",
+            Fields(
+                {
+                    "cpu_bytes_to_use": Alias("kv_host_bytes"),
+                    "shared_storage_path": Alias("kv_store"),
+                    "lmcache.max_local_cpu_size": Alias("kv_host_bytes", unit=1 << 30),
+                    "lmcache.remote_url": Alias("kv_store"),
+                },
+                ("block_size", "spec_name", "lmcache.chunk_size", "lmcache.remote_serde"),
+                "memory is cpu_bytes_to_use, in bytes, a block is a page; --kv-disk and --kv-store keep more",
+            ),
+        ),
+        KEEPERS,
     ),
     # scheduling and cache
     "max-num-seqs": Alias("max_running_requests"),
@@ -424,8 +466,8 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "hicache-storage-*",
-        "--kv-store FOLDER, an address that fsspec knows, nixl:FOLDER, mooncake://MASTER:PORT or "
-        "lm://HOST:PORT keeps prefixes for several servers; --kv-disk PATH:BYTES for one",
+        "what a store is told stands in its address: --kv-store FOLDER, what fsspec knows, nixl:FOLDER, "
+        "mooncake://MASTER:PORT?segment=BYTES or lm://HOST:PORT; --kv-disk PATH:BYTES is for one server",
     ),
     (
         "*kv-transfer-config",
@@ -438,8 +480,13 @@ REFUSED: list[tuple[str, str]] = [
         "--kv-transfer-bytes and --kv-transfer-backend; leave this out",
     ),
     (
+        "encoder-* ec-* language-only mm-encoder-only *-dispatch-to-encoder",
+        "--role encode is a server that reads pictures, at --kv-transfer-port; others name it: --encode-url "
+        "tcp://HOST:PORT, and load no tower then",
+    ),
+    (
         "*pdmux* sm-group-num num-reserved-decode-tokens "
-        "optimistic-prefill-attempts enable-pd-role-switch ec-* encoder-* *-dispatch-to-encoder tokens-only "
+        "optimistic-prefill-attempts enable-pd-role-switch tokens-only "
         "prefill-decode-interval* prefill-delayer-* enable-prefill-delayer prefill-schedule-interval",
         (
             "steps read prompts and generate; leave it out, "
@@ -447,7 +494,12 @@ REFUSED: list[tuple[str, str]] = [
         ),
     ),
     (
-        "hicache-* enable-hicache radix-cache-backend *lmcache* *flexkv* "
+        "*lmcache*",
+        "what LMCache keeps in the host's memory (max_local_cpu_size) is --kv-host-bytes, on a disk "
+        "(local_disk) --kv-disk PATH:BYTES, in its server (remote_url) --kv-store lm://HOST:PORT",
+    ),
+    (
+        "hicache-* radix-cache-backend *flexkv* "
         "*hisparse* hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* "
         "enable-session-radix-cache",
         "--kv-host-bytes 64G keeps prefixes of a GPU in the host's memory, --kv-disk PATH:BYTES on a disk, "
@@ -455,7 +507,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "mm-* *-mm-* *multimodal* media-* image-* *-image-* "
-        "video-* asr-* *mmproj* language-only language-model-only trust-mm-* interleave-mm-strings "
+        "video-* asr-* *mmproj* language-model-only trust-mm-* interleave-mm-strings "
         "enable-precise-embedding-interpolation enable-prompt-embeds enable-mm-embeds",
         "prompts given as vectors are not supported, and pictures, sound and videos need no such flag; leave "
         "it out",
@@ -688,6 +740,11 @@ VARIABLES = {
     "OLLAMA_CONTEXT_LENGTH": "SGLA_CONTEXT_LENGTH",
     "OLLAMA_NUM_PARALLEL": "SGLA_MAX_RUNNING_REQUESTS",
     "OLLAMA_MODELS": "SGLA_DOWNLOAD_DIR",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "SGLA_KV_HOST_BYTES",
+    "LMCACHE_LOCAL_DISK": "SGLA_KV_DISK=PATH:BYTES",
+    "LMCACHE_REMOTE_URL": "SGLA_KV_STORE",
+    "LMCACHE_CONFIG_FILE": "SGLA_KV_HOST_BYTES, SGLA_KV_DISK and SGLA_KV_STORE",
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "SGLA_KV_STORE",
     "OLLAMA_ORIGINS": "SGLA_ALLOWED_ORIGINS",
 }
 

@@ -114,7 +114,12 @@ def _meaning(alias: Alias | Switch | Always | Fields) -> str:
         return f"{alias.hint}{only}"
     if isinstance(alias, Fields):
         keys = "; ".join(f"`{key}` is `{spelled(each)}`" for key, each in alias.keys.items())
-        return f"{keys}; {', '.join(f'`{key}`' for key in alias.free)}: {alias.hint}"
+        within = "; ".join(f"in `{key}`: {_meaning(each)}" for key, each in filter(None, [alias.inner]))
+        return "; ".join(
+            filter(None, [keys, within, f"{', '.join(f'`{key}`' for key in alias.free)}: {alias.hint}"])
+        )
+    if isinstance(alias, Alias) and alias.others:
+        return f"`{spelled(alias)}` (as {', '.join(f'`{word}`' for word in alias.words)}); {alias.others}"
     return f"`{spelled(alias)}`"
 
 

@@ -172,6 +172,8 @@ def _value(alias: Alias, text: str) -> Any:
     """Raises ValueError."""
     if text in alias.words:
         return alias.words[text]
+    if alias.others:
+        raise ValueError(f"{text} is not supported: {alias.others}")
     if not alias.unit:
         return value_of(alias.field, text)
     try:
@@ -181,17 +183,33 @@ def _value(alias: Alias, text: str) -> Any:
 
 
 def _fields(alias: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := next((key for key in given if key not in alias.keys and key not in alias.free), None):
-        raise ValueError(f"'{unknown}' is not supported; leave it out")
-    found = {}
-    for key, inner in alias.keys.items():
+    """Raises ValueError."""
+    key, inside = alias.inner or ("", None)
+    known = {*alias.keys, *alias.free, key}
+    if unknown := next((key for key in given if key not in known), None):
+        raise ValueError(f"'{unknown}' is not supported; leave it out: {alias.hint}")
+    found, within = {}, _inner(key, inside, given.get(key, {})) if inside else {}
+    for key, each in alias.keys.items():
         if key in given:
             text = given[key] if isinstance(given[key], str) else json.dumps(given[key])
             try:
-                found[inner.field] = _value(inner, text)
+                found[each.field] = _value(each, text)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}; {alias.hint}") from error
-    return found
+    bare = None if within else alias.bare.get(str(given.get(next(iter(alias.keys)))))
+    if isinstance(bare, str):
+        raise ValueError(f"{bare}; {alias.hint}")
+    return found | within | ({bare.field: bare.value} if bare else {})
+
+
+def _inner(key: str, alias: Fields, given: Any) -> dict[str, Any]:
+    """Raises ValueError."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{key} is no object")
+    try:
+        return _fields(alias, given)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def hint(name: str) -> str:
@@ -210,7 +228,7 @@ def spelled(alias: Alias | Switch | Fields) -> str:
         return " and ".join(map(spelled, alias.keys.values()))
     flag = alias.field.replace("_", "-")
     if isinstance(alias, Alias):
-        return f"--{flag}"
+        return f"--{flag} {' or '.join(alias.words.values())}" if alias.others else f"--{flag}"
     return {True: f"--{flag}", False: f"--no-{flag}"}.get(alias.value, f"--{flag} {alias.value}")
 
 

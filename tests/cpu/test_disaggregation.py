@@ -532,6 +532,7 @@ def test_who_sends_nonsense_is_not_let_in(prefill: Engine) -> None:
         ({"role": "decode", "prefill_url": "http://a:1", **SECRET}, "--prefill-url tcp://HOST:PORT"),
         ({"prefill_url": "tcp://a:1"}, "needs --role decode"),
         ({"kv_transfer_backend": "tcp"}, "--kv-transfer-backend tcp: it needs --role prefill or decode"),
+        ({"kv_transfer_backend": "nixl"}, "--kv-transfer-backend nixl: it needs --role prefill or decode"),
         ({"kv_transfer_bytes": 1 << 20}, "--kv-transfer-bytes 1048576: it needs --role prefill or decode"),
         ({"kv_transfer_port": 1}, "--kv-transfer-port 1: it needs --role prefill, decode or encode"),
         ({"role": "prefill", "kv_transfer_backend": "cuda_ipc", **SECRET}, "cuda_ipc needs GPUs"),
