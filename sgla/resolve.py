@@ -144,6 +144,8 @@ def resolve(
     machine = machine or detect()
     if config.speculative_algorithm == "auto":
         return with_guesses(config, machine, model, pooled, draft)
+    if config.speculative_algorithm is None and config.speculative_model is not None:
+        config = automatic(config, draft)
     check(config)
     check_one(config)
     spec = read_spec(model) if model is not None else None

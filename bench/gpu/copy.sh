@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Guesses of n-grams on one H200, and rows of which none may guess: no network, random weights but for the demo's. Run it in the
 # repository's root; results into $OUT (copy.jsonl: a JSON line each; copy.log: what was printed). At most 75 s, or LIMIT:
-#   OUT=... bash bench/gpu/copy.sh [small] [copy]     OUT=... LIMIT=118 bash bench/gpu/copy.sh blocks (or: crowd, beside)
+#   OUT=... bash bench/gpu/copy.sh [small] [copy]     OUT=... LIMIT=150 bash bench/gpu/copy.sh blocks (or: crowd, beside, ...)
 #   small: Qwen3-0.6B, one stream, four fifths of the guesses right (goal: 0.20 ms a token with five), and none right (<= 3 %)
 #   copy: the demo model, if its file has come along in ~/.cache/sgla (goal: >= 2 times), repeats code and tells a story
 #   blocks: Qwen3-8B, one stream, a head of the shape of DFlash's published ones and one of EAGLE-3's; four fifths right, and none
@@ -26,9 +26,9 @@ for each in ${*:-small copy}; do
     copy) part copy 30 bench/drafts.py --device cuda --tokens 400 --repeat 3 --kv 2 --algorithm ngram ;;
     blocks)
         blocks="--algorithm dflash --draft bench/heads/qwen3-8b-dflash"
-        part blocks 45 ${large/ --alone/} $blocks --accept 0 --guesses 15
-        part blocks 40 $large $blocks --accept 0.8 --guesses 15,8,5
-        part heads 33 $large --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
+        part blocks 65 ${large/ --alone/} $blocks --accept 0 --guesses 15
+        part blocks 45 $large $blocks --accept 0.8 --guesses 15,8,5
+        part heads 35 $large --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
         ;;
     beside)
         head="--algorithm eagle3 --guesses 5 --draft bench/heads"
@@ -37,12 +37,12 @@ for each in ${*:-small copy}; do
         ;;
     mixture)
         mixture="${small/ --alone/} --algorithm eagle3 --guesses 5"
-        part mixture 70 ${mixture//qwen3-0.6b/qwen3-30b-a3b} --draft bench/heads/qwen3-30b-a3b --accept 0
+        part mixture 95 ${mixture//qwen3-0.6b/qwen3-30b-a3b} --draft bench/heads/qwen3-30b-a3b --accept 0
         ;;
     medusa)
         medusa="--algorithm medusa --guesses 5 --draft bench/heads/qwen3-8b-medusa"
-        part medusa 50 ${large/ --alone/} $medusa --accept 0
-        part medusa 40 $large $medusa --accept 0.8
+        part medusa 65 ${large/ --alone/} $medusa --accept 0
+        part medusa 45 $large $medusa --accept 0.8
         ;;
     crowd)
         part none 40 $crowd --algorithm off

@@ -13,6 +13,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, UnsupportedValue
 from sgla.hub import source
 from sgla.hub.fetch import REMOTE
+from sgla.model.drafting import is_medusa
 from sgla.model.generic_spec import FACTS, settled
 from sgla.model.read import read_spec
 from sgla.model.registry import layouts
@@ -32,6 +33,8 @@ def open_source(
     found = source.open_source(path, load_format, layouts())
     if overrides:
         found = replace(found, config=overridden(found.config, overrides))
+    if impl == "native" and is_medusa(found.config):  # no model, so without an architecture
+        return found
     return settled(found, impl, trusted, ranks, lacking(found.config))
 
 

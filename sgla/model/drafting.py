@@ -18,7 +18,7 @@ from sgla.model.family import PredictorNames
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.limits import LAYERS, VOCAB
 from sgla.model.read import read_decoder, read_spec
-from sgla.model.registry import DFLASH, EAGLE3, family_of
+from sgla.model.registry import DFLASH, EAGLE, EAGLE3, family_of
 from sgla.model.sizes import Kinds, kinds_of, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
@@ -90,20 +90,25 @@ def by_our_names(config: Config) -> Config:
         if config.speculative_model is not None:
             raise _refused("speculative_model", f"guesses, and {FLAG} off does not; leave one of them out")
         return replace(config, speculative_algorithm=None, speculative_num_draft_tokens=None)
-    if name is None and config.speculative_model is not None:
-        name = "draft_model"
     return replace(config, speculative_algorithm=NAMES.get(name or "", name))
 
 
 def automatic(config: Config, draft: Mapping[str, Any] | None) -> Config:
     """``config`` with what guesses if nobody says what. ``draft``: config.json of another model."""
-    if config.speculative_model is None:
-        name = "ngram"
-    else:
-        name = "eagle3" if draft is not None and _is_eagle3(draft) else "draft_model"
-        name = "medusa" if draft is not None and _is_medusa(draft) else name
-        name = "dflash" if draft is not None and _is_block(draft) else name
+    name = "ngram" if config.speculative_model is None else _kind_of(draft or {})
     return replace(config, speculative_algorithm=name)
+
+
+def _kind_of(draft: Mapping[str, Any]) -> str:
+    """The algorithm of a model that guesses, by its config.json. Heads of EAGLE whose authors call them
+    Llamas are not told from these."""
+    if is_medusa(draft):
+        return "medusa"
+    if _is_block(draft):
+        return "dflash"
+    names = draft.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return "eagle3" if name in EAGLE3 else "eagle" if name in EAGLE else "draft_model"
 
 
 def check_settings(config: Config, device: str) -> None:
@@ -207,7 +212,7 @@ def _is_eagle3(draft: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and bool(names) and names[0] in EAGLE3
 
 
-def _is_medusa(draft: Mapping[str, Any]) -> bool:
+def is_medusa(draft: Mapping[str, Any]) -> bool:
     """In the authors' files or vLLM's."""
     return "medusa_num_heads" in draft or draft.get("model_type") == "medusa"
 

@@ -19,8 +19,9 @@ from sgla.packages import brought
 
 # Heads that guess, and are no models.
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
+EAGLE = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 DFLASH = "DFlashDraftModel"
-HEADS = (*EAGLE3, "LlamaForCausalLMEagle", "EagleLlamaForCausalLM", DFLASH)
+HEADS = (*EAGLE3, *EAGLE, DFLASH)
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
 # Names in config.json:

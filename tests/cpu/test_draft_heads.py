@@ -31,6 +31,7 @@ from sgla.messages import StepPlan
 from sgla.model.base import Decoder
 from sgla.model.drafting import read_block, read_eagle
 from sgla.model.read import read_decoder
+from sgla.model.registry import EAGLE as EAGLES
 from sgla.model.registry import EAGLE3, HEADS
 from sgla.model.stages import stages_of
 from sgla.observe.machine import Machine
@@ -474,7 +475,10 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         ({"speculative_algorithm": "mtp"}, "LlamaForCausalLM has no layer here that guesses"),
         ({"speculative_algorithm": "eagle3"}, "eagle3 needs --speculative-model"),
         ({"speculative_algorithm": "ngram", "speculative_model": "a/b"}, "leave one of them out"),
-        ({"speculative_model": "a/b"}, "it is a head of EAGLE-3; give --speculative-algorithm eagle3"),
+        (
+            {"speculative_model": "a/b", "speculative_algorithm": "draft_model"},
+            "it is a head of EAGLE-3; give --speculative-algorithm eagle3",
+        ),
         ({"speculative_algorithm": "eagle3", "speculative_model": "a/b", "pp": 2}, "honoured with --pp"),
         ({"speculative_adaptive": False}, "for models that guess"),
         ({"speculative_quantization": "int8"}, "needs --speculative-algorithm"),
@@ -507,6 +511,11 @@ def test_what_guesses_if_nobody_says_what() -> None:
     assert chosen(DEEP, LLAMA).config.speculative_algorithm == "draft_model"
     for medusa in ({"medusa_num_heads": 3}, {"model_type": "medusa", "num_heads": 3}):
         assert chosen(DEEP, medusa).config.speculative_algorithm == "medusa"
+    for name in EAGLES:
+        first = DEEP | {"architectures": [name], "num_hidden_layers": 1}
+        assert chosen(DEEP, first).config.speculative_algorithm == "eagle"
+        silent = resolve(Config(device="cpu", speculative_model="a/b"), model=DEEP, draft=first)
+        assert silent.config.speculative_algorithm == "eagle"
     assert chosen(DEEP, tp=2).config.speculative_algorithm == "ngram"
     two = chosen(DEEP, pp=2, speculative_num_draft_tokens=3)
     assert two.config.speculative_algorithm is None

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
-from sgla.hub.source import ModelSource, open_source
+from sgla.hub.source import ModelSource
 from sgla.ledger import ledger
+from sgla.loading.source import configured_source, drafting
 from sgla.model.drafting import check_settings, read_medusa
 from sgla.model.read import read_decoder
 from sgla.worker.batch import Columns, build
@@ -49,7 +50,7 @@ def save(folder: Path, form: str, tensors: dict[str, Tensor]) -> ModelSource:
     (folder / "config.json").write_text(json.dumps(config))
     if form == "pt":
         torch.save(tensors, folder / "medusa_lm_head.pt")
-        return open_source(folder)
+        return opened(folder)
     if form == "vllm":
         parts = {name: name.split(".") for name in tensors}
         tensors = {
@@ -57,7 +58,11 @@ def save(folder: Path, form: str, tensors: dict[str, Tensor]) -> ModelSource:
             for name, p in parts.items()
         }
     save_file(tensors, folder / "medusa_lm_head.safetensors")
-    return open_source(folder)
+    return opened(folder)
+
+
+def opened(folder: Path) -> ModelSource:
+    return configured_source(folder, drafting(Config(speculative_model=str(folder))))
 
 
 def runner_of(source: ModelSource) -> CpuRunner:
