@@ -2,7 +2,8 @@
 ``bench/results``.
 
     python bench/plots.py            # writes docs/plots/*.svg and the tables between their marks
-    python bench/plots.py --check    # exits with 1 if a table in a page is another
+    python bench/plots.py --check    # exits with 1 if a table in a page is another, or a plot, where there is
+                                     # the matplotlib that drew it
 
 A figure for the GPU is the median of all lines of a workload and a model at the commits below, whatever
 machine they come from. One beside llama.cpp is that of the last line.
@@ -11,10 +12,12 @@ machine they come from. One beside llama.cpp is that of the last line.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import shlex
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -155,7 +158,7 @@ def bars(axes: Any, names: list[str], series: dict[str, tuple[list[float | None]
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(figures: Figures, peers: dict[str, Figures]) -> None:
+def draw(figures: Figures, peers: dict[str, Figures], folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -170,10 +173,10 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
 
     def save(figure: Any, name: str) -> None:
         figure.tight_layout()
-        figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         pyplot.close(figure)
 
-    PLOTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for workload, name in (("W1", "throughput"), ("W2", "single")):
         figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
         series = {
@@ -240,6 +243,23 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
     more_plots.rates(pyplot, save, lines("gpu-h200.jsonl"))
 
 
+def drawn_alike(figures: Figures, peers: dict[str, Figures]) -> bool:
+    """Whether the plots are those of the lines; also where another matplotlib or none is there."""
+    kept = {path.name: path.read_text() for path in PLOTS.glob("*.svg")}
+    try:
+        version = importlib.metadata.version("matplotlib")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    if any(f"Matplotlib v{version}," not in text for text in kept.values()):
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        draw(figures, peers, Path(folder))
+        found = {path.name: path.read_text() for path in Path(folder).glob("*.svg")}
+    other = sorted(name for name in kept.keys() | found.keys() if kept.get(name) != found.get(name))
+    print("".join(f"{PLOTS / name} is another\n" for name in other), end="")
+    return not other
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -254,9 +274,10 @@ def main() -> int:
         same = same and old == new
         if not check:
             page.write_text(before + BEGIN + new + END + after)
-    if not check:
-        draw(figures, peers)
-    return int(check and not same)
+    if check:
+        return int(not (same and drawn_alike(figures, peers)))
+    draw(figures, peers, PLOTS)
+    return 0
 
 
 if __name__ == "__main__":

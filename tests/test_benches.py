@@ -129,6 +129,25 @@ def test_the_tables_of_performance_are_those_of_the_recorded_lines(monkeypatch: 
     assert plots.main() == 0, "python bench/plots.py writes it"
 
 
+def test_plots_are_those_of_the_recorded_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the matplotlib that drew them, in whose place one stands that writes the same words into each."""
+    import plots
+
+    names = {path.name for path in plots.PLOTS.glob("*.svg")}
+    drawn = {name: "Matplotlib v1.0, and what it drew" for name in names}
+    monkeypatch.setattr(plots, "PLOTS", tmp_path)
+    monkeypatch.setattr(plots.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setattr(
+        plots, "draw", lambda *lines: [(lines[-1] / name).write_text(text) for name, text in drawn.items()]
+    )
+    plots.draw({}, {}, tmp_path)
+    assert plots.drawn_alike({}, {})
+    (tmp_path / "rates.svg").write_text("Matplotlib v1.0, and what it drew of fewer lines")
+    assert not plots.drawn_alike({}, {})
+    (tmp_path / "rates.svg").write_text("Matplotlib v0.9, which draws otherwise")
+    assert plots.drawn_alike({}, {})
+
+
 def test_numbers_of_the_readme_are_those_of_the_page() -> None:
     """Of the H200; the page's own come from recorded lines."""
     readme, page = ((BENCH.parent / name).read_text() for name in ("README.md", "docs/performance.md"))
