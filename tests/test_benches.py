@@ -134,7 +134,7 @@ def test_plots_are_those_of_the_recorded_lines(monkeypatch: pytest.MonkeyPatch, 
     import plots
 
     names = {path.name for path in plots.PLOTS.glob("*.svg")}
-    drawn = {name: "Matplotlib v1.0, and what it drew" for name in names}
+    drawn = dict.fromkeys(names, "Matplotlib v1.0, and what it drew")
     monkeypatch.setattr(plots, "PLOTS", tmp_path)
     monkeypatch.setattr(plots.importlib.metadata, "version", lambda name: "1.0")
     monkeypatch.setattr(
