@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import sgla
 from sgla import SamplingParams, cli
@@ -396,6 +397,13 @@ def test_ready_line_has_a_curl_command_that_parses() -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "it's"
     assert body["messages"][0]["role"] == "user"
+
+
+def test_a_server_that_reads_pictures_says_who_may_ask_it() -> None:
+    facts = structs.replace(FACTS, encodes=True, peer_ports=[31811])
+    text = ready_text(Config(model="a/b", host="10.0.0.2"), facts, Defaults(), "http://h", 1.0)
+    assert text.endswith("\npictures are read for servers with --encode-url tcp://10.0.0.2:31811")
+    assert "curl" not in text
 
 
 def test_ready_tells_which_files_are_served() -> None:

@@ -409,9 +409,7 @@ def check_task(job: Job, facts: Facts | None) -> None:
         check_blocks(job.sampling)
     pooling = facts.pooling
     if facts.encodes:
-        raise UnsupportedTask(
-            "this server reads pictures for others (--role encode); ask one that has it as --encode-url"
-        )
+        raise UnsupportedTask(facts.untaken["image"])
     if pooling is not None and job.pool is None:
         raise UnsupportedTask(
             f"this server's model makes {PRODUCTS[pooling.task]}, not text; "

@@ -107,21 +107,28 @@ def ready_text(
 ) -> str:
     """What is served, and a ``curl`` line that works as it stands, or once the API key is filled in."""
     name = (config.served_model_name or [config.model])[0]
-    route, fields = example(facts)
-    body = {"model": name, **fields}
-    key = "-H 'Authorization: Bearer YOUR_KEY' " if config.api_key else ""
-    text = json.dumps(body).replace("'", "'\\''")
-    sent = "-F file=@speech.wav" if facts.speech else f"-H 'Content-Type: application/json' -d '{text}'"
+    begun = f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}"
+    notes = "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))
+    if facts.encodes:
+        where = f"tcp://{config.host}:{facts.peer_ports[0]}"
+        return f"{begun}\n{model_text(path)}{notes}pictures are read for servers with --encode-url {where}"
     cached = (facts.groups[0].pages - 1) * facts.page_size  # without the dummy page
     return (
-        f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, "
-        + f"context {facts.context_len} tokens"
+        f"{begun}, context {facts.context_len} tokens"
         + (f", KV cache {cached} tokens\n" if cached > 0 else "\n")
         + model_text(path)
         + (f"sampling: {defaults}\n" if facts.pooling is None else "")
-        + "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))
-        + f"try: curl {url}{route} {key}{sent}"
+        + notes
+        + _line_to_try(config, facts, name, url)
     )
+
+
+def _line_to_try(config: Config, facts: Facts, name: str, url: str) -> str:
+    route, fields = example(facts)
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if config.api_key else ""
+    text = json.dumps({"model": name, **fields}).replace("'", "'\\''")
+    sent = "-F file=@speech.wav" if facts.speech else f"-H 'Content-Type: application/json' -d '{text}'"
+    return f"try: curl {url}{route} {key}{sent}"
 
 
 def example(facts: Facts) -> tuple[str, dict[str, Any]]:

@@ -60,6 +60,7 @@ class EncodeRunner(Runner):
             peer_ports=[self._encoding.port],
             identity=identity,
             encodes=True,
+            untaken=dict.fromkeys(("image", "video"), FOR_OTHERS),
         )
 
     def _warm_up(self) -> None: ...
@@ -70,6 +71,9 @@ class EncodeRunner(Runner):
     def close(self) -> None:
         self._encoding.close()
         super().close()
+
+
+FOR_OTHERS = "this server reads pictures for others (--role encode); ask one that has it as --encode-url"
 
 
 class Asked(NamedTuple):

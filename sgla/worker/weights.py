@@ -280,23 +280,22 @@ class ChangingRunner(Runner):
         return {"tensors": len(sums), "checksum": f"{whole:016x}"}
 
     def _show(self, name: str, rows: int) -> list[Any] | None:
-        """As files have them, or, once tensors have come, as the model computes with them: None where other
-        ranks have the tensor, NaN where they have a part of it."""
+        """As files have them, or what the model computes with, once tensors have come, or where files have
+        other names. None where other ranks have the tensor, NaN where they have a part of it."""
         stored = self.source.kind in ("safetensors", "pt")
-        declared = self._model.declared if self.brought else None
+        declared = self._model.declared if self.brought or not stored else None
         if declared is not None and (shape := declared.shape(name)) is not None:
             told: list[Any] = declared.show(name, shown_rows(shape, rows)).tolist()
             return told
-        if not stored:
-            raise UnsupportedField("tensors of GGUF files and of random weights have no names", param="name")
-        tensor = next((tensor for found, tensor in stored_tensors(self.source) if found == name), None)
-        if tensor is None:
-            raise InvalidField(f"the model's files have no tensor {name[:200]!r}", param="name")
-        if not self.brought:
+        tensors = stored_tensors(self.source) if stored else ()
+        tensor = next((tensor for found, tensor in tensors if found == name), None)
+        if declared is None and tensor is not None:
             values: list[Any] = tensor.values(shown_rows(tensor.shape, rows)).float().tolist()
             return values
         if self.shard.pipe is not None:
             return None
+        if tensor is None:
+            raise InvalidField(f"the model has no tensor {name[:200]!r} that can be told", param="name")
         raise UnsupportedField(
             "tensors have come, and this one cannot be told out of what is computed with; /weights_checker "
             "tells whether weights are those of a snapshot",

@@ -25,6 +25,7 @@ from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.gguf_header import decodable
 from sgla.loading import load
+from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.gguf_tensors import Blocks
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
@@ -142,8 +143,13 @@ def test_gguf_equals_safetensors(model_type: str, tmp_path: Path) -> None:
     path = convert(hf, tmp_path / "model.gguf")
     prompts = random_prompts([5, 30])
     expected = Eager(load_model(open_source(tmp_path))).prompt_logprobs(prompts)
-    actual = Eager(load_model(open_source(path))).prompt_logprobs(prompts)
+    model = load_model(open_source(path))
+    actual = Eager(model).prompt_logprobs(prompts)
     assert (actual - expected).abs().max() < 1e-4
+    assert model.declared is not None
+    for name, tensor in stored_tensors(open_source(tmp_path)):  # which it tells by their names there
+        told = model.declared.show(name, range(min(9, tensor.shape[0])))
+        torch.testing.assert_close(told, tensor.values(range(len(told))).float(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def show_all(runner: CpuRunner, tensors: dict[str, Tensor], rounded: bool) -> No
         torch.testing.assert_close(
             torch.tensor(told["values"]), tensor[:5].float(), rtol=0, atol=0.02 if rounded else 1e-6
         )
-    with pytest.raises(InvalidField, match="have no tensor"):
+    with pytest.raises(InvalidField, match="has no tensor"):
         runner.control(Control(verb="weights_show", args={"name": "model.x", "rows": 1}))
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sgla import Engine, SamplingParams, peers
 from sgla.actors import encoding
-from sgla.errors import ConfigError, SglaError, UnsupportedTask
+from sgla.errors import ConfigError, SglaError, UnsupportedField, UnsupportedTask
 from sgla.loading.tower import Tower
 from sgla.peers import Accepted, Channel, Encode, Encoded, Hello, Identity, Message
 
@@ -99,6 +99,8 @@ def test_two_servers_are_as_one(engine: Engine, server: Engine, alone: list[int]
     check_idle(engine)
     with pytest.raises(UnsupportedTask, match="reads pictures for others"):
         server.generate("No picture", GREEDY)
+    with pytest.raises(UnsupportedField, match="reads pictures for others"):
+        say(server)
 
 
 @pytest.mark.parametrize("kind", [Encode, Encoded])
