@@ -180,8 +180,8 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = False
 
 
-class EngineSettings(ModelSettings, kw_only=True):
-    """What computes, and how much of it at a time: devices, memory, scheduling and cache."""
+class RankSettings(ModelSettings, kw_only=True):
+    """Where it computes: on which device, and how ranks share a model out."""
 
     device: Annotated[
         str, Doc(description="where the model runs: auto, cpu, cuda, or a kind that a package registers")
@@ -254,6 +254,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "is of e4m3"
         ),
     ] = False
+    two_batch_overlap: Annotated[
+        bool,
+        Doc(
+            description="long steps that read prompts are two batches of half of the tokens each, whose "
+            "layers take turns: while the --tp ranks add up what one has made, the other one is computed"
+        ),
+    ] = False
     parallel: Annotated[
         str,
         Doc(
@@ -291,6 +298,11 @@ class EngineSettings(ModelSettings, kw_only=True):
         ),
     ] = None
     dist_secret_file: Annotated[str | None, Doc(description="file that has it instead")] = None
+
+
+class EngineSettings(RankSettings, kw_only=True):
+    """What computes, and how much of it at a time: kernels, memory, scheduling and cache."""
+
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[
         Literal["procs", "ray", "inline", "fake"],

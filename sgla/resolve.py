@@ -35,9 +35,9 @@ from sgla.model.drafting import (
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
+from sgla.model.long_steps import check_long_steps
 from sgla.model.read import read_spec
 from sgla.model.shared_cache import check_dcp
-from sgla.model.shared_rows import check_rows
 from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.stages import check_settings as check_stages
@@ -204,7 +204,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     check_data(config, device, spec, pooled)
     check_cp(config, device, spec, pooled)
     check_dcp(config, device, spec, pooled)
-    check_rows(config, device, spec, pooled)
+    check_long_steps(config, device, spec, pooled)
     check_compressed(config, spec)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two H200 of one host: what tests/gpu/test_tp.py and bench/ say of --tp, --ep, --dp, --pp, --dp-attention and --cp.
-#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune alone own8b steps8b steps30b row8b row30b tests ways tp8b tp30b ep30b data30b pp30b dcp cp8b dp pp (default: all)
+#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: sums tune alone own8b steps8b steps30b halves8b row8b row30b tests ways tp8b tp30b ep30b data30b pp30b dcp cp8b dp pp (default: all)
 # At most $LIMIT seconds in all (420); each part has a limit of its own, and goes on behind one that failed.
 # JSON lines, logs and exit codes: $OUT/several.tar.xz, packed anew behind each part.
 OUT=${OUT:?}; LIMIT=${LIMIT:-420}
@@ -63,6 +63,14 @@ PY
         --prompts 0+4096 ;;
   steps30b) part steps30b 100 python bench/step.py --model bench/models/qwen3-30b-a3b --tp 2 --batches 1,64,256 --profile \
         --prompts 0+4096 ;;
+  halves8b) # two batches by turns, or one (--two-batch-overlap): off, on, off, on; with OWN=1 on one GPU
+    for q in "" fp8; do for turn in 1 2; do for on in false true; do
+      part "halves8b${q:+-$q}-$on-$turn" 45 python bench/step.py --model bench/models/qwen3-8b --tp 2 ${OWN:+--own-peer} --context 8000 --batches 1 \
+        ${q:+--quantization $q} --extra "{\"two_batch_overlap\": $on, \"kv_cache_bytes\": 4294967296}" --profile --prompts 0+4096,0+8448
+    done; done; done
+    [ "$OWN" ] || for turn in 1 2; do for on in false true; do # requests: prompts of 4,096 tokens
+      offline "halves8b-W3-$on-$turn" 60 qwen3-8b W3 "{\"tp\": 2, \"two_batch_overlap\": $on}"
+    done; done ;;
   tests) part tests 120 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py --durations=8 \
         -k "not other_ways and not counted" ;;
   ways) part ways 240 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py --durations=10 \

@@ -144,6 +144,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "num-redundant-experts": Alias("redundant_experts"),
     "enable-dp-attention": Switch("dp_attention", True),
     "enable-layernorm-sp": Switch("sequence_parallel", True),
+    "enable-two-batch-overlap": Switch("two_batch_overlap", True),
+    "enable-dbo": Switch("two_batch_overlap", True),
     "prefill-context-parallel-size": Alias("cp"),
     "attention-context-parallel-size": Alias("cp"),
     "attn-cp-size": Alias("cp"),
@@ -545,9 +547,9 @@ REFUSED: list[tuple[str, str]] = [
         "a GPU's steps run from CUDA graphs, made for --max-running-requests; leave it out",
     ),
     (
-        "*two-batch-overlap tbo-* *single-batch-overlap enable-dbo dbo-* ubatch-size",
-        "a step is one batch: two halves would read all weights twice, which takes longer than the sums that "
-        "they would hide; leave it out",
+        "tbo-* dbo-* *single-batch-overlap ubatch-size",
+        "with --two-batch-overlap steps of more than 2,048 tokens that read prompts are cut in the middle, "
+        "inside of a request, too; others are one batch; leave it out",
     ),
     (
         "speculative-moe-a2a-backend all2all-backend *deepep*",

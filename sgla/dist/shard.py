@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class Exchange(OwnExchange, Protocol):
 
     def sum(self, x: Tensor, norm: AddedNorm | None = None, *, sent: Sent = "") -> Tensor: ...
     def max(self, keys: Tensor) -> None: ...
+    def beside(self) -> Exchange:
+        """The same, whose sums leave most of the GPU to what runs beside them."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,10 @@ class Shard:
         x is on its way; to all: it is not read here."""
         assert self.exchange is not None
         return self.exchange.sum(x, norm, sent=sent)
+
+    def beside(self) -> Shard:
+        """See ``Exchange``."""
+        return self if self.exchange is None else replace(self, exchange=self.exchange.beside())
 
     def max(self, keys: Tensor) -> None:
         """Largest of each of ``keys`` int64[S] over the ranks, with a ``context`` over all of its ranks, in

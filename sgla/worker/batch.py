@@ -167,13 +167,13 @@ def cut(columns: Columns, most: int) -> list[Columns]:
     """
     if len(columns.logits) <= most:
         return [columns]
-    ends = np.cumsum(columns.q_lens)
-    bounds = [0, *(columns.logits[most::most]).tolist(), int(ends[-1])]
-    return [_part(columns, ends, first, end) for first, end in pairwise(bounds)]
+    bounds = [0, *(columns.logits[most::most]).tolist(), int(columns.q_lens.sum())]
+    return [between(columns, first, end) for first, end in pairwise(bounds)]
 
 
-def _part(columns: Columns, ends: Int32s, first: int, end: int) -> Columns:
+def between(columns: Columns, first: int, end: int) -> Columns:
     """The tokens ``first:end`` of the step."""
+    ends = np.cumsum(columns.q_lens)
     begins = ends - columns.q_lens
     rows = (ends > first) & (begins < end)
     begins, stops = np.maximum(begins, first), np.minimum(ends, end)

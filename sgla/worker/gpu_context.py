@@ -37,7 +37,7 @@ class Divides:
         """Whether a step with rows of these lengths is shared out; none is in a rehearsal."""
         return not under_way() and int(q_lens.sum()) >= LEAST * self._context.size and int(q_lens.max()) > 1
 
-    def batch(self, columns: Columns) -> DeviceBatch:
+    def _batch(self, columns: Columns) -> DeviceBatch:
         """This rank's part of a step."""
         total = int(columns.q_lens.sum())
         parts = [_part(columns, own) for own in shares(total, self._context.size)]
@@ -59,9 +59,10 @@ class Divides:
         self._tables.prepare_extend(slots, starts, first, longest, room[0], room[1], where)
         return where
 
-    def hidden(self, forward: RecordedForward, batch: DeviceBatch, wanted: Int32s | None) -> Tensor:
+    def hidden(self, forward: RecordedForward, columns: Columns, wanted: Int32s | None) -> Tensor:
         """The final hidden states of the tokens ``wanted`` int32[S] of the step, or of all, the same on every
         rank."""
+        batch = self._batch(columns)
         context, divided, rows = self._context, batch.divided, None
         assert divided is not None
         if wanted is not None:

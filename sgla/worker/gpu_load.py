@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -60,14 +61,17 @@ def choose_kernels(
     experts = experts_kind(spec, dtype, config.quantization)
     check_device(place.device, config, dtype, experts, spec.quantization)
     shapes = shapes_of(config, spec, place.shard, sizes, together)
+    choose = partial(
+        attention.choose_backend,
+        config.attention_backend,
+        shapes,
+        place.device,
+        decode=config.decode_attention_backend,
+        prefill=config.prefill_attention_backend,
+    )
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
-        backend, notes = attention.choose_backend(
-            config.attention_backend,
-            shapes,
-            place.device,
-            decode=config.decode_attention_backend,
-            prefill=config.prefill_attention_backend,
-        )
+        backend, notes = choose()
+        second = choose()[0] if config.two_batch_overlap else None
     attend: Attend = backend
     if config.dcp > 1:
         shard = place.shard
@@ -76,7 +80,9 @@ def choose_kernels(
     guesses = sizes.rows > sizes.slots  # then the host does not know where rows begin
     alone = guesses or place.shard.lockstep is not None  # or other ranks would have another graph
     cascade = None if alone else Cascade.of(shapes, backend, place.device)
-    return Kernels(backend, ops, cascade, DTYPES[dtype], config.kv_dtype(dtype), config.deterministic), notes
+    kv_dtype = config.kv_dtype(dtype)
+    kernels = Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic, second)
+    return kernels, notes
 
 
 def check_integers(kind: str, shapes: Sequence[attention.AttentionShape]) -> None:

@@ -32,7 +32,7 @@ from sgla.worker.memory import cache_groups, mib
 from sgla.worker.parts import parts_of_units
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.tier_setup import Units, open_tiers, threaded
-from sgla.worker.warm_up import measure, warm_up
+from sgla.worker.warm_up import measure, measure_scales, warm_up
 
 STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
 # Tokens of a step that reads prompts beside decode rows, if weights are of more bytes:
@@ -79,7 +79,7 @@ class GpuSetup(GpuModel):
         if steps.kv_dtype == "fp8":
             spec, stored = steps.model.spec, steps.model.cache_scales
             given = read_scales(config, spec, self.shard.rank, self.source.config)
-            steps.scales = given or stored or steps.measure_scales()
+            steps.scales = given or stored or measure_scales(steps)
             origin = "of the checkpoint" if stored else "measured on random tokens"
             origin = f"of {config.quantization_param_path}" if given else origin
             self.notes.append(f"KV cache: e4m3, a scale for k and one for v of each layer, {origin}")

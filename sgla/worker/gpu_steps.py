@@ -34,6 +34,7 @@ from sgla.worker.facts import number_of
 from sgla.worker.flights import Extras, Vector
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.gpu_context import Divides
+from sgla.worker.gpu_halves import Halves
 from sgla.worker.gpu_shared_cache import Shares
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.listening import Listening
@@ -46,13 +47,11 @@ from sgla.worker.verify import DeviceDrafts, Verify
 
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
 EAGER = 3000.0  # microseconds that an eager step takes longer to launch
-CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
-E4M3_MAX = 448.0
 
 
 class Kernels(NamedTuple):
     """What computes the ops of a model. ``cascade``: None where prefixes are not read once for all rows.
-    ``kv_dtype``: of the pages."""
+    ``kv_dtype``: of the pages; ``second``: attention of the second batch, where long steps are two."""
 
     attention: Attention
     ops: GpuOps
@@ -60,6 +59,7 @@ class Kernels(NamedTuple):
     dtype: torch.dtype
     kv_dtype: str
     deterministic: bool
+    second: Attention | None = None
 
 
 class Sizes(NamedTuple):
@@ -116,7 +116,9 @@ class GpuSteps:
         pictures: Pictures | None = None,
     ) -> None:
         self.model, self.shard, self.hidden, self.pictures = model, model.shard, hidden, pictures
-        self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
+        self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic, second = (
+            kernels
+        )
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
         picks = any(0 < layer.whole_until < self.context_len for layer in model.spec.attention)
@@ -144,10 +146,12 @@ class GpuSteps:
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
             self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows, adapters.places)
-        context = self.shard.context
-        self._divides = (
-            None if context is None else Divides(self.tables, context, self.extend_batch, self.ops)
-        )
+        self._divides: Divides | Halves | None = None
+        if self.shard.context is not None:
+            self._divides = Divides(self.tables, self.shard.context, self.extend_batch, self.ops)
+        self.halved = second is not None
+        if second is not None:
+            self._divides = Halves(self.extend_batch, (self.attention, second))
         searches = not beside and hidden is None
         self.drafts = DeviceDrafts(self.tables, searches) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
@@ -186,25 +190,6 @@ class GpuSteps:
         """What rows have asked of the sampler."""
         self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
 
-    def measure_scales(self) -> list[tuple[float, float]]:
-        """Scales that put the largest k and v of a random prompt at a half of what e4m3 can hold."""
-        tables, slot = self.tables, self.slots
-        count = min(CALIBRATION, self.step_tokens, self.context_len)
-        pages = -(-count // tables.page_size)
-        self.kv = self.allocate([pages + 1] * len(self.groups), tables.page_size, "bfloat16")
-        ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count, np.int32)
-        with tables.alone(slot, ids):
-            batch = self.extend_batch(
-                np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
-            )
-            self.forward.hidden(batch)
-        one = torch.ones(1, device="cuda")  # of a layer that keeps a state
-        kept = [tokens_of(kv) for kv in self.kv]
-        layers = [(one, one) if kv is None else (kv.k, kv.v) for kv in kept]
-        pairs = ((k, v if v.numel() else k) for k, v in layers)
-        most = torch.stack([torch.stack([k.abs().max(), v.abs().max()]) for k, v in pairs])
-        return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
-
     def allocate(
         self, pages: Sequence[int], page_size: int, dtype: str, make: Make | None = None
     ) -> list[Layer]:
@@ -235,13 +220,16 @@ class GpuSteps:
         media: Media | None = None,
         whole: bool = False,
     ) -> Launched:
-        """Decode rows go first, then what has a history (see ``ExtendRows``),
+        """Decode rows go first, then what has a history (see ``ExtendRows``), unless the step is divided,
         which the row numbers of the result must not show: ``wanted`` counts rows and tokens in the order of
         the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
         other. ``media``: in place of that of the rows' pictures; ``whole``: the last layer has all
         tokens, too."""
         columns, wanted = read(plan, self.tables.host)
+        divides = None if media is not None else self._divided(columns)
         order = eager_order(columns.starts, columns.q_lens)
+        if divides is not None:
+            order = np.arange(len(order))
         slots, starts, q_lens = (column[order] for column in columns[:3])
         first = q_lens.cumsum() - q_lens
         shift = np.empty_like(first)  # how far the tokens of each row of the plan move
@@ -257,16 +245,13 @@ class GpuSteps:
         if self.adapted is not None:
             self.adapted.begin(slots, q_lens, host[0])
         units = None if columns.states is None else columns.states.ordered(order)
-        divides = self._divides if self._divides is not None and self._divides.takes(q_lens) else None
         if divides is None:
             batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
-        else:
-            batch = divides.batch(Columns(slots, starts, q_lens, host[0]))
-        if self.pictures is not None:
-            batch.media = media or self.pictures.media(slots, starts, q_lens)
-        if not self.shard.samples:
-            self.forward.hidden(batch)
-            return Launched(batch.ids, 0, [], None, None)
+            if self.pictures is not None:
+                batch.media = media or self.pictures.media(slots, starts, q_lens)
+            if not self.shard.samples:
+                self.forward.hidden(batch)
+                return Launched(batch.ids, 0, [], None, None)
         whole = whole or bool(wanted.prompt_spans or wanted.brought)
         whole = whole or (self.pooler is not None and self.pooler.whole)
         routed = any(span.experts for span in wanted.brought)
@@ -275,11 +260,12 @@ class GpuSteps:
         if divides is None:
             with self._watched(slots, q_lens):
                 hidden = self.forward.hidden(batch, None if whole else at)
+            if self.hidden is not None:
+                self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         else:
-            hidden = divides.hidden(self.forward, batch, None if whole else host[0])
+            own = Columns(slots, starts, q_lens, host[0], units)
+            hidden = divides.hidden(self.forward, own, None if whole else host[0])
         experts = _chosen(self.model, len(hidden)) if routed else None
-        if self.hidden is not None:
-            self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         picked = hidden[at[: count + len(tails)]] if whole else hidden
         scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, shift)]
         vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, shift)
@@ -289,7 +275,7 @@ class GpuSteps:
             spans.append(to_host(of[row.first + shift[row.row] : row.end + shift[row.row]]))
         extras = Extras(vectors, spans) if vectors or spans else None
         if not count:
-            return Launched(batch.ids, 0, scored, None, extras)
+            return Launched(at, 0, scored, None, extras)
         host, where, positions = host[:, :count], where[:count], positions[:count]
         logits = self.logits_of(picked[:count])
         out = torch.empty(count, dtype=torch.int32, device="cuda")
@@ -298,6 +284,13 @@ class GpuSteps:
             return Launched(out, count, scored, None, extras)
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
         return Launched(out, count, scored, pending, extras)
+
+    def _divided(self, columns: Columns) -> Divides | Halves | None:
+        """What computes a step that is shared out, or cut in two; none is that reads pictures."""
+        divides, pictures = self._divides, self.pictures
+        if pictures is not None and pictures.reads(columns.slots.tolist(), columns.starts.tolist()):
+            return None
+        return divides if divides is not None and divides.takes(columns.q_lens) else None
 
     @contextmanager
     def _watched(self, slots: Int32s, q_lens: Int32s) -> Iterator[None]:
@@ -347,10 +340,12 @@ class GpuSteps:
         verify: Verify | None = None,
         samples: tuple[Tensor, Tensor] | None = None,
         shift: int = 0,
+        attention: Attention | None = None,
     ) -> DeviceBatch:
         """Rows with any number of tokens; those with one come first. ``states``: None if they begin without
         any and leave none. ``verify`` corrects those that guess, and slots and positions of their
-        ``samples``. ``shift``: the ids are those of so many tokens further on."""
+        ``samples``. ``shift``: the ids are those of so many tokens further on. ``attention``: which one plans
+        it, if not that of all batches."""
         rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
         q_start = np.zeros(rows + 1, np.int32)
         np.cumsum(q_lens, out=q_start[1:])
@@ -393,7 +388,7 @@ class GpuSteps:
         )
         if verify is not None and isinstance(batch.states, DeviceStates):
             verify.link(batch.states)
-        self.attention.plan(batch)
+        (attention or self.attention).plan(batch)
         return batch
 
     def _states(self, states: StateColumns | None, q_start: Any, decodes: int) -> DeviceStates | None:

@@ -20,6 +20,7 @@ from sgla.kernels.gpu.states import CHUNK, DeviceStates, Stretches, marks_of, st
 from sgla.kernels.triton.fetch import fetch
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
+from sgla.worker import gpu_halves
 from sgla.worker.batch import StateColumns
 from sgla.worker.device_state import stages
 from sgla.worker.gpu_adapters import AdaptedPrompts
@@ -67,6 +68,7 @@ class PromptGraphs:
         self._steps = steps
         most = min(steps.step_tokens, steps.context_len) if steps.reads_in_graphs else 0
         most = most if steps.shard.lockstep is None else min(most, BESIDE)
+        most = min(most, gpu_halves.WHOLE) if steps.halved else most
         # Not where a context is shared out, which no graph does.
         large = steps.shard.context is None and (steps.model.spec.moe is not None or steps.shard.size > 1)
         self.tokens = [n for n in (TOKENS + LARGE if large else TOKENS) if n <= most]

@@ -25,9 +25,12 @@ from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Peak, within_memory
 from sgla.worker.gpu_steps import LOGIT_ROWS, GpuSteps
 from sgla.worker.graphs import DecodeGraphs
+from sgla.worker.kv import tokens_of
 from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.verify import Verify
 
+CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
+E4M3_MAX = 448.0
 SIZES = 600, 1000, 2000, 4000, 8000, 3  # tokens of prompts: the libraries have kernels for each size
 EVERYTHING = RowSampling(  # that a request can ask of the sampler, but for grammars
     temperature=0.8,
@@ -62,7 +65,7 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
         layers = max(layers, min(steps.hidden.layers) + 2)
     with torch.inference_mode(), rehearsing():
         if steps.kv_dtype == "fp8":
-            steps.measure_scales()
+            measure_scales(steps)
         steps.kv = steps.allocate([1] * len(steps.groups), steps.tables.page_size, steps.kv_dtype)[:layers]
         _rehearse_eager(steps)
         if steps.shard.samples:
@@ -124,6 +127,26 @@ def measure(steps: GpuSteps) -> Peak:
     with within_memory("reading prompts", lambda: FEWER_TOKENS):
         prompts = _peak(_read_most, steps)
     return Peak(kept + prompts, kept + samples)
+
+
+def measure_scales(steps: GpuSteps) -> list[tuple[float, float]]:
+    """Scales that put the largest k and v of a random prompt at a half of what e4m3 can hold."""
+    tables, slot = steps.tables, steps.slots
+    count = min(CALIBRATION, steps.step_tokens, steps.context_len)
+    pages = -(-count // tables.page_size)
+    steps.kv = steps.allocate([pages + 1] * len(steps.groups), tables.page_size, "bfloat16")
+    ids = np.random.default_rng(0).integers(0, steps.model.spec.vocab, count, np.int32)
+    with tables.alone(slot, ids):
+        batch = steps.extend_batch(
+            np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
+        )
+        steps.forward.hidden(batch)
+    one = torch.ones(1, device="cuda")  # of a layer that keeps a state
+    kept = [tokens_of(kv) for kv in steps.kv]
+    layers = [(one, one) if kv is None else (kv.k, kv.v) for kv in kept]
+    pairs = ((k, v if v.numel() else k) for k, v in layers)
+    most = torch.stack([torch.stack([k.abs().max(), v.abs().max()]) for k, v in pairs])
+    return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
 
 def _admit_all(steps: GpuSteps) -> None:

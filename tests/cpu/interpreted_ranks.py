@@ -36,11 +36,11 @@ from sgla.dist.meeting import use_interface
 from sgla.executor.merging import Ends
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
-from sgla.kernels.gpu import regions
+from sgla.kernels.gpu import program, regions
 from sgla.kernels.gpu.record import Record
 from sgla.kernels.placement import balance, balanced
 from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
-from sgla.worker import gpu_context, gpu_model, gpu_setup
+from sgla.worker import gpu_context, gpu_halves, gpu_model, gpu_setup
 from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
@@ -50,6 +50,7 @@ EXPERTS = MODEL | MIXTURE | {"num_hidden_layers": 2}
 FOUR_HEADS = MODEL | LATENT | {"num_attention_heads": 4, "num_key_value_heads": 4}
 STATES = gpu.STATES_KEPT | {"max_position_embeddings": 256}
 LEAST = 4  # tokens of a rank from which on a step is shared out
+HALVED = 32  # tokens of a step beyond which it is two batches
 
 
 def texts() -> list[Submit]:
@@ -78,6 +79,7 @@ COMMON: dict[str, Any] = {
     "decode_attention_backend": "triton",
     "prefill_attention_backend": "torch",
 }
+HALVES: dict[str, Any] = {"tp": 2, "two_batch_overlap": True, "step_tokens": 36}
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks, settings
     "stages": (MODEL, 2, {"pp": 2}),
@@ -94,6 +96,10 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         {"tp": 2, "dcp": 2, "sequence_parallel": True, "prefill_attention_backend": "triton"},
     ),
     "rows shared out, experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "halves": (MODEL, 2, HALVES),
+    "halves, latent": (FOUR_HEADS, 2, HALVES | {"prefill_attention_backend": "triton"}),
+    "halves, experts": (EXPERTS, 2, HALVES | {"ep": 2}),
+    "halves, states": (STATES | {"linear_num_key_heads": 2}, 2, HALVES),
     "whole experts": (EXPERTS, 2, {"tp": 2, "ep": 2}),
     "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),
     "attention by data": (EXPERTS, 2, {"tp": 2, "dp_attention": True}),
@@ -167,6 +173,7 @@ class Alike:
 def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[str, Any]) -> dict[str, Any]:
     """What this rank is told, and how often experts were chosen."""
     begin, gpu_context.LEAST, regions.LEAST = dist.init_process_group, LEAST, LEAST
+    gpu_halves.WHOLE, gpu_halves.TILE = HALVED, 1
     use_interface(store)
     dist.init_process_group = lambda backend, *, device_id, **more: begin("gloo", **more)
     torch.cuda.device_count = lambda: size
@@ -181,6 +188,8 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     shared: list[int] = []  # regions of each record of steps that share rows out
     if config.sequence_parallel:
         regions.parted = partial(counted, shared)
+    if config.two_batch_overlap:
+        program.by_turns = partial(turned, shared, program.by_turns)
 
     def again() -> dict[str, Any]:
         stages = {"stages": size, "depth": size + 1} if config.pp > 1 else {}
@@ -213,6 +222,12 @@ def counted(shared: list[int], record: Record, ranks: Any, parted: Any = regions
     made: Record | None = parted(record, ranks)
     shared.append(0 if made is None else sum(node.op is ops.reduce_scatter for node in made.nodes))
     return made
+
+
+def turned(shared: list[int], by_turns: Any, batches: Any) -> Any:
+    if len(batches) > 1:
+        shared.append(len(batches))
+    return by_turns(batches)
 
 
 def forked(size: int, call: Callable[[int], Any]) -> list[Any]:

@@ -16,6 +16,7 @@ CASES = (
     "copies of experts",
     "attention by data",
     "rows shared out",
+    "halves",
 )
 SLOW = (
     "adapters in stages",
@@ -27,6 +28,9 @@ SLOW = (
     "rows shared out, latent",
     "rows and a cache shared out",
     "rows shared out, experts",
+    "halves, latent",
+    "halves, experts",
+    "halves, states",
 )
 
 
@@ -55,7 +59,8 @@ def check(case: str, both: dict[str, Any]) -> None:
     if "moved" in ranks[0]:
         assert ranks[0]["moved"]
         before, behind = zip(*ranks[0]["balance"])
-        assert sum(before) < sum(behind)
+        copies = "copies" in case  # without them experts may lie well as they are
+        assert sum(before) < sum(behind) if copies else sum(before) <= sum(behind)
 
 
 @pytest.fixture(scope="module")

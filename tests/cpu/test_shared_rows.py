@@ -1,5 +1,5 @@
 """Ranks that share rows out between products (``--sequence-parallel``): what a record becomes, rows that are
-rounded before they are gathered, and what is refused by name. That ranks answer as one is in
+rounded before they are gathered. What is refused is in ``test_long_steps.py``. That ranks answer as one is in
 ``test_interpreted_ranks.py``."""
 
 from __future__ import annotations
@@ -10,26 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
-from test_stages import MODELS
-from tiny import tiny_source
 from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from sgla.config import Config
 from sgla.device import nvidia
 from sgla.dist import Shard
 from sgla.dist.lockstep import SharedRows
-from sgla.errors import ConfigError
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.gpu import regions, rewrite
 from sgla.kernels.triton import fp8
-from sgla.model.read import read_spec
-from sgla.model.shared_rows import REFUSED, check_rows
 from sgla.quant.weight import Weight, pack
 from sgla.worker.place import NoPages
 
@@ -178,27 +171,3 @@ def test_every_row_is_of_one_rank() -> None:
         assert sum(counts) == tokens
         assert max(counts) - min(counts) <= 1
         assert [row for rank in ranks for row in range(tokens)[rank.own]] == list(range(tokens))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_it_is_not_together_with(name: str) -> None:
-    kinds: dict[type, Any] = {int: 2, bool: True}
-    config = Config(tp=2, sequence_parallel=True)
-    config = replace(config, **{name: kinds.get(type(getattr(Config(), name)), "x")})
-    flag = f"--{name.replace('_', '-')}"
-    with pytest.raises(ConfigError, match=f"{flag} cannot be honoured with --sequence-parallel") as caught:
-        check_rows(config, "cuda", None, False)
-    assert caught.value.param == name
-
-
-@pytest.mark.parametrize(
-    ("tp", "device", "vectors", "words"),
-    [(1, "cuda", False, "--tp 1"), (2, "cpu", False, "--device cpu"), (2, "cuda", True, "with vectors")],
-)
-def test_what_cannot_be_is_refused(tp: int, device: str, vectors: bool, words: str) -> None:
-    spec = read_spec(tiny_source(**MODELS["dense"]).config)
-    config = Config(tp=tp, sequence_parallel=True)
-    with pytest.raises(ConfigError, match=words) as caught:
-        check_rows(config, device, spec, vectors)
-    assert caught.value.param == "sequence_parallel"
-    check_rows(replace(config, tp=2), "cuda", spec, False)

@@ -440,13 +440,17 @@ WAYS = [
     ("plain", {"tp": 2, "sequence_parallel": True}),
     ("latent", {"tp": 2, "sequence_parallel": True}),
     ("mixture", {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    ("plain", {"tp": 2, "two_batch_overlap": True, "step_tokens": 4096}),
+    ("latent", {"tp": 2, "two_batch_overlap": True, "step_tokens": 4096}),
+    ("mixture", {"tp": 2, "ep": 2, "two_batch_overlap": True, "step_tokens": 4096}),
 ]
 
 
 @needs_two
 @pytest.mark.parametrize(("shape", "settings"), WAYS, ids=[f"{shape} {way}" for shape, way in WAYS])
 def test_other_ways_equal_one(make: Any, shape: str, settings: dict[str, Any]) -> None:
-    """A stage of the layers, parts of prompts, requests of its own, or whole experts, some of them twice."""
+    """A stage of the layers, parts of prompts, requests of its own, whole experts, some of them twice, or
+    long steps by halves."""
     prompts, sampling = requests(1500)
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     tokens, logprobs = [], []

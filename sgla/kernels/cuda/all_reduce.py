@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from itertools import accumulate
-from typing import get_args
+from typing import Self, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from sgla.kernels.ops import AddedNorm, Sent
 KEYS = 8192  # rows that ``all_max`` takes at a time
 STATE_BYTES, KEYS_BYTES = 256, 2 * MAX_RANKS * KEYS * 8
 STEP_BYTES = 1 << 20  # where whole steps exchange what they add (``decode_step.py``)
+BESIDE = 5  # of so many multiprocessors one is taken by sums beside other kernels
 EMPTY = -0x7FFF8000  # 0x80008000 as int32: two negative zeros
 P = ctypes.c_void_p
 
@@ -92,7 +94,9 @@ def _kind(norm: AddedNorm | None) -> int:
 class AllReduce:
     """``inboxes``: where this process sees each rank's memory of ``inbox_bytes(ranks, message)`` bytes, which
     its owner has passed to ``clear`` and no other has touched. All ranks must make the same calls in the same
-    order, on one stream."""
+    order, on one stream, or on several that wait for each other."""
+
+    _few = False
 
     def __init__(self, inboxes: list[int], rank: int, message: int) -> None:
         self._ranks, self._rank, self._message = len(inboxes), rank, message
@@ -125,6 +129,12 @@ class AllReduce:
             self._steps[shape] = StepInbox((P * MAX_RANKS)(*addresses, *pad), self._rank, *kept)
             self._step_bytes += 4 * shape.inbox
         return self._steps[shape]
+
+    def beside(self) -> Self:
+        """The same, whose sums leave most of the GPU to what runs beside them."""
+        made = copy(self)
+        made._few = True
+        return made
 
     def takes(self, x: Tensor) -> bool:
         return x.dtype == torch.bfloat16 and 0 < x.nbytes <= self._message and x.shape[-1] % 8 == 0
@@ -202,7 +212,8 @@ class AllReduce:
 
     def _blocks(self, rows: int, threads: int) -> int:
         """Blocks wait for their peers' counterparts, so all of them must be on the GPU at once."""
-        return min(rows, processors() * max(1, 1024 // threads))
+        most = processors() // BESIDE if self._few else processors() * max(1, 1024 // threads)
+        return min(rows, most)
 
     def max(self, keys: Tensor) -> None:
         """The largest over the ranks of each of ``keys`` int64[S], none of which is 0; in place."""

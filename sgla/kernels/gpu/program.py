@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,7 +15,8 @@ from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture, regions, whole_step
-from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
+from sgla.kernels.gpu.aside import Aside, Turns, added_aside, by_turns
+from sgla.kernels.gpu.ops import LOWERINGS, Attend, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
@@ -47,7 +48,7 @@ Awaits = Callable[[list[Tensor]], None]
 
 class Call(NamedTuple):
     """``fn(**fixed, **values)``. ``dead``: values that nobody reads later; ``kept``: what it reads or writes
-    of what layers keep."""
+    of what layers keep; ``sums``: the ranks that add up aside."""
 
     fn: Callable[..., Any]
     fixed: dict[str, Any]
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     results: list[int]
     dead: list[int]
     kept: list[Tensor]
+    sums: Aside | None
 
 
 class Program:
@@ -69,9 +71,13 @@ class Program:
         self.lasts = any(node.op == whole_step.NAME for node in work.nodes.values())
 
     def __call__(self, given: dict[str, Any], awaits: Awaits | None = None) -> list[Any]:
+        return by_turns([self.turns(given, awaits)])[0]
+
+    def turns(self, given: dict[str, Any], awaits: Awaits | None = None) -> Turns:
+        """Yields while the ranks add up aside."""
         values: list[Any] = [given.get(name) for name in self._inputs]
         values += [None] * (self._count - len(values))
-        for fn, fixed, reads, results, dead, kept in self._steps:
+        for fn, fixed, reads, results, dead, kept, sums in self._steps:
             if awaits is not None and kept:
                 awaits(kept)
             made = fn(**fixed, **{name: values[number] for name, number in reads})
@@ -80,6 +86,10 @@ class Program:
             else:
                 for number, value in zip(results, made):
                     values[number] = value
+            if sums is not None:
+                launched = sums.launched()
+                yield
+                torch.cuda.current_stream().wait_event(launched)
             for number in dead:
                 values[number] = None
         return [values[number] for number in self.outputs]
@@ -99,7 +109,9 @@ def _steps(gpu: GpuOps, work: Work) -> list[Call]:
     for node, dead in zip(nodes, ends):
         fixed = {k: resolved(v, work.asked.sizes) for k, v in node.given.items() if not isinstance(v, Ref)}
         reads = [(k, v.number) for k, v in node.given.items() if isinstance(v, Ref)]
-        steps.append(Call(node.fn or _plain(gpu, node), fixed, reads, node.results, dead, _kept(node)))
+        ranks = fixed.get("ranks")
+        sums = ranks if isinstance(ranks, Aside) else None
+        steps.append(Call(node.fn or _plain(gpu, node), fixed, reads, node.results, dead, _kept(node), sums))
     return steps
 
 
@@ -122,6 +134,14 @@ def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
 Computes = Literal["hidden", "step", "part", "logits"]
 
 
+class Half(NamedTuple):
+    """A batch of a step that is two, of which ``rows`` are wanted (None: all), and its attention."""
+
+    batch: ForwardBatch
+    rows: Tensor | None
+    attend: Attend
+
+
 class RecordedForward:
     """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op, and so do
     steps that read pictures. The final hidden states of all tokens of a batch go to ``final``, too."""
@@ -141,6 +161,7 @@ class RecordedForward:
         self.watched = False  # somebody looks into the steps that run: op by op
         self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
         self._parted: dict[int, Record | None] = {}  # of a record, by identity: with rows shared out
+        self._aside: dict[int, Record] = {}  # the same: with sums beside other kernels
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
 
@@ -148,6 +169,32 @@ class RecordedForward:
         """The final hidden states ``[S, d]`` of the tokens ``rows`` int32[S], or ``[T, d]`` of all.
         ``decode``: see ``step``."""
         return self._run("hidden", batch, rows, decode=decode)[0]
+
+    def halves(self, halves: Sequence[Half]) -> list[Tensor]:
+        """``hidden`` of each, whose layers take turns, so that ranks add up beside the products of others.
+        What cannot be recorded is computed one after the other. A row of one may go on in the next."""
+        record = None if self.watched else self._record("hidden", halves[0].rows is not None)
+        if record is None:
+            return [self._alone(half) for half in halves]
+        if id(record) not in self._aside:
+            self._aside[id(record)] = added_aside(record)
+        ready = [self._ready(self._aside[id(record)], half.batch, half.rows) for half in halves]
+        turns = [self._turns(half, *each) for half, each in zip(halves, ready)]
+        return [values[0] for values in by_turns(turns)]
+
+    def _alone(self, half: Half) -> Tensor:
+        with self._gpu.attending(half.attend):
+            return self.hidden(half.batch, half.rows)
+
+    def _turns(self, half: Half, program: Program, given: dict[str, Any]) -> Turns:
+        turns = program.turns(given, self.awaits)
+        while True:
+            with self._gpu.attending(half.attend):
+                try:
+                    next(turns)
+                except StopIteration as end:
+                    return end.value
+            yield
 
     def step(
         self,
@@ -246,6 +293,19 @@ class RecordedForward:
             if self.awaits is not None:
                 self.awaits([])
             return self._call(what, batch, rows, self._gpu), False
+        program, given = self._ready(record, batch, rows, out, draw, decode)
+        return program(given, self.awaits)[0], program.work.drawn
+
+    def _ready(
+        self,
+        record: Record,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+        out: Tensor | None = None,
+        draw: batch_gemm.DrawInputs | None = None,
+        decode: Any = None,
+    ) -> tuple[Program, dict[str, Any]]:
+        """The program of such a step, and what it is given; as ``_run``."""
         sampled = 0 if rows is None else rows.shape[0]
         sizes = {"tokens": sampled, "rows": 0, "sampled": sampled, "gathered": 0}
         if batch is not None:
@@ -264,7 +324,7 @@ class RecordedForward:
         for name in record.parts:
             if name not in given:
                 given[name] = getattr(batch, name)
-        return program(given, self.awaits)[0], program.work.drawn
+        return program, given
 
     def _program(self, record: Record, asked: Asked) -> Program:
         alike = tuple(self._kind(record, m) for m in map(asked.sizes.__getitem__, self._counted))

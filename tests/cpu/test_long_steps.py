@@ -1,0 +1,45 @@
+"""What ``--sequence-parallel`` and ``--two-batch-overlap`` cannot be together with is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from test_stages import MODELS
+from tiny import tiny_source
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.model.long_steps import REFUSED, check_long_steps
+from sgla.model.read import read_spec
+
+PAIRS = [(name, other) for name, refused in REFUSED.items() for other in refused]
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_settings_that_they_are_not_together_with(name: str, other: str) -> None:
+    kinds: dict[type, Any] = {int: 2, float: 2.0, bool: True}
+    config = replace(Config(tp=2), **{name: True})
+    config = replace(config, **{other: kinds.get(type(getattr(Config(), other)), "x")})
+    with pytest.raises(ConfigError, match=f"{flag(other)} cannot be honoured with {flag(name)}") as caught:
+        check_long_steps(config, "cuda", None, False)
+    assert caught.value.param == other
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("tp", "device", "vectors", "words"),
+    [(1, "cuda", False, "--tp 1"), (2, "cpu", False, "--device cpu"), (2, "cuda", True, "with vectors")],
+)
+def test_what_cannot_be_is_refused(name: str, tp: int, device: str, vectors: bool, words: str) -> None:
+    spec = read_spec(tiny_source(**MODELS["dense"]).config)
+    config = replace(Config(tp=tp), **{name: True})
+    with pytest.raises(ConfigError, match=f"{flag(name)} cannot be honoured .*{words}") as caught:
+        check_long_steps(config, device, spec, vectors)
+    assert caught.value.param == name
+    check_long_steps(replace(config, tp=2), "cuda", spec, False)
