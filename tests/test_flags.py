@@ -533,7 +533,7 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
     assert hints == [
         "--speculative-config is --speculative-algorithm and --speculative-model and "
         "--speculative-quantization and --speculative-num-draft-tokens here; "
-        "ngram looks up runs of 2 to 4 tokens"
+        "ngram looks up runs of 2 to 4 tokens, and what guesses is split as the model is"
     ]
     for given, told in (
         ('{"method": "ngram", "model_path": "a/b"}', "'model_path' is not supported"),
@@ -556,13 +556,30 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
             "1",
         ],
         ["-md", "a/b", "--speculative-tokens", "3"],
+        # SGLang counts the last token of the text, too.
+        ["-md", "a/b", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"],
+        ["-md", "a/b", "--speculative-num-draft-tokens", "4", "--speculative-num-steps", "3"],
+        ["-sc", '{"model": "a/b", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}'],
     ):
         assert flags_of(*given) == model
+    with pytest.raises(ConfigError, match="the same setting with two values"):
+        flags_of("--speculative-num-draft-tokens", "5", "--speculative-num-steps", "3")
+    assert flags_of("-sc", '{"method": "suffix"}') == {"speculative_algorithm": "ngram"}
     assert flags_of("-sc", '{"method": "qwen3_next_mtp"}') == {"speculative_algorithm": "mtp"}
     assert flags_of("--speculative-accept-threshold-acc", "1.0") == {}
     assert "token that is drawn" in refused("--speculative-accept-threshold-single", "0.5")
     for given in ("--spec-type", "draft"), ("--draft-min", "1"), ("--speculative-eagle-topk", "4"):
         assert given[0] in refused(*given)
+
+
+def test_adapters_as_vllm_and_sglang_write_them() -> None:
+    two = {"lora_modules": ["a=/x", "b=/y,z"]}
+    objects = '{"name": "a", "path": "/x", "base_model_name": "m"}', '{"lora_name": "b", "lora_path": "/y,z"}'
+    for flag in ("--lora-modules", "--lora-paths"):
+        assert flags_of("--model", "m", flag, *objects) == two | {"model": "m"}
+        assert flags_of("m", flag, "a=/x", "b=/y") == {"lora_modules": ["a=/x", "b=/y"], "model": "m"}
+        assert "POST /load_lora_adapter pins" in refused(flag, '{"name": "a", "path": "/x", "pinned": true}')
+        assert "an object has name and path" in refused(flag, '{"name": "a"}')
 
 
 def test_all_refused_flags_are_named_at_once() -> None:

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 class Alias(NamedTuple):
     """Takes a value, which the setting ``field`` gets;
     ``words`` are values that are written differently here. ``unit``: it takes so many bytes, not one.
-    ``others``: why it takes no value but ``words``."""
+    ``others``: why it takes no value but ``words``. ``several``: values may follow each other. ``beside``: by
+    so much the setting's own flag says more where both are given."""
 
     field: str
     words: Mapping[str, Any] = MappingProxyType({})
     unit: int = 0
     others: str = ""
+    several: bool = False
+    beside: int = 0
 
 
 class Switch(NamedTuple):
@@ -74,10 +77,10 @@ HICACHE = "what a page holds lies together in the host's memory, and copies run 
 SLEEPS = "every server can give memory back: POST /sleep"
 
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # of llama.cpp
-# Names of vLLM's that say of which model the layers are.
-VLLM_MTP = dict.fromkeys(
+# Of vLLM: names that say of which model the layers are, and what looks texts up.
+VLLM_METHODS = dict.fromkeys(
     ("qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_v2_mtp"), "mtp"
-)
+) | dict.fromkeys(("ngram_gpu", "suffix"), "ngram")
 NGRAM = dict.fromkeys(LOOKUPS, "ngram") | {"none": None}
 
 FILES = "~/.cache/sgla/kv"  # where SGLang has /tmp/hicache, which any user of a host may make
@@ -243,15 +246,15 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "batch-size": Alias("step_tokens"),
     "speculative-config": Fields(
         {
-            "method": Alias("speculative_algorithm", VLLM_MTP),
+            "method": Alias("speculative_algorithm", VLLM_METHODS),
             "model": Alias("speculative_model"),
             "quantization": Alias("speculative_quantization"),
             "num_speculative_tokens": Alias("speculative_num_draft_tokens"),
         },
-        ("prompt_lookup_max", "prompt_lookup_min"),
-        "ngram looks up runs of 2 to 4 tokens",
+        ("prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size"),
+        "ngram looks up runs of 2 to 4 tokens, and what guesses is split as the model is",
     ),
-    "lora-paths": Alias("lora_modules"),
+    "lora-paths": Alias("lora_modules", several=True),
     "max-loras-per-batch": Alias("max_loras"),
     "max-loaded-loras": Alias("max_cpu_loras"),
     "lora-backend": Always("adapters have kernels of their own", ("csgmv", "triton", "torch_native")),
@@ -263,7 +266,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "speculative-draft-model-path": Alias("speculative_model"),
     "speculative-draft-model-quantization": Alias("speculative_quantization"),
     "speculative-tokens": Alias("speculative_num_draft_tokens"),
-    "speculative-num-steps": Alias("speculative_num_draft_tokens"),
+    "speculative-num-steps": Alias("speculative_num_draft_tokens", beside=1),
     "num-speculative-tokens": Alias("speculative_num_draft_tokens"),
     "speculative-eagle-topk": Always("guesses follow one another, and are no tree", ("1",)),
     "speculative-accept-threshold-single": Always(ONLY_DRAWN, ("1", "1.0")),

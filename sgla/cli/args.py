@@ -135,7 +135,7 @@ class GiveAlias(Give):
     ) -> None:
         assert flag is not None
         try:
-            settings = alias_values(self.dest, values if self.nargs is None else True)
+            settings = alias_values(self.dest, True if self.nargs == 0 else values)
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from error
         namespace.hints = [*getattr(namespace, "hints", ()), hint(self.dest)]
@@ -198,6 +198,8 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
                 parser.error(f"argument {flag}: {error}")
         elif flags.setdefault(name, flag) == flag or fields[name] == value:
             fields[name] = value
+        elif (less := _beside(flags[name], fields[name], flag, value)) is not None:
+            fields[name] = less
         elif name == "model":
             raise ConfigError(f"two models given: {fields[name]} and {flag} {value}", param=name)
         else:
@@ -205,6 +207,15 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
                 f"{flags[name]} and {flag} are the same setting with two values; give one", param=name
             )
     return fields
+
+
+def _beside(flag: str, value: Any, other: str, more: Any) -> Any:
+    """The smaller one of two values of a setting by two flags, where a peer's two flags differ so."""
+    for one, less, most in ((flag, value, more), (other, more, value)):
+        alias = ALIASES.get(one.removeprefix("--"))
+        if isinstance(alias, Alias) and alias.beside and most == less + alias.beside:
+            return less
+    return None
 
 
 def _strong(given: Sequence[Given]) -> list[Given]:
@@ -314,7 +325,7 @@ def _add_config(
                 f"--{name}",
                 action=GiveAlias,
                 dest=name,
-                nargs=0 if switch_only else None,
+                nargs=0 if switch_only else "+" if isinstance(alias, Alias) and alias.several else None,
                 default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
             )

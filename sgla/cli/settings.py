@@ -78,13 +78,26 @@ def reason(error: BaseException | str) -> str:
 
 
 def parse_list(name: str, text: str) -> list[str]:
-    """Values between commas, or a JSON list. An API key may hold commas, so it is one value."""
+    """Values between commas, or a JSON list. An API key may hold commas, so it is one value; an adapter may
+    be an object."""
+    if name == "lora_modules" and text.startswith("{"):
+        return [_module(parse_object(text))]
     if text.startswith("["):
         try:
             return msgspec.json.decode(text, type=list[str])
         except msgspec.DecodeError as error:
             raise ValueError("it begins as a JSON list of strings and is none") from error
     return [text] if name in SECRETS else [part.strip() for part in text.split(",")]
+
+
+def _module(given: dict[str, Any]) -> str:
+    """An adapter as vLLM and SGLang have it in JSON, as NAME=FOLDER. Raises ValueError."""
+    name, folder = (given.get(key, given.get(f"lora_{key}")) for key in ("name", "path"))
+    if given.get("pinned"):
+        raise ValueError("pinned: POST /load_lora_adapter pins an adapter; leave it out")
+    if not (isinstance(name, str) and isinstance(folder, str)):
+        raise ValueError("an object has name and path, or lora_name and lora_path; NAME=FOLDER is the same")
+    return f"{name}={folder}"
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -150,10 +163,13 @@ def value_of(name: str, text: str, say: Say = lambda text: None) -> Any:
     return text
 
 
-def alias_values(name: str, text: str | bool) -> dict[str, Any]:
-    """The fields and values that a peer's flag ``name`` means with ``text`` (True: as a switch); none
-    if it is so in any case. Raises ValueError."""
+def alias_values(name: str, text: str | bool | list[str]) -> dict[str, Any]:
+    """The fields and values that a peer's flag ``name`` means with ``text`` (True: as a switch; several
+    words stay as they are); none if it is so in any case. Raises ValueError."""
     alias = ALIASES[name]
+    if isinstance(text, list):
+        assert isinstance(alias, Alias)
+        return {alias.field: text}
     if isinstance(alias, Switch):
         return {alias.field: alias.value} if text is True else {}
     if isinstance(alias, Always):
