@@ -18,7 +18,8 @@ from sgla.sched.request import Request
 # text alone.
 LEAVING = 4
 AHEAD = 4  # with write_back, so large a part of the pages has been copied before it is the first to go
-AGAIN, MORE = 256, 64  # texts after which a tier that had no room is tried with so many units more
+# So many texts after it had no room a tier is tried with so many units more, and later with twice as many.
+AGAIN, MORE = 256, 64
 
 
 class Saving:
@@ -32,6 +33,7 @@ class Saving:
         self.leaving = [0] * len(moving.tiers)
         self.weights = ""
         self._saved = 0  # texts
+        self._more = [MORE] * len(moving.tiers)
         self._going: deque[tuple[Node, int]] = deque()  # leaves, of which so many pages go next
         self._looked: int | None = None  # pages that the tree had lost when it was last asked for these
 
@@ -48,8 +50,10 @@ class Saving:
             return
         self._saved += 1
         if self._saved % AGAIN == 0:
-            for pool in (pool for pools in moving.tiers for pool in pools):
-                pool.grow(MORE)
+            for tier, pools in enumerate(moving.tiers):
+                for pool in pools:
+                    pool.grow(self._more[tier])
+                self._more[tier] *= 2
         tokens = request.tokens[: count * moving.page_size].tobytes()
         node = moving.cache.find(request.namespace, tokens, count * moving.page_size, request.marks)
         if node is None:
@@ -69,6 +73,10 @@ class Saving:
                 saved[0] = {}
             ends = {most, min(most, request.prompt_len // moving.page_size)}
             self._save(tier, node, keys, saved, ends=ends)
+
+    def full(self, tier: int) -> None:
+        """There is no room."""
+        self._more[tier] = MORE
 
     def save_part(self, request: Request) -> None:
         """Have the pages of whole histories that the tree has of a prompt copied to tiers where others wait

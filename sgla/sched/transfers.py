@@ -324,6 +324,8 @@ class Transfers:
             stats.saved += moved.ok * len(transfer.places[0])
             for pool, places in zip(self._moving.tiers[transfer.tier], moved.full):
                 pool.shrink(array("i", places))
+            if moved.full:
+                self.saving.full(transfer.tier)
         if transfer.keys and moved.ok:
             self._seen(transfer, moved.there)
         if (asker := transfer.asker) is not None:

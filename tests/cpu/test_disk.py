@@ -397,6 +397,36 @@ def test_a_disk_that_is_full_keeps_what_comes_last(
     assert rest["r"][0].cached_tokens == 96
 
 
+def test_a_disk_with_room_again_is_filled_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it is tried with twice as much, until it is full again."""
+    write, most = UnitFile._write, [9]
+
+    def bounded(file: UnitFile, fd: int, data: bytes, at: int) -> None:
+        if fd == file._data and at + len(data) > most[0] * len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, fd, data, at)
+
+    monkeypatch.setattr(UnitFile, "_write", bounded)
+    runner = start(tmp_path, "8M")
+    core = few(runner)
+    whole = core.stats().tiers[0].total
+    assert whole > 900
+    play(runner, core)
+    assert core.stats().tiers[0].total == 9
+    most[0] = 200
+    monkeypatch.setattr("sgla.sched.saving.AGAIN", 1)
+    monkeypatch.setattr("sgla.sched.saving.MORE", 1)
+    core._memory.transfers.saving.full(0)
+    totals = list[int]()
+    for i in range(100):
+        run(runner, [submit(f"{i}", [(i + 3) * j % 300 for j in range(60)], 1)], core)
+        totals.append(core.stats().tiers[0].total)
+    assert totals[8] > 200, "more than it takes to fill what there is"
+    assert max(totals) == whole
+    assert totals[-1] < 300
+    core.check()
+
+
 def test_its_bytes_are_bounded_and_what_was_used_last_stays(tmp_path: Path, cold: Any) -> None:
     runner = start(tmp_path, "70K")  # eight pages
     core = few(runner)
