@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 from transformers.utils import logging
 
 from sgla.dist import Shard
@@ -44,8 +45,8 @@ from sgla.kernels.trace import NotRecorded, Symbol
 from sgla.messages import LONGEST, Progress
 from sgla.model import limits
 from sgla.model.base import CausalLM
+from sgla.model.generic_ranks import body_of, split
 from sgla.model.generic_ranks import refusal as no_ranks
-from sgla.model.generic_ranks import split
 from sgla.model.generic_spec import ANSWER, GenericSpec
 from sgla.model.read import dtype_of
 from sgla.model.registry import architecture_of
@@ -55,7 +56,7 @@ PAGED, SEEN = "sgla_paged", "sgla_seen"  # names of our attention: in steps, and
 TOKENS = 3  # of a probe
 MEMORY = 4 << 30  # bytes that a probe may take; the largest models need a tenth
 MOST = {
-    "num_hidden_layers": limits.LAYERS,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "encoder_layers"), limits.LAYERS),
     "hidden_size": limits.WIDTH,
     "intermediate_size": limits.INNER,
     "num_attention_heads": limits.HEADS,
@@ -78,6 +79,7 @@ IDLE = {
     *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"),
     *("output_hidden_states", "output_router_logits", "return_dict", "training", "deterministic"),
 }
+EXPERTS = ["hidden_states", "top_k_index", "top_k_weights"]  # what transformers' experts are given
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the largest logit, what rounding may change
 
 
@@ -342,10 +344,11 @@ def refusal(reason: str) -> ConfigError:
 
 
 def class_of(config: dict[str, Any], folder: Path, trusted: bool) -> tuple[type[PreTrainedModel], str]:
-    """The class of a causal language model, and where the checkpoint's own code has it. Raises
-    ConfigError."""
+    """The class of a causal language model, perhaps with towers, and where the checkpoint's own code has it.
+    Raises ConfigError."""
     name, auto = architecture_of(config), config.get("auto_map")
-    names = {n for known in CAUSAL.values() for n in ([known] if isinstance(known, str) else known)}
+    known = (*CAUSAL.values(), *SEEING.values())
+    names = {n for one in known for n in ([one] if isinstance(one, str) else one)}
     if name not in names:
         name = lent(config.get("model_type")) or name
     if name in names:
@@ -379,10 +382,10 @@ def local_class(code: str, folder: Path) -> type[PreTrainedModel]:
 
 def check_class(cls: type[PreTrainedModel], hf: PreTrainedConfig) -> None:
     """Raise ConfigError for a class that keeps more than pages of k and v, or attends by itself."""
-    takes, kinds = signature(cls.forward).parameters, set(getattr(hf, "layer_types", None) or ())
+    takes = signature(cls.forward).parameters
+    kinds = set(getattr(hf.get_text_config(), "layer_types", None) or ())
     reasons = {
         "it has an encoder and cross-attention": getattr(hf, "is_encoder_decoder", False),
-        "it has other parts than a language model": hf.get_text_config() is not hf,
         "it keeps states of its own (recurrent layers)": cls._is_stateful,
         f"it has layers of the kind {', '.join(sorted(map(str, kinds - KINDS)))}": not kinds <= KINDS,
         "its class has no interface for attention": not cls._supports_attention_backend,
@@ -421,11 +424,13 @@ def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrained
     if own is None or kind != own.model_type:
         known = own and own.model_type
         raise refusal(f"config.json says model_type {str(kind)[:60]}, and the class is of {known}")
-    for key, most in MOST.items():
-        for name in {key, own.attribute_map.get(key, key)}:
-            value = config.get(name)
-            if isinstance(value, int) and not 0 <= value <= most:
-                raise refusal(f"{name} is {str(value)[:20]}; at most {most}")
+    parts = [part for key, part in config.items() if key.endswith("_config") and isinstance(part, dict)]
+    for table in (config, *parts):
+        for key, most in MOST.items():
+            for name in {key, own.attribute_map.get(key, key)}:
+                value = table.get(name)
+                if isinstance(value, int) and not 0 <= value <= most:
+                    raise refusal(f"{name} is {str(value)[:20]}; at most {most}")
     try:
         return own.from_dict(dict(config))
     except Exception as error:
@@ -438,15 +443,22 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: in
     cls, code = class_of(config, folder, trusted)
     hf = configured(config, cls)
     check_class(cls, hf)
-    dtype = dtype_of(Reader(architecture_of(config), config))
-    context, notes = context_of(hf)
+    within = {} if config.get("dtype") or config.get("torch_dtype") else config.get("text_config") or {}
+    dtype = dtype_of(Reader(architecture_of(config), within or config))
+    text = hf.get_text_config()
+    context, notes = context_of(text)
     try:
         with torch.device("meta"):
             model = cls._from_config(hf, attn_implementation=SEEN, dtype=torch.float32).eval()
+        if towers := without_towers(model):
+            notes.append(f"it reads text alone, without its {', '.join(towers)}")
         if "Conv1d" in (kinds := {type(part).__name__ for part in model.modules()}):
             raise refusal("its layers mix tokens beside attention (Conv1d)")
         if any("Experts" in kind for kind in kinds):
             model.set_experts_implementation("batched_mm")  # which looks at no values
+            for part in model.modules():
+                if not hasattr(part, "is_concatenated") and [*signature(part.forward).parameters] == EXPERTS:
+                    part.forward = unchosen
         layers = seen_layers(model, context)
         values = count_of(model)
         own = values if ranks == 1 else values_of_a_rank(model, ranks, layers, context)
@@ -457,9 +469,9 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: in
     return {
         "architecture": architecture_of(config),
         "code": code,
-        "hidden": hf.hidden_size,
-        "intermediate": getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
-        "vocab": hf.vocab_size,
+        "hidden": text.hidden_size,
+        "intermediate": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        "vocab": text.vocab_size,
         "context": context,
         "dtype": dtype,
         "layers": layers,
@@ -468,6 +480,23 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: in
         "ranks": ranks,
         "notes": notes,
     }
+
+
+def unchosen(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """In place of experts that have one implementation, a loop over those that were chosen."""
+    return hidden_states
+
+
+def without_towers(model: PreTrainedModel) -> list[str]:
+    """Leave what reads texts; the names of what has gone. Raises ConfigError where that is not a part."""
+    if model.config.get_text_config() is model.config:
+        return []
+    if (body := body_of(model)) is None:
+        raise refusal("it has other parts than a language model")
+    gone = [name for name, part in model.base_model.named_children() if part is not body]
+    for name in gone:
+        delattr(model.base_model, name)
+    return gone
 
 
 def count_of(model: PreTrainedModel) -> int:
@@ -506,8 +535,9 @@ def seen_layers(model: PreTrainedModel, context: int) -> list[dict[str, Any]]:
         _attends.reset(token)
     if not probing.layers or sorted(probing.layers) != list(range(len(probing.layers))):
         raise refusal("some of its layers have another kind of attention, or none")
-    if len(probing.layers) < model.config.num_hidden_layers:
-        raise refusal(f"of {model.config.num_hidden_layers} layers {len(probing.layers)} attend")
+    count = model.config.get_text_config().num_hidden_layers
+    if len(probing.layers) < count:
+        raise refusal(f"of {count} layers {len(probing.layers)} attend")
     return [probing.layers[i] for i in sorted(probing.layers)]
 
 
@@ -538,6 +568,7 @@ def load_generic(
     hf = configured(config, cls)
     with torch.device("cpu"):
         model.module = loaded(cls, hf, source.kind, views, model.dtype, seed).eval()
+        without_towers(model.module)
         expected = model.of_rows() if shard.size > 1 else None
     if shard.size > 1:
         split(model.module, shard, shard.all_reduce)

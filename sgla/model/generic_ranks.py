@@ -35,16 +35,25 @@ def refusal(reason: str) -> ConfigError:
     return ConfigError(f"transformers' module cannot be split over ranks: {reason}; use --tp 1", param="tp")
 
 
+def body_of(model: PreTrainedModel) -> Any:
+    """What makes the hidden states of texts: the base of the model, or the part of it that is no tower."""
+    base, text = model.base_model, model.config.get_text_config()
+    if text is model.config:
+        return base
+    return next((part for part in base.children() if getattr(part, "config", None) is text), None)
+
+
 def split(model: PreTrainedModel, shard: Shard, add: Sum) -> None:
     """Leave ``shard``'s part. ``add``: what sums what the ranks have. Raises ConfigError for a class without
     a plan, and for one whose plan cannot be followed."""
-    plan = getattr(model.config, "base_model_tp_plan", None)
+    base = body_of(model)
+    plan = getattr(base.config, "base_model_tp_plan", None)
     if not isinstance(plan, dict) or not plan:
         raise refusal(f"{type(model).__name__} gives no plan for that (base_model_tp_plan)")
     if unknown := sorted(set(map(str, plan.values())) - WHOLE - PARTS - OF_PARTS):
         raise refusal(f"the plan of {type(model).__name__} has {', '.join(unknown)[:200]}")
     for name, kind in plan.items():
-        for module, parameter in _found(model.base_model, name):
+        for module, parameter in _found(base, name):
             _take(module, parameter, kind, shard, add)
 
 

@@ -104,6 +104,8 @@ def settled(
         return source
     if name in REFUSED:
         raise ConfigError(f"{name} is not supported: {REFUSED[name]}", param="model")
+    if impl == "auto" and lacking is not None and isinstance(config.get("text_config"), dict):
+        raise ConfigError(str(lacking), param=lacking.param)  # the module would read text alone
     try:
         facts = _shown(source, trusted, ranks)
         if impl == "auto" and lacking is not None:

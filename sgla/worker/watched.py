@@ -21,6 +21,7 @@ from sgla.kernels.rehearsal import under_way
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.generic import Generic
+from sgla.model.generic_ranks import body_of
 from sgla.model.registry import architecture_of
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.cuda import CudaRunner
@@ -139,7 +140,7 @@ def with_infinities(value: Any) -> Any:
     return [with_infinities(part) for part in value] if isinstance(value, list) else value
 
 
-def listen(model: nn.Module, keep: Callable[[str, Tensor], None]) -> None:
+def listen(model: transformers.PreTrainedModel, keep: Callable[[str, Tensor], None]) -> None:
     """Have a module of transformers' tell by name what goes into its first layer and what each makes,
     ``[T, d]``. Raises ValueError."""
 
@@ -153,7 +154,7 @@ def listen(model: nn.Module, keep: Callable[[str, Tensor], None]) -> None:
             lambda _, args, given: tell(name, args[0] if args else given["hidden_states"]), with_kwargs=True
         )
 
-    layers, parts = layers_of(model)
+    layers, parts = layers_of(model, body_of(model) or model)
     before("embedding", layers[0])
     for index, layer in enumerate(layers):
         for part in range(1, parts):
@@ -162,12 +163,12 @@ def listen(model: nn.Module, keep: Callable[[str, Tensor], None]) -> None:
         layer.register_forward_hook(lambda _, given, made, name=name: tell(name, made))
 
 
-def layers_of(model: Any) -> tuple[Any, int]:
-    """Of a module of transformers', and how many of ours each is: LongCat's have two, and a norm before each.
-    Raises ValueError."""
+def layers_of(model: Any, body: nn.Module) -> tuple[Any, int]:
+    """Of the ``body`` of a module of transformers', and how many of ours each is: LongCat's have two, and a
+    norm before each. Raises ValueError."""
     count = model.config.get_text_config().num_hidden_layers
     for parts in (1, 2):
-        for part in model.modules():
+        for part in body.modules():
             if isinstance(part, nn.ModuleList) and len(part) * parts == count:
                 return part, parts
     raise ValueError(f"it has no list of {count} layers")

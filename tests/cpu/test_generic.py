@@ -13,13 +13,15 @@ from typing import Any
 import probing
 import pytest
 import torch
+import transformers
 from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
 from parity import GENERIC as MODELS
 from parity import LATENT, ROUTED
 from safetensors.torch import load_file, save_file
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 
 from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
@@ -77,6 +79,94 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     spec = model.spec
     assert any(spec.windows) == ("sliding_window" in MODELS[name] or "local_attention" in MODELS[name])
     assert weight_bytes(spec, "float32", None, 1) == 4 * sum(p.numel() for p in hf.parameters())
+
+
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+DEEP = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+LOCAL = {"rope_type": "default", "rope_theta": 1e3}
+# Models with towers that are not here: their language models, their towers, and the rest.
+SIGHTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "cohere2_vision": (
+        {"head_dim": 8, "logit_scale": 0.5} | WINDOWS,
+        TOWER | {"image_size": 28, "patch_size": 14},
+        {"alignment_intermediate_size": 32},
+    ),
+    "exaone4_5": (
+        {"head_dim": 8} | WINDOWS,
+        DEEP | {"num_key_value_heads": 1, "fullatt_block_indexes": [0]},
+        {},
+    ),
+    "glm_ocr": ({"head_dim": 16, "rope_parameters": SECTIONS}, DEEP, {}),
+    "paddleocr_vl": ({"head_dim": 16, "rope_parameters": SECTIONS}, TOWER, {}),
+    # Windows have other numbers of heads, and experts are a loop over those that are chosen.
+    "step3p7": (
+        {
+            "head_dim": 8,
+            "num_sliding_attention_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 32,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {"full_attention": LOCAL | {"rope_theta": 1e4}, "sliding_attention": LOCAL},
+        }
+        | WINDOWS,
+        TOWER,
+        {},
+    ),
+}
+
+
+def save_sighted(folder: Path, kind: str) -> PreTrainedModel:
+    text, tower, more = SIGHTED[kind]
+    own = {"model_type": AutoConfig.for_model(kind).get_text_config().model_type}
+    config = AutoConfig.for_model(kind, text_config=own | SMALL | text, vision_config=tower, **more)
+    torch.manual_seed(0)
+    hf: PreTrainedModel = getattr(transformers, SEEING[kind])(config).eval()
+    with torch.no_grad():
+        for name, parameter in hf.named_parameters():
+            parameter.normal_(1.0 if "norm" in name and parameter.dim() == 1 else 0.0, 0.15)
+    hf.save_pretrained(folder)
+    return hf
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "step3p7")) for kind in SIGHTED]
+)
+@torch.no_grad()
+def test_a_model_with_towers_reads_text(kind: str, tmp_path: Path) -> None:
+    hf = save_sighted(tmp_path, kind)
+    source = seen(tmp_path)
+    assert "it reads text alone, without its vis" in source.config[FACTS]["notes"][0]
+    model = load_model(source)
+    assert isinstance(model, Generic)
+    found = Eager(model, native=True).prompt_logprobs(PROMPTS)
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].float().log_softmax(-1) for p in PROMPTS])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    left = sum(parameter.numel() for parameter in model.module.parameters())
+    assert source.config[FACTS]["values"] == left < sum(parameter.numel() for parameter in hf.parameters())
+
+
+async def test_ranks_share_out_what_reads_text_beside_towers(tmp_path: Path) -> None:
+    save_sighted(tmp_path, "exaone4_5")
+    requests = [submit(str(i), prompt, 8) for i, prompt in enumerate(PROMPTS)]
+    alone = run(CpuRunner(tiny_config(), seen(tmp_path), 0, 1, "", lambda p: None), requests)
+    assert (await over_two_ranks(seen(tmp_path, ranks=2), requests)).tokens() == alone.tokens()
+
+
+def test_no_towers_are_left_out_of_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family here that takes pictures, with a value that it does not compute: the module takes none."""
+    probing.fork_probes(monkeypatch)
+    text = AutoConfig.for_model("llama").to_dict() | SMALL | {"hidden_act": "relu"}
+    config = AutoConfig.for_model("llava", text_config=text).to_dict()
+    config["architectures"] = ["LlavaForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="relu") as refused:
+        open_source(tmp_path)
+    assert "through transformers" not in str(refused.value)
 
 
 @torch.no_grad()
@@ -346,14 +436,12 @@ def test_both_reasons_are_told_where_neither_computes_it(
         ("gemma", {"use_bidirectional_attention": True}, "see those behind them"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of the kind conv"),
         ("glm_moe_dsa", {}, "layers of the kind|changes its attention masks"),
-        ("fuyu", {}, "other parts than a language model"),
     ],
 )
 def test_what_it_cannot_do_right_is_refused(
     model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    shape = {"num_hidden_layers": 3} if model_type not in ("fuyu",) else {}
-    config = AutoConfig.for_model(model_type, **shape | changes).to_dict()
+    config = AutoConfig.for_model(model_type, **{"num_hidden_layers": 3} | changes).to_dict()
     with pytest.raises(ConfigError, match=message):
         probe(config | {"architectures": [CAUSAL[model_type]]}, tmp_path)
 
@@ -386,6 +474,7 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
         ({"vocab_size": 1 << 70}, "vocab_size is 1180591620717411303.; at most"),
         ({"hidden_size": -1}, "hidden_size is -1"),
         ({"num_labels": 10**9}, "num_labels is 1000000000"),
+        ({"vision_config": {"depth": 10**9}}, "depth is 1000000000; at most 1024"),
         ({"dtype": "int8"}, "dtype.*float16"),
         ({"dtype": 1.5}, "dtype.*float16"),
     ):
