@@ -48,13 +48,15 @@ _id = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 class Asked(NamedTuple):
     """``model``: "" if none is named. ``size``: bytes of the prompt. ``path``: its prefixes. ``session``: ""
-    if it has none. ``stored``: the id of something that one worker keeps, which the request needs, or ""."""
+    if it has none. ``stored``: the id of something that one worker keeps, which the request needs, or "".
+    ``everywhere``: it is for all workers, those that rest among them."""
 
     model: str = ""
     size: int = 0
     path: Sequence[bytes] = ()
     session: str = ""
     stored: str = ""
+    everywhere: bool = False
 
 
 def read(target: str, kind: str, body: bytes | bytearray, session: str, prefixes: bool) -> Asked:

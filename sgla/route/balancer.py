@@ -53,7 +53,7 @@ class Balancer:
         self.workers: dict[str, Worker] = {}
         self.on_down: list[Callable[[str, bool], None]] = []
         self.on_change: list[Callable[[], None]] = []
-        self.on_fault: Callable[[str], None] = lambda url: None  # look at it at once
+        self.look_now: Callable[[str], None] = lambda url: None
         self.statuses: Counter[int] = Counter()
         self.refused: Counter[str] = Counter()
         self.retries = 0
@@ -168,9 +168,11 @@ class Balancer:
         worker.unread -= ticket.unread
         worker.outcomes["fault" if fault else str(status) if status else "gone"] += 1
         self.statuses[status] += 1
+        if ticket.asked.everywhere:
+            self.look_now(worker.url)  # it may rest, or be awake
         if fault:
             worker.breaker.failure(clock.now())
-            self.on_fault(worker.url)
+            self.look_now(worker.url)
         elif status:
             worker.breaker.success()
         else:
@@ -191,7 +193,10 @@ class Balancer:
                 param="model",
             )
         now = clock.now()
-        usable = [worker for worker in able if worker.usable(now) and worker.url not in tried]
+        left = [worker for worker in able if worker.url not in tried]
+        usable = [worker for worker in left if worker.usable(now)]
+        if asked.everywhere or not usable:  # those that rest say themselves why they take no requests
+            usable = [worker for worker in left if worker.reachable(now)]
         if not usable:
             what = "no other worker is left to try" if tried else "no worker is up"
             raise NotReady(f"{what}; retry later", retry_after=RETRY_AFTER)

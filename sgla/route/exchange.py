@@ -119,7 +119,7 @@ class Exchange:
         session = request.text(config.session_header.lower().encode())[:200]
         self._asked = asked.read(
             request.target, request.text(b"content-type"), body, session, config.policy == "cache_aware"
-        )
+        )._replace(everywhere=request.path in EVERYWHERE)
         self._once = request.method != "GET" and bool(ONCE.match(request.path))
         self._lost = 0
         self._streams = False
@@ -237,7 +237,7 @@ class Exchange:
             self._refusal = None
 
     async def _ask_all(self) -> None:
-        """Ask every worker that is up, one after the other."""
+        """Ask every worker that is up or rests, one after the other."""
         tried: list[str] = []
         worst = 0, b""
         while True:

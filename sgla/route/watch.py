@@ -20,6 +20,7 @@ from sgla.route.workers import Cards, Look
 log = logging.getLogger(__name__)
 
 MOST = 8 << 20  # bytes of an answer that are read
+RESTS = "sleeping", "updating"  # phases of a server of ours that somebody has told it
 MODELS_SECONDS = 10.0  # between two times that a worker is asked for its models
 STEPS = re.compile(r"^sgla:steps_total(?:\{[^}]*\})? (\S+)$", re.M)
 RUNNING = re.compile(r"^sgla:num_running_reqs(?:\{[^}]*\})? (\S+)$", re.M)
@@ -41,7 +42,7 @@ class Watch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._hurry: dict[str, asyncio.Event] = {}
         balancer.on_change.append(self._follow)
-        balancer.on_fault = self._look_now
+        balancer.look_now = self._look_now
         self._follow()
 
     async def close(self) -> None:
@@ -73,7 +74,9 @@ class Watch:
             self._balancer.saw(url, look)
             trouble = self._balancer.workers[url].trouble if url in self._balancer.workers else before
             if trouble != before:
-                if trouble:
+                if trouble and look.rests:
+                    log.info("worker %s rests: %s", url, trouble)
+                elif trouble:
                     log.warning("worker %s is down: %s", url, trouble)
                 else:
                     log.info("worker %s is up", url)
@@ -89,7 +92,7 @@ class Watch:
         try:
             status, text = await self._get(f"{url}/health")
             if status != 200:
-                return Look(trouble=f"/health says {status} {text[:200].strip()}")
+                return Look(trouble=f"/health says {status} {text[:200].strip()}", rests=rests(text))
             if cards is None:
                 status, text = await self._get(f"{url}/v1/models")
                 cards = cards_of(text) if status == 200 else None
@@ -108,6 +111,14 @@ class Watch:
                 if len(body) > MOST:
                     raise aiohttp.ClientPayloadError(f"{url} answers with more than {MOST} bytes")
             return response.status, body.decode(errors="replace")
+
+
+def rests(text: str) -> bool:
+    """Whether it is by somebody's word that a server of ours is not ready."""
+    try:
+        return json.loads(text)["phase"] in RESTS
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def cards_of(text: str) -> Cards | None:

@@ -49,10 +49,11 @@ class Breaker:
 
 
 class Look(NamedTuple):
-    """What a look at a worker found. ``trouble``: why it takes no requests, or "". ``cards``: its models as
-    it lists them; None: it does not tell. ``steps``: how many it has made, ``busy``: whether it has requests
-    to make steps for; None and False where it does not tell. ``tokens`` of its KV cache; 0: it does not tell.
-    ``page``: its metrics, where somebody shows them.
+    """What a look at a worker found. ``trouble``: why it takes no requests, or ""; ``rests``: because
+    somebody has told it so: it sleeps, or its weights become others. ``cards``: its models as it lists them;
+    None: it does not tell. ``steps``: how many it has made, ``busy``: whether it has requests to make steps
+    for; None and False where it does not tell. ``tokens`` of its KV cache; 0: it does not tell. ``page``: its
+    metrics, where somebody shows them.
     """
 
     trouble: str = ""
@@ -61,6 +62,7 @@ class Look(NamedTuple):
     busy: bool = False
     tokens: int = 0
     page: str = ""
+    rests: bool = False
 
 
 class Worker:
@@ -72,6 +74,7 @@ class Worker:
         self.name = name or url
         self.page = ""  # of its metrics
         self.trouble = "it has not been looked at yet"
+        self.rests = False
         self.draining = False
         self.cards: Cards | None = None
         self.names: frozenset[str] | None = None
@@ -87,7 +90,11 @@ class Worker:
         self._stepped = 0.0  # when that number was new, or there was nothing to do
 
     def usable(self, now: float) -> bool:
-        return not self.trouble and not self.draining and self.breaker.allows(now)
+        return not self.trouble and self.reachable(now)
+
+    def reachable(self, now: float) -> bool:
+        """Whether it answers, be it that it rests."""
+        return (not self.trouble or self.rests) and not self.draining and self.breaker.allows(now)
 
     def takes(self, model: str) -> bool:
         """Ollama's clients add ``:latest``."""
@@ -102,12 +109,14 @@ class Worker:
         return View(self.url, self.running, self.unread, matched, self.tree.size, self.last)
 
     def saw(self, look: Look, now: float) -> bool:
-        """Take in what a look found; whether the worker is down since."""
+        """Take in what a look found; whether the worker is down since. One that rests goes on with what it
+        has."""
         trouble = look.trouble or self._stuck(look, now)
-        down = bool(trouble) and not self.trouble
+        rests = bool(trouble) and look.rests
+        down = bool(trouble) and not rests and (self.rests or not self.trouble)
         if trouble and (down or self.tree.size):
             self.tree.clear()  # it may come back as another process
-        self.trouble = trouble
+        self.trouble, self.rests = trouble, rests
         if not trouble:
             self.page = look.page
             self.cards = look.cards
@@ -128,7 +137,7 @@ class Worker:
 
     def describe(self, now: float) -> dict[str, Any]:
         """For ``/workers``."""
-        state = "draining" if self.draining else "down" if self.trouble else "up"
+        state = "draining" if self.draining else "rests" if self.rests else "down" if self.trouble else "up"
         return {
             "url": self.url,
             "state": state,

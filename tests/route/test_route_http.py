@@ -270,6 +270,37 @@ async def test_what_changes_a_server_goes_to_all(route: Route) -> None:
     assert (await router.post({}, "/init_weights_update_group"))[0] == 400
 
 
+async def test_what_changes_a_server_goes_to_those_that_rest(route: Route) -> None:
+    """A server that sleeps has to be woken, and one whose weights become others tells so later than a look at
+    it. Nobody else is sent there while others are up."""
+    router = await route(2)
+    resting, other = router.workers
+    updating = asyncio.ensure_future(router.post({"wait": True}, "/update_weights_from_disk"))
+    await until(lambda: resting.seen)
+    asleep = Look(trouble="/health says 503", rests=True)
+    router.balancer.saw(resting.url, asleep)
+    for worker in router.workers:
+        worker.go.set()
+    assert (await updating)[0] == 200
+    assert resting.cancelled == 0
+    looks: list[str] = []
+    router.balancer.look_now = looks.append
+    assert (await router.post({}, "/wake_up"))[0] == 200
+    assert looks == [resting.url, other.url]
+    for _ in range(2):
+        assert (await router.post(CHAT))[1]["url"] == other.url
+    router.balancer.saw(other.url, asleep)
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "the server sleeps"}}, status=503)
+
+    resting.answer = other.answer = refuse
+    assert (await router.post(CHAT))[:2] == (503, {"error": {"message": "the server sleeps"}})
+    for worker in router.workers:
+        router.balancer.saw(worker.url, Look(trouble="gone"))
+    assert (await router.post({}, "/wake_up"))[1]["error"]["message"] == "no worker is up; retry later"
+
+
 async def test_a_client_that_leaves_frees_the_worker(route: Route) -> None:
     router = await route(1)
     [worker] = router.workers

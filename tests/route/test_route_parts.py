@@ -297,6 +297,16 @@ def test_a_worker_that_makes_no_steps_is_down() -> None:
     assert not worker.saw(Look(steps=None, busy=True), 999), "nor one that does not count"
 
 
+def test_a_worker_that_rests_is_not_down() -> None:
+    worker = Worker("http://w:1", RouteConfig())
+    worker.saw(Look(), 0)
+    assert not worker.saw(Look(trouble="it sleeps", rests=True), 1)
+    assert (worker.usable(1), worker.reachable(1)) == (False, True)
+    assert worker.saw(Look(trouble="it is gone"), 2), "what it has is given up"
+    assert not worker.reachable(2)
+    assert worker.describe(2)["state"] == "down"
+
+
 def test_metrics_of_engines_are_read() -> None:
     ours = 'sgla:steps_total{model_name="m"} 7.0\nsgla:num_running_reqs{model_name="m"} 2.0\n'
     assert read_metrics(ours + "sgla:max_total_num_tokens 100.0") == Look(steps=7, busy=True, tokens=100)
@@ -318,7 +328,7 @@ def test_what_a_body_tells() -> None:
     body = json.dumps({"messages": [1], "tools": [2], "model": "m", "user": "u", "conversation": {"id": "c"}})
     found = asked.read("/v1/responses", "application/json", body.encode(), "", True)
     assert (found.model, found.size, found.session, found.stored) == ("m", 6, "c", "c")
-    assert asked.read("/v1/responses/r_1/cancel?x=1", "", b"", "s", True)[3:] == ("s", "r_1")
+    assert asked.read("/v1/responses/r_1/cancel?x=1", "", b"", "s", True)[3:5] == ("s", "r_1")
     assert not asked.read("/v1/responses/input_tokens", "", b"", "", True).stored
     for many in (
         b'{"model":"m","prompt":[' + b"{}," * asked.MEMBERS + b"1]}",
@@ -399,8 +409,10 @@ async def test_workers_are_looked_at(route: Route) -> None:
     }
 
     async def answer(request: web.Request) -> web.Response:
-        return web.Response(text=texts.get(request.path, ""), status=200 if request.path in texts else 404)
+        status = statuses.get(request.path, 200) if request.path in texts else 404
+        return web.Response(text=texts.get(request.path, ""), status=status)
 
+    statuses: dict[str, int] = {}
     worker.answer = answer
     watch = Watch(balancer_of(0, worker_api_key="k"))
     try:
@@ -409,7 +421,12 @@ async def test_workers_are_looked_at(route: Route) -> None:
         del texts["/v1/models"]
         assert (await watch.look(worker.url)).cards is None
         del texts["/health"]
-        assert "404" in (await watch.look(worker.url)).trouble
+        look = await watch.look(worker.url)
+        assert ("404" in look.trouble, look.rests) == (True, False)
+        for phase in ("sleeping", "updating", "draining", "load"):
+            texts["/health"] = json.dumps({"phase": phase})
+            statuses["/health"] = 503
+            assert (await watch.look(worker.url)).rests == (phase in ("sleeping", "updating"))
         assert "Connect" in (await watch.look("http://127.0.0.1:1")).trouble
     finally:
         await watch.close()
