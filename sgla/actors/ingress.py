@@ -384,11 +384,13 @@ class Ingress(MovesExperts):
         return self._flush(True)
 
     def pause(self, paused: bool) -> None:
-        """Stop generating, or go on. While paused, requests are accepted and wait."""
-        self.require_ready()
+        """Stop generating, or go on; a server that rests does so when it no longer does. While paused,
+        requests are accepted and wait."""
+        self.require_ready(resting=True)
         assert self._pause is not None
         self.paused = paused
-        self._pause(paused)
+        if self.phase not in RESTS:
+            self._pause(paused)
 
     async def control(self, command: Control) -> Any:
         """Send an out-of-step command to the workers and return rank 0's answer."""

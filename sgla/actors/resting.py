@@ -50,6 +50,7 @@ class Resting(ABC):
     _flush: Callable[[bool], bool] | None
     _renew: Callable[[str], bool]
     _weights = ""  # a name of those that have come since the start
+    _pause: Callable[[bool], None] | None
     paused: bool
 
     def __init__(self) -> None:
@@ -373,6 +374,8 @@ class Resting(ABC):
         """A server that drains or is dead meanwhile stays so."""
         if self.phase == phase:
             self.phase = to
+            if to == "ready" and self._pause is not None:
+                self._pause(self.paused)
 
     async def _emptied(self, tries: int) -> bool:
         """Whether the prefix cache is empty on the device and workers have nothing to do, which steps and

@@ -65,7 +65,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 async def abort_request(request: web.Request) -> web.Response:
     """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI). An API key
     ends those with the same key alone."""
-    fields = await intake(request, ABORT)
+    fields = await intake(request, ABORT, resting=True)
     if not fields.rid and not fields.abort_all:
         raise InvalidField("give rid, or abort_all: true", param="rid")
     rid = None if fields.abort_all else fields.rid
@@ -78,7 +78,7 @@ async def abort_request(request: web.Request) -> web.Response:
 async def pause(request: web.Request) -> web.Response:
     """Stop generating. Running requests are aborted, or wait with ``mode: in_place``; new ones wait."""
     server = request[ASKED]
-    fields = await optional_intake(request, PAUSE)
+    fields = await optional_intake(request, PAUSE, resting=True)
     mode = fields.mode or request.query.get("mode") or "abort"
     if mode not in ("abort", *KEEPING):
         raise unsupported("mode", f" as {mode[:40]!r}: it is abort or in_place")

@@ -48,6 +48,33 @@ def test_a_paused_server_goes_on_where_it_was(server: ServerProcess) -> None:
     assert all(answer["choices"][0]["text"].startswith(expected) for _, answer in answers)
 
 
+def test_a_pause_ends_and_begins_while_the_server_sleeps(server: ServerProcess) -> None:
+    """What needs no memory of the model is no 503 then: who goes on in the meantime is not left in a pause
+    behind it. Its sessions close, too."""
+
+    def ask(answers: list[int]) -> None:
+        answers.append(server.request("POST", "/v1/completions", {"prompt": "abc", "max_tokens": 2})[0])
+
+    session = server.request("POST", "/open_session", {"capacity_of_str_len": 100})[1]
+    for path, mode in (("/pause_generation", "in_place"), ("/continue_generation", None)):
+        if mode is None:
+            assert server.request("POST", "/pause_generation", {"mode": "in_place"})[0] == 200
+        assert server.request("POST", "/sleep")[0] == 200
+        assert server.request("POST", path, {"mode": mode} if mode else {})[0] == 200
+        assert server.get("/is_paused")[1] == {"is_paused": mode is not None}
+        assert server.request("POST", "/abort_request", {"abort_all": True})[1]["aborted"] == 0
+        assert server.request("POST", "/close_session", {"session_id": session})[0] in (200, 404)
+        assert server.request("POST", "/wake_up")[0] == 200
+        answers: list[int] = []
+        asking = threading.Thread(target=ask, args=(answers,))
+        asking.start()
+        asking.join(0.5 if mode else 30)
+        assert answers == ([] if mode else [200])
+        assert server.request("POST", "/continue_generation")[0] == 200
+        asking.join(30)
+        assert answers == [200]
+
+
 def test_ollamas_clients_see_how_large_the_model_is(server: ServerProcess, tiny_model: Path) -> None:
     with safe_open(tiny_model / "model.safetensors", "np") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - it is no dict

@@ -25,6 +25,6 @@ async def open_session(request: web.Request) -> web.Response:
 
 @operation("SGLang: end a session", CloseSessionRequest, to.Done)
 async def close_session(request: web.Request) -> web.Response:
-    fields = await intake(request, CLOSE)
+    fields = await intake(request, CLOSE, resting=True)
     request[ASKED].sessions.close(fields.session_id, request[CLIENT].owner)
     return json_response({"success": True})
