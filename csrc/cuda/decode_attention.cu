@@ -729,10 +729,23 @@ struct Fresh {
   }
 };
 
+// What the first queries and the new token are multiplied by and rotated with, which no kernel has read since
+// the layer or the step before, is brought to the L2 cache while others compute them.
+__device__ __forceinline__ void fetch_factors(const Params& p, const Memory& memory) {
+  constexpr int LINE = 32, NORM_LINES = HD / LINE, ROTATION = 2 * NORM_LINES;  // floats; lines of a norm
+  const int lane = threadIdx.x % 32;
+  if (p.q_norm && lane < NORM_LINES) prefetch_to_l2(p.q_norm + lane * LINE);
+  if (p.k_norm && lane >= NORM_LINES && lane < ROTATION) prefetch_to_l2(p.k_norm + (lane - NORM_LINES) * LINE);
+  const Unit first = memory.get(0);
+  if (lane >= ROTATION && lane < ROTATION + ROT / LINE)
+    prefetch_to_l2(p.cos_sin + (long long)turned_by(p, first) * ROT + (lane - ROTATION) * LINE);
+}
+
 // A warp that makes the queries of every PREPARERS-th unit.
 __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, int turn) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   if (FUSED) {
+    if (turn == 0) fetch_factors(p, memory);
     pdl_wait();
     pdl_launch();
   }

@@ -271,6 +271,7 @@ __device__ __forceinline__ void stage_gated(const Params& p, int row, u32 to) {
 }
 
 // What a thread needs of the norm's weight for its first pieces of a row, which nothing has to be waited for.
+// No kernel has read it since the step before, so it comes from memory.
 constexpr int FIRST = NORM ? 2 : 1;
 struct Factors {
   float4 of[FIRST][2];
@@ -376,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     cp_async_commit();
   };
   Factors factors;
-  if (HALVES && NORM && !GATE) factors.load(p);
+  if (STAGED && NORM && !GATE) factors.load(p);
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) load(s);
 #if EPILOGUE == 5
@@ -397,27 +398,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   float square[NT] = {};
   if (STAGED) {
     for (int row = 0; row < p.m; ++row) {
-      float sum = 0.f;
       const u32 to = staged + row * p.k * 2 + row * PAD;
       if (GATE) stage_gated(p, row, to);
+      Seen seen;
+      if (!GATE) seen = stage_row(p, row, to, factors);
+      float sum = seen.squares;
       if (HALVES) {
-        Seen seen;
-        if (!GATE) seen = stage_row(p, row, to, factors);
         for (int k = threadIdx.x * 8; GATE && k < p.k; k += THREADS * 8)
           seen.most = most8(seen.most, lds128(to + k * 2));
-        sum = seen.squares;
         const u32 most = __reduce_max_sync(~0u, max(seen.most >> 16, seen.most & 0xffff));
         if (lane == 0) red_most[warp][row] = most;
-      }
-      for (int k = threadIdx.x * 8; !HALVES && !GATE && k < p.k; k += THREADS * 8) {
-        uint4 v = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
-        if (NORM) {
-          const float4 n0 = *reinterpret_cast<const float4*>(p.norm + k),
-                       n1 = *reinterpret_cast<const float4*>(p.norm + k + 4);
-          sum += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
-          v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
-        }
-        sts128(staged + (row * p.k + k) * 2, v);
       }
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
@@ -471,9 +461,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     float acc[MT][NT][4] = {}, more[CHAINS > 1 ? MT : 1][CHAINS > 1 ? NT : 1][4] = {};
     float total[MT][NT][4] = {};  // GROUPED: sums times their scales
     float by_run[MT][2][RUN];
-    for (int chunk = warp * RUN; chunk < chunks; chunk = next_chunk(chunk)) {
-      constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE;
-      uint4 b[PARTS][NT][XV];
+    constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE;
+    typedef uint4 Pieces[PARTS][NT][XV];  // of x, that meet a chunk
+    auto fetch = [&](Pieces& to, int chunk) {
 #pragma unroll
       for (int h = 0; h < PARTS; ++h)
 #pragma unroll
@@ -481,13 +471,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
           const int row = j * 8 + g;
 #pragma unroll
           for (int v = 0; v < XV; ++v) {
-            b[h][j][v] = {};
+            to[h][j][v] = {};
             const int k = chunk * CHUNK_K + h * PART_K + channel_of(t, v);
-            if (row < p.m && STAGED) b[h][j][v] = lds128(staged + (row * p.k + k) * 2 + row * PAD);
-            if (row < p.m && !STAGED)
-              b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
+            if (row >= p.m || chunk >= chunks) continue;
+            to[h][j][v] = STAGED ? lds128(staged + (row * p.k + k) * 2 + row * PAD)
+                                 : *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
         }
+    };
+    constexpr bool EARLY = !STAGED && NT == 1;  // x comes a chunk ahead; more of it has no registers
+    Pieces ahead;
+    if (EARLY) fetch(ahead, warp * RUN);
+    for (int chunk = warp * RUN; chunk < chunks; chunk = next_chunk(chunk)) {
+      Pieces b;
+      if (EARLY) {
+#pragma unroll
+        for (int h = 0; h < PARTS; ++h)
+#pragma unroll
+          for (int v = 0; v < XV; ++v) b[h][0][v] = ahead[h][0][v];
+        fetch(ahead, next_chunk(chunk));
+      } else {
+        fetch(b, chunk);
+      }
       cp_async_wait<STAGES - 2>();
       __syncwarp();
       load(stage == 0 ? STAGES - 1 : stage - 1);
