@@ -3,6 +3,7 @@ or before the tree loses it."""
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -74,9 +75,12 @@ class Saving:
             ends = {most, min(most, request.prompt_len // moving.page_size)}
             self._save(tier, node, keys, saved, ends=ends)
 
-    def full(self, tier: int) -> None:
-        """There is no room."""
-        self._more[tier] = MORE
+    def lack(self, tier: int, full: Sequence[bytes]) -> None:
+        """There is no room for these places, of each cache group."""
+        for pool, places in zip(self._moving.tiers[tier], full):
+            pool.shrink(array("i", places))
+        if full:
+            self._more[tier] = MORE
 
     def save_part(self, request: Request) -> None:
         """Have the pages of whole histories that the tree has of a prompt copied to tiers where others wait

@@ -3,7 +3,6 @@ brought when another wants it."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress
 
@@ -322,10 +321,7 @@ class Transfers:
             self.saving.leaving[transfer.tier] -= len(transfer.places[0])
             self._moving.erase(transfer.tier, [pool.received(places, moved.ok) for pool, places in columns])
             stats.saved += moved.ok * len(transfer.places[0])
-            for pool, places in zip(self._moving.tiers[transfer.tier], moved.full):
-                pool.shrink(array("i", places))
-            if moved.full:
-                self.saving.full(transfer.tier)
+            self.saving.lack(transfer.tier, moved.full)
         if transfer.keys and moved.ok:
             self._seen(transfer, moved.there)
         if (asker := transfer.asker) is not None:

@@ -416,7 +416,7 @@ def test_a_disk_with_room_again_is_filled_soon(tmp_path: Path, monkeypatch: pyte
     most[0] = 200
     monkeypatch.setattr("sgla.sched.saving.AGAIN", 1)
     monkeypatch.setattr("sgla.sched.saving.MORE", 1)
-    core._memory.transfers.saving.full(0)
+    core._memory.transfers.saving.lack(0, [b""])
     totals = list[int]()
     for i in range(100):
         run(runner, [submit(f"{i}", [(i + 3) * j % 300 for j in range(60)], 1)], core)
