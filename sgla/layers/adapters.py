@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.lora import Rows, Stack
+from sgla.quant.weight import Weight
 
 EXPERTS = "experts"  # stands for their layers, of which there are many
 AdapterPart = tuple[
@@ -59,7 +60,8 @@ class Adapters:
     this stage has. ``memory`` [places, rank, width]: a place is one piece of it, and an adapter of less than
     the highest rank the beginning of one, so that one copy brings it. ``mixtures``: by the full names of
     their experts; ``absent``: names of experts' layers that other ranks have, with the number of their inputs
-    and outputs together.
+    and outputs together; ``tables``: weights of the vocabulary that they may change, of which files of
+    adapters have copies, and which of their rows this rank has.
 
     Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
     the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows
@@ -75,6 +77,7 @@ class Adapters:
     stacks: list[Stack] = field(default_factory=list)
     mixtures: dict[str, Mixture] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, tuple[Weight, range]] = field(default_factory=dict)
     memory: Tensor = field(init=False)
     beyond: tuple[str, ...] = ()
     sets: float = 1.0

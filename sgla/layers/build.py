@@ -287,6 +287,17 @@ class Build:
             return None, None
         return self.adapters.stack(k, parts, columns, embedding), self.adapters.rows
 
+    def table_stack(
+        self, name: str, weight: Weight, vocab: int, own: range, embedding: bool
+    ) -> tuple[Stack | None, Rows | None]:
+        """The same for the embedding or the output layer, of whose ``weight`` this rank has the rows
+        ``own``."""
+        n, k = (weight.k, vocab) if embedding else (vocab, weight.k)
+        made = self.stack(k, [(name, n, range(n) if embedding else own, None)], embedding=embedding)
+        if made[0] is not None and self.adapters is not None:
+            self.adapters.tables[name] = weight, own
+        return made
+
     def vector(
         self, name: str, size: int, part: range | None = None, offset: float = 0.0, scale: float = 1.0
     ) -> Tensor:

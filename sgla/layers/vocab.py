@@ -27,8 +27,9 @@ class VocabEmbedding:
             give=lambda wanted: drawn(self.weight, 0, wanted, (vocab, hidden), range(vocab)),
         )
         # Adapters are for what has no scale, on which implementations differ.
-        parts = [(name, hidden, range(hidden), None)] if scale == 1.0 else []
-        self.stack, self.rows = build.stack(vocab, parts, embedding=True)
+        self.stack, self.rows = None, None
+        if scale == 1.0:
+            self.stack, self.rows = build.table_stack(name, self.weight, vocab, range(vocab), embedding=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +91,7 @@ class LMHead:
             )
 
         self.bias = build.vector(f"{name}.bias", vocab, own) if bias else None
-        self.stack, self.rows = build.stack(hidden, [(name, vocab, own, None)])
+        self.stack, self.rows = build.table_stack(name, self.weight, vocab, own, embedding=False)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.part(hidden)

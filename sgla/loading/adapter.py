@@ -33,8 +33,12 @@ SHOWN = 4  # names in an error
 SPARE = 1 << 20  # bytes of a file beside its values
 STAGED = 256 << 20  # the same, where other stages may have larger layers, as that of the vocabulary
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
+_COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
+OF_BASE = "no modules_to_save, no weights of the base: save_embedding_layers=False"
+SAMPLED, LIKE = 64, 0.1  # rows of a copy of the base's, and the part of them by which they may differ
 _PLAIN = re.compile(r"(?=.{1,200}\Z)(?:[\w.^$-]|\\[.dw])+")  # patterns that match in linear time
 FUSED = ("gate_up_proj", "up_proj", "down_proj")  # of experts, in the order in which PEFT wraps them
+TABLES = ("embed_tokens", "lm_head")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Keys that say how an adapter was trained, or that are said by its tensors.
@@ -180,25 +184,13 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
     dtype, data = adapters.dtype, _read(folder, adapters)
     tensors, content = _tensors(folder, data), blake2b(data, digest_size=16)
     content.update(repr((config, dtype)).encode())
-    pairs: Pairs = {}
-    for name, tensor in tensors.items():
-        if "lora_magnitude_vector" in name:
-            raise InvalidAdapter(f"{folder.name}: DoRA is not supported ({name[:200]})")
-        if (found := _NAME.fullmatch(name)) is None:
-            raise InvalidAdapter(
-                f"{folder.name}: {name[:200]!r} is no layer's lora_A or lora_B, which alone are supported "
-                "(no modules_to_save, no weights of the base: save_embedding_layers=False)"
-            )
-        module = f"{found[1]} (embedding)" if found[2] else found[1]
-        if found[3] in (pair := pairs.setdefault(module, {})):
-            raise InvalidAdapter(f"{folder.name}: lora_{found[3]} of {module[:200]} is there twice")
-        pair[found[3]] = tensor
-    if not pairs:
-        raise InvalidAdapter(f"{folder.name}: {WEIGHTS} has no tensors")
+    pairs, copies = _told(folder, tensors)
     pairs, said = _apart(folder, config, adapters, pairs)
     checked = [
         _checked(folder, config.rank_of(said.get(m, m)), adapters, m, pair) for m, pair in pairs.items()
     ]
+    for module, tensor in copies.items():
+        _check_copy(folder, adapters, module, tensor)
     taken: dict[tuple[int, int], str] = {}
     pieces = []
     for module, a, b, targets in sorted(checked, key=itemgetter(0)):
@@ -221,11 +213,57 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
     return pieces, content.hexdigest()
 
 
+def _told(folder: Path, tensors: dict[str, Tensor]) -> tuple[Pairs, dict[str, Tensor]]:
+    """What is added to each module, and copies of the base's weights. Raises InvalidAdapter."""
+    pairs: Pairs = {}
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if "lora_magnitude_vector" in name:
+            raise InvalidAdapter(f"{folder.name}: DoRA is not supported ({name[:200]})")
+        if copy := _COPY.fullmatch(name):
+            copies[copy[1]] = tensor
+            continue
+        if (found := _NAME.fullmatch(name)) is None:
+            raise InvalidAdapter(
+                f"{folder.name}: {name[:200]!r} is no layer's lora_A or lora_B, which alone are supported "
+                f"({OF_BASE})"
+            )
+        module = f"{found[1]} (embedding)" if found[2] else found[1]
+        if found[3] in (pair := pairs.setdefault(module, {})):
+            raise InvalidAdapter(f"{folder.name}: lora_{found[3]} of {module[:200]} is there twice")
+        pair[found[3]] = tensor
+    if not pairs:
+        raise InvalidAdapter(f"{folder.name}: {WEIGHTS} has no tensors")
+    return pairs, copies
+
+
+def _check_copy(folder: Path, adapters: Adapters, module: str, copy: Tensor) -> None:
+    """PEFT writes the base's embedding and output layer beside what it adds to these. Raises InvalidAdapter
+    for a ``copy`` that is not as the base's, whose numbers may be rounded here, or one of another layer."""
+    name = adapters.rename(module)
+    if name not in adapters.tables:
+        if adapters.leaves(module):
+            return
+        raise InvalidAdapter(f"{folder.name}: {module[:200]}: {OF_BASE}")
+    (weight, own), target = adapters.tables[name], adapters.table[name]
+    wanted = target.k if target.embedding else target.n, weight.k
+    what = f"{folder.name}: base_layer.weight of {module[:200]}"
+    if tuple(copy.shape) != wanted or copy.dtype not in FLOATS:
+        raise InvalidAdapter(
+            f"{what} has shape {list(copy.shape)}, and the base's {list(wanted)} (another base?)"
+        )
+    rows = torch.linspace(own.start, own.stop - 1, SAMPLED).long()
+    known = weight.told(rows - own.start)
+    if not (copy[rows].float() - known).norm() <= LIKE * known.norm():
+        raise InvalidAdapter(f"{what} is another one than the base's (another base?)")
+
+
 def _read(folder: Path, adapters: Adapters) -> bytes:
     """Read whole, not mapped: a file that is cut while it is read must not end the process."""
     path = folder / WEIGHTS
     most = sum(t.n + t.k for t in adapters.table.values()) + sum(adapters.absent.values())
     most = int(4 * adapters.rank * most * adapters.sets) + (STAGED if adapters.beyond else SPARE)
+    most += sum(4 * adapters.table[name].n * adapters.table[name].k for name in adapters.tables)
     try:
         if not path.is_file():
             raise FileNotFoundError
@@ -335,6 +373,8 @@ def _checked(folder: Path, rank: int, adapters: Adapters, module: str, pair: dic
         changed = sorted({name.rpartition(".")[2] for name in adapters.table})
         if ".experts." in module and EXPERTS not in adapters.modules:
             raise bad("for adapters of experts start the server with experts in --lora-target-modules")
+        if (last := module.rpartition(".")[2]) in TABLES and last not in adapters.modules:
+            raise bad(f"for adapters of this layer start the server with {last} in --lora-target-modules")
         raise bad(
             "this model has no such layer that adapters can change (another base?); there are "
             f"{', '.join(changed)}"

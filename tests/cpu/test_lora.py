@@ -273,7 +273,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "half": (lambda f: _tensors(f, lambda t: t.pop(Q_B)), "lora_B is missing"),
     "shape": (lambda f: _add(f, Q_A, torch.ones(4, 47)), r"expected \[4, 48\] \(another base\?\)"),
     "magnitudes": (lambda f: _add(f, MAGNITUDE, torch.ones(3)), "DoRA is not supported"),
-    "embedding": (lambda f: _add(f, EMBEDDING, torch.ones(4, 311)), "no such layer that adapters can change"),
+    "embedding": (lambda f: _add(f, EMBEDDING, torch.ones(4, 311)), "embed_tokens in --lora-target-modules"),
     "weights of the base": (lambda f: _add(f, BASE, torch.ones(3)), "save_embedding_layers=False"),
     "other base": (lambda f: _rename(f, "layers.0", "layers.7"), "no such layer that adapters can change"),
     "other names": (lambda f: _rename(f, "lora_A", "down"), "is no layer's lora_A or lora_B"),
@@ -317,6 +317,40 @@ def test_good_adapters_of_other_types(server: CpuRunner, base: Path, tmp_path: P
     load(server, 7, tmp_path / "good")
     assert server.adapters is not None
     assert server.adapters._host.pop(7).ranks == [4] * 3 * 4  # q, k and v are one, and gate and up
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "quantization": "int8"}])
+def test_copies_of_the_base_lie_beside_what_is_added_to_its_tables(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """As PEFT writes them, with an adapter of these layers; they have to be the base's."""
+    tables = "embed_tokens", "lm_head"
+    settings = {"lora_target_modules": [*tables, "q_proj"], "quantization": changes.pop("quantization", None)}
+    save_checkpoint(tmp_path / "base", "llama", head_dim=8, **changes)
+    runner = adapted(tmp_path / "base", **settings)
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    own = {"model.embed_tokens": weights["model.embed_tokens.weight"]}
+    own["lm_head"] = weights.get("lm_head.weight", own["model.embed_tokens"])
+    folder = tmp_path / "adapter"
+    save_adapter(folder, tmp_path / "base", settings["lora_target_modules"])
+    load(runner, 1, folder)
+    assert runner.adapters is not None
+    alone = runner.adapters._host[1].memory
+    copies = {f"base_model.model.{name}.base_layer.weight": copy.clone() for name, copy in own.items()}
+    _tensors(folder, lambda tensors: tensors.update(copies))
+    load(runner, 2, folder)
+    assert torch.equal(runner.adapters._host[2].memory, alone)
+    q_proj = "model.layers.0.self_attn.q_proj"
+    for name, copy, why in (
+        ("lm_head", torch.randn_like(own["lm_head"]), "lm_head is another one than the base's"),
+        ("lm_head", own["lm_head"] * NAN, "lm_head is another one than the base's"),
+        ("model.embed_tokens", own["lm_head"][:-1], r"embed_tokens has shape \[\d+, 48\], and the base's"),
+        (q_proj, weights[f"{q_proj}.weight"], "no weights of the base"),
+    ):
+        _add(folder, f"base_model.model.{name}.base_layer.weight", copy.clone())
+        with pytest.raises(InvalidAdapter, match=why):
+            load(runner, 3, folder)
+        _tensors(folder, lambda tensors: tensors.update(copies))
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
