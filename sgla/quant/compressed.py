@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # What actorder may say: whether channels of a group lie together.
 _IN_ORDER, _REORDERED = (False, "weight", "static"), (True, "group", "dynamic")
 LINEAR = "Linear"  # a target: the class of all layers that are multiplied by
+_TABLE, _TABLES = "Embedding", ("embed_tokens", "wte", "word_embeddings")  # and of what is looked up in
 _ROUNDED = "the checkpoint was made for activations of {} bits, which are not rounded here"
 
 
@@ -76,7 +77,7 @@ def _targets(group: Reader) -> list[str]:
 
 class Mixed(Method):
     """Layers of several kinds, each as the first of ``parts`` has it that names it: by its name or that of
-    what it is a part of, by an expression (``re:``), or as one of all (``Linear``)."""
+    what it is a part of, by an expression (``re:``), or as one of all (``Linear``, ``Embedding``)."""
 
     name = "compressed-tensors"
 
@@ -102,7 +103,9 @@ class Mixed(Method):
                 return self._names[name]
             name = name.rpartition(".")[0]
         first = self._expressions.first(module)
-        return self._names.get(LINEAR) if first is None else self._expressed[first]
+        if first is not None:
+            return self._expressed[first]
+        return self._names.get(_TABLE if module.endswith(_TABLES) else LINEAR)
 
     def _of(self, module: str) -> Method:
         found = self._part(module)
@@ -205,12 +208,7 @@ class Whole(Integers):
     """``X.weight`` has a byte for each number; beside it there are ``X.weight_scale``, and
     ``X.weight_zero_point`` if they are not symmetric."""
 
-    bits, strategies = (4, 8), ("channel", "tensor", "group")
-
-    def __init__(self, config: Mapping[str, Any], scheme: Scheme) -> None:
-        super().__init__(config, scheme)
-        self.scheme = self.scheme._replace(bits=8)
-        self.keep()
+    bits, strategies = (2, 3, 4, 5, 6, 7, 8), ("channel", "tensor", "group")
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         name = f"{module}.weight"
@@ -234,4 +232,4 @@ class Whole(Integers):
                 )
         if f"{name}_g_idx" in stored:
             raise WeightError(f"{name}_g_idx is there; act-order is supported for packed integers alone")
-        return quants.Bytes(stored[name], zeros, stored[f"{name}_scale"], (n, k), 8, group)
+        return quants.Bytes(stored[name], zeros, stored[f"{name}_scale"], (n, k), self.scheme.bits, group)

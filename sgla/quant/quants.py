@@ -232,13 +232,16 @@ class Packed(Grouped):
 
 
 class Bytes(Grouped):
-    """packed int8 ``[n, k]``, which mean what they are less the zeros, int8 ``[n, groups]``; scales
-    ``[n, groups]``, ``[n]`` or one."""
+    """packed int8 ``[n, k]``, of numbers of ``bits``, which mean what they are less the zeros, int8
+    ``[n, groups]``; scales ``[n, groups]``, ``[n]`` or one."""
 
     def quants(self, rows: range) -> Quants:
-        q = self.packed.values(rows).view(torch.uint8) ^ 128
+        middle = 1 << self.bits - 1
+        q = self.packed.values(rows).view(torch.uint8) + middle  # which wraps
+        if self.bits < 8 and bool((q >> self.bits - 1 > 1).any()):
+            raise ValueError(f"it holds integers of more than {self.bits} bits")
         scale = _of_rows(self.scales, rows)
-        zero = torch.full_like(scale, 128, dtype=torch.int32)
+        zero = torch.full_like(scale, middle, dtype=torch.int32)
         return Quants(q, zero if self.zeros is None else zero + _of_rows(self.zeros, rows).int(), scale)
 
 

@@ -8,6 +8,7 @@ expressions (``FqnToConfig``). (torchao 0.18: prototype/safetensors, and the ten
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +71,12 @@ def _target(name: str) -> str:
     return f"re:(?:{name[3:]})$" if name.startswith("re:") else name
 
 
+def _value(table: Mapping[str, Any], key: str) -> Any:
+    """What torchao writes as an object with its type."""
+    found = table.get(key)
+    return found.get("_data") if isinstance(found, Mapping) else found
+
+
 class TorchAo(Method):
     """``said``: how the numbers are stored, as torchao writes a configuration."""
 
@@ -82,17 +89,34 @@ class TorchAo(Method):
         if not isinstance(kind, str) or kind not in _TYPES:
             raise c.error("quant_type", f"a default of {', '.join(_TYPES)}, not {shown(kind)}")
         self.type = _TYPES[kind]
-        packing = data.get("int4_packing_format", "plain")
-        packing = packing.get("_data") if isinstance(packing, Mapping) else packing
+        packing = _value(data, "int4_packing_format") or "plain"
         if self.type.tensor == "int4" and str(packing).lower() != "plain":
             raise c.error("quant_type", f"int4 with int4_packing_format plain, not {shown(packing)}")
-        self.storage = self.type.storage
+        self.bits, self.storage = 4 if self.type.tensor == "int4" else 8, self.type.storage
+        self.symmetric = self.type.tensor == "int8"
         group = data.get("group_size", 128 if self.type.tensor == "int4" else 32)
+        if self.type.tensor == "intx":
+            group = self._intx(data, group)
         self._on_gpus = self._storage_of_gpus(group if type(group) is int else 0)
         self.devices = devices([self.storage, self._on_gpus])
         self.notes = (_ROUNDED,) if self.type.rounds else ()
         if self.type.tensor == "fp8":
             self.name = "fp8"  # what this needs of a GPU
+
+    def _intx(self, data: Mapping[str, Any], group: Any) -> Any:
+        """What is said of integers that have a byte each: their bits, whether they have zeros, and how many
+        channels have constants in common, which is returned (0: all)."""
+        said = {key.removeprefix("weight_"): value for key, value in data.items()}
+        bits = re.fullmatch(r"int([1-8])", str(_value(said, "dtype")))
+        self.bits = int(bits[1]) if bits else 8
+        self.symmetric = str(_value(said, "mapping_type")).startswith("SYMMETRIC")
+        wide = 4 if self.bits <= 4 else 8
+        self.storage = f"q{wide}_0" if self.symmetric else f"int{wide}"
+        granularity = said.get("granularity")
+        if isinstance(granularity, Mapping):
+            inner = granularity.get("_data")
+            return inner.get("group_size", 0) if isinstance(inner, Mapping) else 0
+        return group
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         name, four = f"{module}._weight", self.type.tensor == "int4"
@@ -123,10 +147,9 @@ class TorchAo(Method):
             )
         if self.type.tensor == "int4":
             return quants.Int4Bytes(numbers, zeros, scale, (n, k), 4, group)
-        if self.type.tensor == "int8" and zeros is not None and bool(zeros.values().any()):
+        if self.symmetric and zeros is not None and bool(zeros.values().any()):
             raise WeightError(f"{name}_zero_point is not 0, though the numbers are symmetric")
-        symmetric = self.type.tensor == "int8"
-        return quants.Bytes(numbers, None if symmetric else zeros, scale, (n, k), 8, group)
+        return quants.Bytes(numbers, None if self.symmetric else zeros, scale, (n, k), self.bits, group)
 
     def _storage_of_gpus(self, group: int) -> str:
         """``group``: channels with one scale, where they are not a row's."""
@@ -134,7 +157,7 @@ class TorchAo(Method):
             return self.storage
         if self.type.tensor == "int4":
             return of_groups(4, group, whole=False)
-        return of_groups(8, 0 if self.type.tensor == "int8" else group)
+        return of_groups(self.bits, 0 if self.type.tensor == "int8" else group)
 
     def stored(self, device: str = "cpu") -> str:
         return self.storage if device == "cpu" else self._on_gpus

@@ -37,6 +37,10 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "int8 tensor": (group("int-quantized", **INT8 | {"strategy": "tensor"}), "q8_0"),
     "int8 groups": (group("naive-quantized", **INT8 | {"strategy": "group", "group_size": 32}), "q8_0"),
     "int8 asymmetric": (group("int-quantized", **INT8 | {"symmetric": False}), "int8"),
+    "int4 in bytes": (
+        group("int-quantized", **INT8 | {"num_bits": 4, "strategy": "group", "group_size": 64}),
+        "q4_0",
+    ),
     "fp8 channels": (group("float-quantized", **FP8), "fp8"),
     "fp8 naive": (group("naive-quantized", **FP8), "fp8"),
     "nvfp4": (group("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "nvfp4"),
@@ -62,7 +66,9 @@ def quantize(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     size = weights.get("group_size", k)
     shape = (1,) if strategy == "tensor" else (n, k // size)
     if weights["type"] == "int":
-        q, scale = torch.randint(-128, 128, (n, k), dtype=torch.int8), torch.rand(shape).half() * 2e-3 + 1e-3
+        half = 1 << weights["num_bits"] - 1
+        q = torch.randint(-half, half, (n, k), dtype=torch.int8)
+        scale = torch.rand(shape).half() * 2e-3 + 1e-3
         zero = torch.zeros(shape, dtype=torch.int8)
         if not weights["symmetric"]:
             zero.random_(-20, 20)
@@ -95,6 +101,17 @@ def test_every_layout_means_its_matrix(name: str) -> None:
     assert method is not None
     assert method.kept("x") == GROUPS[name][1]
     check(method, *quantize(torch.zeros(96, 128), name), atol=1e-3 if name == "int8 asymmetric" else 1e-6)
+
+
+def test_numbers_of_more_bits_than_the_file_says_are_refused() -> None:
+    method = method_of({"quantization_config": said(g=GROUPS["int4 in bytes"][0])})
+    assert method is not None
+    parts, _ = quantize(torch.zeros(96, 128), "int4 in bytes")
+    for wrong in (8, -9, 127):
+        parts["weight"][3, 5] = wrong
+        stored: Any = {f"x.{part}": Stored(value) for part, value in parts.items()}
+        with pytest.raises(ValueError, match="more than 4 bits"):
+            method.take("x", stored, 96, 128).dense()
 
 
 def test_nvfp4_stays_as_it_is() -> None:
@@ -182,6 +199,25 @@ MIXED = said(
     | {"targets": ["re:.*o_proj$"], "input_activations": {"num_bits": 4, "type": "float"}},
     e=GROUPS["int8 groups"][0],
 ) | {"ignore": ["re:.*layers.2.mlp.down_proj"], "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("alone", [False, True])
+def test_embeddings_have_a_scheme_of_their_own(alone: bool, tmp_path: Path) -> None:
+    table = GROUPS["int8 channels"][0] | {"targets": ["Embedding"]}
+    config = said(table=table) if alone else said(linears=GROUPS["int8 groups"][0], table=table)
+    packed, plain = pair(
+        tmp_path, config, lambda _, w: None if alone else quantize(w, "int8 groups"), **SHAPE
+    )
+    name = "model.embed_tokens.weight"
+    parts, dense = quantize(torch.zeros(311, 128), "int8 channels")
+    for source, made in (
+        (packed, {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}),
+        (plain, {name: dense}),
+    ):
+        save_file(load_file(source.files[0]) | made, source.files[0], {"format": "pt"})
+    found, expected = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (packed, plain))
+    torch.testing.assert_close(found, expected)
 
 
 def scheme_of(name: str) -> str | None:

@@ -43,6 +43,16 @@ def torchao(kind: str, **data: Any) -> dict[str, Any]:
     return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data}}}
 
 
+def intx(bits: int, mapping: str) -> dict[str, Any]:
+    """As the library writes them: values with their types."""
+    return torchao(
+        "IntxWeightOnlyConfig",
+        weight_dtype={"_type": "torch.dtype", "_data": f"int{bits}"},
+        granularity={"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}},
+        mapping_type={"_type": "MappingType", "_data": mapping},
+    )
+
+
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nf4": (NF4, "nf4"),  # on GPUs
     "nf4, nested": (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4"),
@@ -55,6 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "torchao int8": (torchao("Int8WeightOnlyConfig"), "q8_0"),
     "torchao int4": (torchao("Int4WeightOnlyConfig", group_size=32), "int4"),
     "torchao intx": (torchao("IntxWeightOnlyConfig"), "int8"),
+    "torchao intx, 4 bits": (intx(4, "SYMMETRIC"), "q4_0"),
+    "torchao intx, 3 bits, asymmetric": (intx(3, "ASYMMETRIC"), "int4"),
     "torchao float8": (torchao("Float8WeightOnlyConfig"), "fp8"),
 }
 
@@ -69,6 +81,8 @@ ON_GPUS = {
     "torchao int8": "int8g128",
     "torchao int4": "int4m32",
     "torchao intx": "int8g32",
+    "torchao intx, 4 bits": "int4g32",
+    "torchao intx, 3 bits, asymmetric": "int4g32",
     "torchao float8": "fp8",
 }
 
@@ -147,10 +161,11 @@ def of_torchao(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
         parts = {"_weight_qdata": packed, "_weight_scale": scale, "_weight_zero_point": middle}
         return parts, q * wide[0] + wide[1]
     groups = 1 if name.endswith("int8") else k // 32
-    q = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    half = 8 if "4 bits" in name else 4 if "3 bits" in name else 128
+    q = torch.randint(-half, half, (n, k), dtype=torch.int8)
     scale, zero = torch.rand(n, groups).half() / 500 + 1e-3, torch.zeros(n, groups, dtype=torch.int8)
-    if groups > 1:
-        zero.random_(-9, 9)
+    if groups > 1 and "4 bits" not in name:
+        zero.random_(-min(half, 9), min(half, 9))
     wide = [t.float().repeat_interleave(k // groups, 1) for t in (scale, zero)]
     parts = {"_weight_qdata": q, "_weight_scale": scale, "_weight_zero_point": zero}
     return parts, (q - wide[1]) * wide[0]
@@ -264,7 +279,9 @@ def test_bitsandbytes_writes_what_is_read(nested: bool) -> None:
     check(method("nf4"), parts | {"weight": made.data}, dequantize_4bit(made.data, made.quant_state).float())
 
 
-@pytest.mark.parametrize(("kind", "name"), [("Int8", "int8"), ("Float8", "float8"), ("Intx", "intx")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("Int8", "int8"), ("Float8", "float8"), ("Intx", "intx"), ("Intx", "intx, 4 bits")]
+)
 def test_torchao_writes_what_is_read(kind: str, name: str) -> None:
     library = pytest.importorskip("torchao.quantization")
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
