@@ -734,8 +734,8 @@ struct Fresh {
 __device__ __forceinline__ void fetch_factors(const Params& p, const Memory& memory) {
   constexpr int LINE = 32, NORM_LINES = HD / LINE, ROTATION = 2 * NORM_LINES;  // floats; lines of a norm
   const int lane = threadIdx.x % 32;
-  if (p.q_norm && lane < NORM_LINES) prefetch_to_l2(p.q_norm + lane * LINE);
-  if (p.k_norm && lane >= NORM_LINES && lane < ROTATION) prefetch_to_l2(p.k_norm + (lane - NORM_LINES) * LINE);
+  const float* norm = lane < NORM_LINES ? p.q_norm : p.k_norm;
+  if (norm && lane < ROTATION) prefetch_to_l2(norm + lane % NORM_LINES * LINE);
   const Unit first = memory.get(0);
   if (lane >= ROTATION && lane < ROTATION + ROT / LINE)
     prefetch_to_l2(p.cos_sin + (long long)turned_by(p, first) * ROT + (lane - ROTATION) * LINE);
