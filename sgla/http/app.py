@@ -21,7 +21,7 @@ from sgla.http.batches.runner import RUNNER, Runner, run_batches
 from sgla.http.batches.store import BatchStore
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT, Client, without_key
-from sgla.http.connections import answer_begins, check_spare, is_last, request_begins, why_cancelled
+from sgla.http.connections import answer_begins, check_spare, has_gone, is_last, request_begins, why_cancelled
 from sgla.http.conversations import routes as conversations
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import (
@@ -31,6 +31,8 @@ from sgla.http.middleware import (
     PAGES,
     Gate,
     add_headers,
+    check_expected,
+    go_ahead,
     identify,
     preflight,
     wakes,
@@ -242,7 +244,7 @@ def make_app(
     app[openapi.TABLE] = ROUTES
     app[realtime.SOCKETS] = set()
     app[GATE] = Gate(config.api_key, config.admin_api_key, server.database.salt)
-    route = app.router.add_route("*", r"/{path:[\s\S]*}", dispatch)
+    route = app.router.add_route("*", r"/{path:[\s\S]*}", dispatch, expect_handler=go_ahead)
 
     async def resolve(request: web.Request) -> web.UrlMappingMatchInfo:
         """aiohttp's own takes a time that grows with the square of the slashes in a path."""
@@ -333,6 +335,7 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
         if request.method == "OPTIONS":
             await anonymous(request)
             return preflight(request)
+        check_expected(request)
         check_spare(request, may=path.split("/")[1] in OPEN - PAGES)
         request[CLIENT] = await checked(request, path)
         request_begins(request, request[CLIENT].name)
@@ -349,9 +352,9 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
             raise
         task.uncancel()
         return refusal(request, route, why)
-    except ConnectionError:
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ConnectionError) and has_gone(request):
+            raise
         log.exception("request %s failed", request[RID])
         return refusal(request, route, SglaError("internal error; the server's log has the details"))
 

@@ -12,9 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from sgla import clock
-from sgla.errors import Overloaded
+from sgla.errors import BadRequest, Overloaded, SglaError
 from sgla.http.bodies import SHARE
 from sgla.http.clients import without_key
+from sgla.http.errors import error_response
 from sgla.http.turns import SLICE
 
 log = logging.getLogger(__name__)
@@ -289,10 +290,17 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        gone = self.transport is None or self.transport.is_closing()
-        if gone and isinstance(exc, ConnectionError):  # before its answer began: nothing to log
+        if isinstance(exc, ConnectionError) and has_gone(request):  # before its answer began: nothing to log
             raise exc
-        return super().handle_error(request, status, exc, message)
+        super().handle_error(request, status, exc, message)
+        why, _, _ = (message or "").partition("\n\n")  # what comes then is quoted
+        error: SglaError = BadRequest(f"the request is no HTTP: {' '.join(why.split()).rstrip(':')}")
+        if status >= 500:
+            error = SglaError("internal error; the server's log has the details")
+        error.status = status
+        answer = error_response(error)
+        answer.force_close()
+        return answer
 
     def set_resting(self, whether: bool) -> None:
         self._resting = self._loop.time() if whether else None
@@ -485,6 +493,11 @@ def set_resting(request: web.Request, whether: bool) -> None:
     if it has more connections than others, it may have to give this one away."""
     if isinstance(request.protocol, Connection):
         request.protocol.set_resting(whether)
+
+
+def has_gone(request: web.BaseRequest) -> bool:
+    """Whether its client is there no longer."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def is_last(request: web.Request) -> bool:

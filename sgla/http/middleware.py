@@ -6,9 +6,9 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
-from sgla.errors import Forbidden, Unauthorized
+from sgla.errors import BadRequest, Forbidden, Unauthorized
 from sgla.http.clients import Client, with_key, without_key
 from sgla.http.ids import random_id
 from sgla.http.request.schema import header_value
@@ -76,6 +76,7 @@ WAKING = frozenset(SECRET) - {"step_log"} | {
     "rebalance_experts",
 }
 ADMIN_OF_V1 = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's paths
+CONTINUE = "100-continue"
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
 EXPOSED = "x-request-id, request-id, x-model, x-ignored-fields, x-should-retry, Retry-After"
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -89,6 +90,29 @@ def identify(request: web.Request) -> None:
         request[RID], request[UID] = asked, unique(asked)
     else:
         request[RID] = request[UID] = random_id()
+
+
+async def go_ahead(request: web.Request) -> None:
+    """Ask for the body of a client that waits with it. What else it may expect is refused later."""
+    if CONTINUE in expected(request):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # of the answer
+
+
+def check_expected(request: web.Request) -> None:
+    """Raises BadRequest."""
+    if expected(request) - {CONTINUE}:
+        error = BadRequest(f"Expect takes {CONTINUE} alone; leave other expectations out")
+        error.status = 417
+        raise error
+
+
+def expected(request: web.Request) -> set[str]:
+    """HTTP/1.0 knows of none."""
+    if request.version < HttpVersion11:
+        return set()
+    words = ",".join(request.headers.getall("Expect", ())).split(",")
+    return {word.strip().lower() for word in words} - {""}
 
 
 def part_of(path: str) -> str:

@@ -344,7 +344,9 @@ class Connection(asyncio.Protocol):
         self._check_size(self._left)
         expects = request.words(b"expect")
         if expects - {b"100-continue"}:
-            raise BadRequest("Expect takes 100-continue alone")
+            error = BadRequest("Expect takes 100-continue alone; leave other expectations out")
+            error.status = 417
+            raise error
         if expects and self._left and self._transport is not None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True

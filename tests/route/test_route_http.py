@@ -270,6 +270,11 @@ async def test_what_changes_a_server_goes_to_all(route: Route) -> None:
     assert (await router.post({}, "/init_weights_update_group"))[0] == 400
 
 
+async def test_an_unknown_expectation_is_refused(route: Route) -> None:
+    router = await route(1)
+    assert (await router.post({}, headers={"Expect": "a-miracle"}))[0] == 417
+
+
 async def test_what_changes_a_server_goes_to_those_that_rest(route: Route) -> None:
     """A server that sleeps has to be woken, and one whose weights become others tells so later than a look at
     it. Nobody else is sent there while others are up."""

@@ -523,3 +523,28 @@ async def test_a_handler_that_loses_another_connection_answers_with_an_error(
         monkeypatch.setattr(sse, "first_message", losing)
         reader, _ = await server.connect(head % len(body) + body)
         assert b" 500 " in await reader.readline()
+        assert b'"code":"internal_error"' in await reader.readuntil(b"}}")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "said"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nExpect: a-miracle\r\n", 417, b"Expect takes 100-continue alone"),
+        (
+            b"GET /v1/models HTTP/1.1\r\nExpect: 100-continue, more\r\n",
+            100,
+            b"Expect takes 100-continue alone",
+        ),
+        (b"GET /health HTTP/1.0\r\nExpect: a-miracle\r\n", 200, b'"ready"'),
+        (b"FROB /v1/models HTTP/1.1\r\n", 400, b'"the request is no HTTP: Invalid method encountered"'),
+        (b"GET / HTTP/9.9\r\n", 400, b'"code":"bad_request"'),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: -4\r\n", 400, b'"code":"bad_request"'),
+    ],
+)
+async def test_what_nobody_can_answer_gets_an_error_of_ours(
+    serving: Serving, request_: bytes, status: int, said: bytes
+) -> None:
+    async with serving(limit=16) as server:
+        reader, _ = await server.connect(request_ + b"Host: x\r\n\r\n")
+        assert b" %d " % status in await reader.readline()
+        assert said in await reader.readuntil(b"}")
