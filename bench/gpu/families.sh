@@ -37,7 +37,7 @@ model["quantization_config"] = {"quant_method": "compressed-tensors", "format": 
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}}, "ignore": ["lm_head", "re:.*gate$"]}
 json.dump(model, open(path, "w"))
 PY
-    family "$1-int4" 170 "$model" "" --tag int4 --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096
+    family "$1-int4" 230 "$model" "" --tag int4 --workloads "${WORKLOADS:-W2,W1}" --max-model-len 4096
 }
 
 for each in "$@"; do
