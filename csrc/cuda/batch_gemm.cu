@@ -91,6 +91,10 @@ constexpr bool TIGHT = GROUPS == 3 && BN > (GROUPED ? 64 : 192);
 // Those that load give registers to those that multiply, where these would not have enough.
 // GROUPED: a thread has registers for sums of two groups besides those of all.
 constexpr bool IN_TURN = GROUPED && BN <= 128 && (GROUPS < 3 || (GROUPS == 3 && BN <= 64));
+// Three groups of warps whose threads have registers for one group's sums ask for products in turn, so that
+// not all of them meet scales at the same time; by barriers of the hardware's from TURN on.
+constexpr bool TURNS = GROUPED && GROUPS == 3 && !IN_TURN && !PAIRED;
+constexpr int TURN = 2;
 constexpr bool LENDS = TIGHT || (GROUPED && BN > (GROUPS == 2 ? 64 : 128));
 constexpr int THREADS = CONSUMERS + (LENDS ? 128 : 32 + FACTORS * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
@@ -594,6 +598,7 @@ __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Share
                                                  Slot<STAGES>& slot, int count, int w_at, int x_at,
                                                  const float* first, const float* second) {
   constexpr int HALVES = SIZE > 64 ? 2 : 1, PART = SIZE / HALVES;
+  const int turn = threadIdx.x / 128;
   float next[2] = {__ldg(first), __ldg(second)};
   for (int i = 0; i < count; ++i, slot.next()) {
     const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
@@ -604,11 +609,13 @@ __device__ __forceinline__ void multiply_grouped(float (&acc)[SIZE], const Share
     for (int half = 0; half < HALVES; ++half) {
       float part[PART];
       const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at + half * (PART * 2 * ROW_BYTES));
+      if (TURNS) meet_at<256>(TURN + turn);
       wgmma_fence();
       wgmma_e4m3_first(part, w, x);
 #pragma unroll
       for (int k = 1; k < ROW_BYTES / 32; ++k) wgmma_e4m3(part, w + k * 2, x + k * 2);
       wgmma_commit();
+      if (TURNS) arrive_at<256>(TURN + (turn + 1) % GROUPS);
       wgmma_wait<0>(part);
       if (half == HALVES - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty + slot.stage * 8);
 #pragma unroll
@@ -750,6 +757,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& work, const
     meet_at<CONSUMERS>(1);
   }
   Slot<STAGES> slot;
+  if (TURNS && threadIdx.x / 128 == GROUPS - 1) arrive_at<256>(TURN);  // the first group begins
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
     if (LAST && tile.halved())

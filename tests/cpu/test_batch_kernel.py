@@ -41,6 +41,8 @@ class Emulated:
         (300, 400, STORE, Config(128, 1, 1, rows=256)),
         (140, 400, SILU, Config(128, 1, 1, rows=256)),
         (40, 400, STORE, Config(192, 1, 1, rows=64)),
+        (150, 400, STORE, Config(192, 2, 1, rows=96)),
+        (150, 800, SILU, Config(192, 1, 1, rows=96)),
         (40, 400, STORE, Config(64, 2, 1, rows=64)),
         (90, 400, SILU, Config(128, 1, 1, rows=128)),
         (40, 400, STORE, Config(256, 1, 1, rows=64)),
