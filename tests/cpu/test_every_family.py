@@ -32,6 +32,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     for module in (test_families, test_mixtures, test_hybrids, test_mamba)
     for name, family in module.FAMILIES.items()
 }
+OTHERS = sorted(LAYOUTS.keys() - {model_type for model_type, _ in FAMILIES.values()})
+FAMILIES |= {f"layouts: {name}": (name, LAYOUTS[name].shared) for name in OTHERS}
 
 UNSPLIT = {"hybrids: qwen3-next, one head for each, mixed"}  # three heads of keys
 
