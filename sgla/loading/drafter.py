@@ -114,6 +114,11 @@ def load_block(
     return head
 
 
+def _as_authors(name: str) -> str:
+    """What others call the layer of EAGLE-3."""
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
 def load_eagle(
     source: ModelSource,
     target: Decoder,
@@ -125,19 +130,21 @@ def load_eagle(
     seed: int = 0,
 ) -> Eagle | Eagle3:
     """Raises WeightError for a head whose files are not as EAGLE's."""
-    build = decoder_build(source, eagle.spec, dtype, quantization, target.shard)
+    rename = _as_authors if eagle.layers else (lambda name: name)
+    build = decoder_build(source, eagle.spec, dtype, quantization, target.shard, rename)
     ignored = ("embed_tokens.", "model.embed_tokens.", "lm_head.")
     if not eagle.layers:
         first = Eagle(target, eagle.spec, build, positions, eagle.bias)
         load_weights(source, build, "EAGLE", ignored=ignored, on_progress=report, seed=seed)
         return first
-    head = Eagle3(target, eagle.spec, build, positions, len(eagle.layers), eagle.vocab)
+    head = Eagle3(target, eagle.spec, build, positions, len(eagle.layers), eagle.vocab, eagle.normed)
 
     def mend(name: str, tensor: SourceTensor) -> SourceTensor:
         return Values(tensor.values()) if name == "d2t" and isinstance(tensor, FileTensor) else tensor
 
+    unread = ("t2d", "d2t", *ignored)
     load_weights(
-        source, build, "EAGLE-3", ignored=("t2d", "d2t", *ignored), mend=mend, on_progress=report, seed=seed
+        source, build, "EAGLE-3", ignored=unread, rename=rename, mend=mend, on_progress=report, seed=seed
     )
     if head.ids is not None and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < head.vocab:
         raise WeightError("d2t of the EAGLE-3 head names tokens that its model has not")

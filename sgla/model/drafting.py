@@ -51,12 +51,14 @@ TOLD = 3  # layers of a target that EAGLE-3 reads
 
 class EagleSpec(NamedTuple):
     """``spec``: of the head, as if it were a Llama of one layer; ``bias``: of its first projection. Of
-    EAGLE-3 ``vocab``: tokens that it may guess; ``layers``: of the target, whose inputs it reads."""
+    EAGLE-3 ``vocab``: tokens that it may guess; ``layers``: of the target, whose inputs it reads; ``normed``:
+    what its attention is added to."""
 
     spec: ModelSpec
     bias: bool
     vocab: int
     layers: tuple[int, ...] = ()
+    normed: bool = False
 
 
 class BlockSpec(NamedTuple):
@@ -232,11 +234,13 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
         why = f"it is no head of EAGLE-3, which {EAGLE3[0]} would be"
         raise _unfit(why if third else f"it is a head of EAGLE-3; give {FLAG} eagle3")
     others = {"model_type", "dtype", "torch_dtype", "quantization_config"}
-    known = family_of("LlamaForCausalLM").defaults.keys() | others
+    draft = {**Reader(EAGLE3[0], draft).table("transformer_layer_config"), **draft}  # of speculators
+    kind = "Qwen2ForCausalLM" if draft.get("qkv_bias") else "LlamaForCausalLM"
+    known = family_of(kind).defaults.keys() | others
     shape = {key: value for key, value in draft.items() if key in known}
     if not third and draft.get("num_hidden_layers") != 1:
         raise _unfit(f"it has {draft.get('num_hidden_layers')} layers, and a head of EAGLE one")
-    spec = read_decoder(shape | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
+    spec = read_decoder(shape | {"architectures": [kind], "num_hidden_layers": 1})
     c = Reader(EAGLE3[0], {"draft_vocab_size": spec.vocab, "bias": True, **draft})
     vocab = c.integer("draft_vocab_size", VOCAB)
     if spec.vocab != target.vocab or vocab > target.vocab:
@@ -246,7 +250,7 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     if spec.hidden != target.hidden:
         raise _unfit(f"its width is {spec.hidden}, and the model's {target.hidden}")
     layers = _told_layers(c, target.layers) if third else ()
-    return EagleSpec(spec, c.flag("bias"), vocab, layers)
+    return EagleSpec(spec, c.flag("bias"), vocab, layers, c.flag("norm_before_residual"))
 
 
 def read_medusa(draft: Mapping[str, Any], target: ModelSpec) -> MedusaSpec:

@@ -67,13 +67,22 @@ def _attention(build: Build, name: str, spec: ModelSpec, positions: int, inputs:
 
 class Eagle3:
     """EAGLE-3 (arXiv 2503.01840), which reads what goes into three layers of its target. ``spec``: of the
-    head, as if it were a Llama of one layer. ``vocab``: how many tokens of the target it may guess."""
+    head, as if it were a Llama of one layer. ``vocab``: how many tokens of the target it may guess.
+    ``normed``: the norm of what it reads stands before the residual, not beside it."""
 
     def __init__(
-        self, target: Decoder, spec: ModelSpec, build: Build, positions: int, places: int, vocab: int
+        self,
+        target: Decoder,
+        spec: ModelSpec,
+        build: Build,
+        positions: int,
+        places: int,
+        vocab: int,
+        normed: bool = False,
     ) -> None:
         d, name = spec.hidden, "midlayer"
         self.width, self.target_width, self.vocab = d, places * target.spec.hidden, target.spec.vocab
+        self.normed = normed
         self.read = MergedColumnLinear(build, self.target_width, [("fc", d, range(d))])
         self.token_norm = RMSNorm(build, f"{name}.input_layernorm", d, spec.eps)
         self.hidden_norm = RMSNorm(build, f"{name}.hidden_norm", d, spec.eps)
@@ -90,7 +99,9 @@ class Eagle3:
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
     ) -> tuple[Tensor, Tensor]:
-        x = ops.beside(self.token_norm(tokens), self.hidden_norm(hidden))
+        normed = self.hidden_norm(hidden)
+        x = ops.beside(self.token_norm(tokens), normed)
+        hidden = normed if self.normed else hidden
         x = self.attention.out(self.attention(x, batch, kv[0]))
         x, h = self.mlp_norm.add(x, hidden)
         shown, h = self.norm.add(self.mlp(x), h)

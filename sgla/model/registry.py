@@ -18,7 +18,10 @@ from sgla.model.gguf_layouts import layout_of
 from sgla.packages import brought
 
 # Heads that guess, and are no models.
-EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
+EAGLE3 = (
+    *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM"),
+    "Eagle3Speculator",  # of the library speculators
+)
 EAGLE = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 DFLASH = "DFlashDraftModel"
 HEADS = (*EAGLE3, *EAGLE, DFLASH)

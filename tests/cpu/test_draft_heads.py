@@ -51,6 +51,14 @@ EAGLE = LLAMA | {
     "num_hidden_layers": 1,
     "draft_vocab_size": 200,
 }
+SPECULATORS = {  # a head of EAGLE-3 as the library of this name writes it
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": 200,
+    "norm_before_residual": True,
+    "speculators_model_type": "eagle3",
+    "target_hidden_size": None,
+    "transformer_layer_config": LLAMA | {"num_hidden_layers": 1},
+}
 DEEP = LLAMA | {"num_hidden_layers": 4}
 DFLASH = LLAMA | {
     "architectures": ["DFlashDraftModel"],
@@ -67,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "latent": ("mtp", LATENT, None),
     "eagle": ("eagle", DEEP, LLAMA | {"num_hidden_layers": 1}),
     "eagle3": ("eagle3", DEEP, EAGLE),
+    "speculators": ("eagle3", DEEP, SPECULATORS),
     "medusa": ("medusa", DEEP, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
     "dflash": ("dflash", DEEP, DFLASH),
     "hybrid": ("mtp", HYBRID, None),
@@ -241,12 +250,19 @@ def eagle(told: Tensor, embedded: Tensor) -> Tensor:
 
 def eagle3(told: Tensor, embedded: Tensor) -> Tensor:
     """The same of ``told`` [T, 3 d]."""
-    hidden = told @ weights("fc.weight", 64, 192).T
+    return behind_layer(told @ weights("fc.weight", 64, 192).T, embedded)
+
+
+def speculators(told: Tensor, embedded: Tensor) -> Tensor:
+    return behind_layer(norm(told @ weights("fc.weight", 64, 192).T), embedded)
+
+
+def behind_layer(hidden: Tensor, embedded: Tensor) -> Tensor:
     h = layer("midlayer", torch.cat([norm(embedded), norm(hidden)], 1), hidden)
     return (norm(h) @ weights("lm_head.weight", 200, 64).T).argmax(1) + 1  # d2t of random weights is 1
 
 
-@pytest.mark.parametrize("says", [eagle, eagle3])
+@pytest.mark.parametrize("says", [eagle, eagle3, speculators])
 def test_a_head_guesses_what_its_paper_says(says: Callable[[Tensor, Tensor], Tensor]) -> None:
     """The first guess behind each text of a greedy request, from all hidden states at once."""
     runner, request = runner_of(says.__name__), requests()[0]
@@ -381,6 +397,7 @@ def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors |= {"d2t": torch.arange(200) // 2, "t2d": torch.ones(VOCAB, dtype=torch.bool)}
     (tmp_path / "config.json").write_text(json.dumps(EAGLE))
+    others = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     for last, said in ((torch.zeros(1), ""), (torch.full((1,), 999), "d2t of the EAGLE-3 head names tokens")):
         tensors["d2t"][-1:] += last.long()
         save_file(tensors, tmp_path / "model.safetensors")
@@ -396,6 +413,23 @@ def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
         assert head.ids.tolist() == [i + i // 2 for i in range(200)]
         logits = torch.arange(200.0)[None]
         assert of_target(head, logits)[0, [3, 299 - 1]].tolist() == [2.0, 199.0]
+        as_vllm = tmp_path / "vllm"  # and speculators
+        as_vllm.mkdir()
+        save_file(others, as_vllm / "model.safetensors")
+        (as_vllm / "config.json").write_text(json.dumps(SPECULATORS))
+        named = replace(source, draft=configured_source(as_vllm, drafting(config)))
+        again = CpuRunner(config, named, 0, 1, "", lambda progress: None)
+        same = again._drafter._forward.head  # type: ignore[attr-defined]
+        assert torch.equal(same.attention.out.weight.dequant(), head.attention.out.weight.dequant())
+        assert (same.normed, head.normed) == (True, False)
+
+
+def test_a_head_of_eagle_has_biases_as_its_file_says() -> None:
+    """Those beside Qwen2 have them, and are called so."""
+    head = DEEP | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1}
+    spec = read_eagle(head | {"qkv_bias": True}, read_decoder(DEEP), third=False).spec
+    assert spec.qkv_bias
+    assert not read_eagle(DEEP | {"num_hidden_layers": 1}, read_decoder(DEEP), third=False).spec.qkv_bias
 
 
 def test_a_layer_with_a_window_is_read_from_its_files(tmp_path: Path) -> None:
