@@ -185,11 +185,7 @@ class Resting(ABC):
         self.require_ready()
         assert self._control is not None
         told = await self._control(Control(verb="weights_show", args={"name": name, "rows": rows}))
-        found = [part["values"] for part in told["ranks"] if part["values"] is not None]
-        if not found:
-            raise InvalidField(f"no rank can tell the tensor {name[:200]!r}", param="name")
-        values: list[Any] = reduce(_both, found)
-        return values
+        return _values(told["ranks"], name)
 
     async def scramble_weights(self) -> bool:
         """As ``update_weights``, to random ones."""
@@ -393,6 +389,15 @@ def named_parts(tags: Collection[str] | None) -> Collection[str]:
     if unknown := set(tags or ()) - {*PARTS, GRAPHS}:
         raise InvalidField(f"tags are weights and kv_cache, not {min(unknown)[:40]!r}", param="tags")
     return [part for part in PARTS if part in tags] if tags else PARTS
+
+
+def _values(ranks: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    """Of the tensor of that name, out of what each rank has of it."""
+    found = [part["values"] for part in ranks if part["values"] is not None]
+    if not found:
+        raise InvalidField(f"no rank can tell the tensor {name[:200]!r}", param="name")
+    values: list[Any] = reduce(_both, found)
+    return values
 
 
 def _both(one: Any, other: Any) -> Any:
