@@ -204,15 +204,18 @@ def cut_lengths(lengths: list[int], most: int) -> list[int]:
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Of a model with ``size`` logits.
-    Raises UnsupportedField for a tokenizer that knows no end of a text."""
+    Raises UnsupportedField for a tokenizer that knows no end of a text, or no text."""
     ends = sorted(token for token in tokenizer.eos_ids if token < size)
     if not ends:
         raise UnsupportedField(
             "the model's tokenizer has no token that ends an output, which a grammar needs"
         )
     read = Bytes(tokenizer.piece, 0)  # keeps nothing
-    special = sorted({token for token in tokenizer.special_ids if token < size}.union(ends))
-    return Vocabulary([read[token] for token in range(size)], special, ends)
+    special = {token for token in tokenizer.special_ids if token < size}.union(ends)
+    tokens = [read[token] for token in range(size)]
+    if not any(token for i, token in enumerate(tokens) if i not in special):
+        raise UnsupportedField("the model's tokenizer has no tokens for text, which a grammar needs")
+    return Vocabulary(tokens, sorted(special), ends)
 
 
 def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTemplate | None]:
@@ -224,6 +227,13 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
     path = resolve_tokenizer(config) or source.gguf_path or source.folder
     check_ids(source)
     tokenizer = load_path(path, config.download_dir, source.eos_token_ids)
+    bare = not any(tokenizer.byte_table(True)[token] for token in range(tokenizer.vocab_size))
+    if bare and source.kind != "dummy":  # transformers makes such a one of no files
+        raise ConfigError(
+            f"the tokenizer in {path} has no tokens for text: its file, tokenizer.json for most models, is "
+            "missing; --tokenizer names another folder or model",
+            param="tokenizer",
+        )
     with readable(f"the tokenizer in {path} cannot encode ordinary text"):
         probe(tokenizer)
     size, own = source.vocab_size, tokenizer.backend.get_vocab_size(with_added_tokens=False)

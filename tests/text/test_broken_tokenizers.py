@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,9 @@ from sgla import clock
 from sgla.actors import system
 from sgla.config import Config
 from sgla.defaults import Defaults
-from sgla.errors import BadRequest, ConfigError
+from sgla.errors import BadRequest, ConfigError, UnsupportedField
 from sgla.hub.source import ModelSource
-from sgla.text.tokenizer import load_text, load_tokenizer, probe
+from sgla.text.tokenizer import load_text, load_tokenizer, probe, vocabulary
 
 SIZE = 600
 Content = dict[str, Any]
@@ -95,6 +96,18 @@ def test_a_broken_tokenizer_is_told_with_its_file(name: str, tmp_path: Path) -> 
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     assert said in refused(source_of(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gpt2"])
+def test_a_folder_without_a_tokenizer_is_told(kind: str, tmp_path: Path) -> None:
+    """transformers makes one of no files, which has special tokens alone. For weights that are drawn it may
+    do, but not for grammars."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "eos_token_id": 0}))
+    source = source_of(tmp_path)
+    assert "has no tokens for text" in refused(replace(source, kind="safetensors"))
+    tokenizer, _ = load_text(Config(model="x"), source)
+    with pytest.raises(UnsupportedField, match="no tokens for text"):
+        vocabulary(tokenizer, SIZE)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00", "[" * 100_000])
