@@ -49,8 +49,8 @@ def load(server: Server) -> dict[str, Any]:
     slots = facts.slots if facts is not None else 0
     return {
         "num_running_reqs": stats.running,
-        "num_waiting_reqs": stats.waiting,
-        "num_total_reqs": stats.running + stats.waiting,
+        "num_waiting_reqs": stats.queued,
+        "num_total_reqs": stats.running + stats.queued,
         "num_used_tokens": used * size,
         "max_total_num_tokens": stats.pages_total * size,
         "token_usage": used / max(1, stats.pages_total),
@@ -63,7 +63,7 @@ def load(server: Server) -> dict[str, Any]:
 def active(server: Server) -> int:
     """Requests that run or wait."""
     stats = server.ingress.stats()
-    return 0 if stats is None else stats.running + stats.waiting + stats.held
+    return 0 if stats is None else stats.running + stats.queued
 
 
 def uptime(server: Server) -> float:

@@ -231,9 +231,9 @@ async def load(request: web.Request) -> web.Response:
     used = stats.pages_total - stats.pages_free - stats.pages_evictable
     return json_response(
         {
-            "server_load": stats.running + stats.waiting,
+            "server_load": stats.running + stats.queued,
             "running": stats.running,
-            "waiting": stats.waiting,
+            "waiting": stats.queued,
             "kv_usage": used / max(1, stats.pages_total),
         }
     )
@@ -247,8 +247,8 @@ async def get_load(request: web.Request) -> web.Response:
     used = stats.pages_total - stats.pages_free - stats.pages_evictable
     entry = {
         "dp_rank": 0,
-        "num_reqs": stats.running + stats.waiting,
-        "num_waiting_reqs": stats.waiting,
+        "num_reqs": stats.running + stats.queued,
+        "num_waiting_reqs": stats.queued,
         "num_tokens": used * (facts.page_size if facts is not None else 0),
     }
     return json_response([entry])

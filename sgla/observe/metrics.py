@@ -364,7 +364,7 @@ class Metrics(Collector):
         used = stats.pages_total - stats.pages_free - stats.pages_evictable
         yield self._gauge("num_running_reqs", "Requests in the running batch", stats.running)
         yield self._gauge("num_queue_reqs", "Requests waiting", stats.waiting)
-        yield self._gauge("num_held_reqs", "Requests held for a grammar", stats.held)
+        yield self._gauge("num_held_reqs", "Requests held for a grammar, or a prefix", stats.held)
         for name in ("num_used_tokens", "kv_used_tokens"):
             yield self._gauge(name, "KV tokens held by requests", used * page_size)
         yield self._gauge(

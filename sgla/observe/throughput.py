@@ -27,7 +27,7 @@ class Throughput:
         now, stats = clock.now(), self._stats()
         if stats is not None:
             since, before = self._last
-            if stats.running or stats.waiting or stats.steps > before.steps:
+            if stats.running or stats.queued or stats.steps > before.steps:
                 line = throughput(before, stats, now - since)
                 log.info(TEXT, *line.values(), extra={"fields": line})
             self._last = (now, stats)
@@ -50,7 +50,7 @@ def throughput(before: Stats, stats: Stats, seconds: float) -> dict[str, float]:
     used = stats.pages_total - stats.pages_free - stats.pages_evictable
     return {
         "running": stats.running,
-        "waiting": stats.waiting,
+        "waiting": stats.queued,
         "prompt_tokens_per_second": round((stats.prefilled_tokens - before.prefilled_tokens) / seconds, 1),
         "output_tokens_per_second": round((stats.output_tokens - before.output_tokens) / seconds, 1),
         "cache_hit_percent": round(100 * (stats.hit_tokens - before.hit_tokens) / max(1, asked)),

@@ -94,6 +94,11 @@ class Stats(msgspec.Struct, kw_only=True):
     last_tokens: int = 0
     last_predicted: float = 0.0  # seconds it should take; 0 without an inter-token target
 
+    @property
+    def queued(self) -> int:
+        """Open, and not running."""
+        return self.waiting + self.held
+
 
 class Ledger:
     """Counts, and the times of the requests that ended."""

@@ -498,6 +498,11 @@ async def test_load(site: Site) -> None:
     }
     (entry,) = (await site.get("/get_load"))[1]
     assert entry == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 256}
+    site.ingress.load = {"running": 1, "waiting": 2, "held": 4}
+    told = (await site.get("/load"))[1]
+    assert (told["server_load"], told["running"], told["waiting"]) == (7, 1, 6), "a prefix is waited for, too"
+    (entry,) = (await site.get("/get_load"))[1]
+    assert (entry["num_reqs"], entry["num_waiting_reqs"]) == (7, 6)
 
 
 async def test_tokenizer_info(site: Site) -> None:
