@@ -69,7 +69,14 @@ def gpus(count: int = 1) -> str:
 
 
 def command() -> str:
-    return shlex.join(["python", *sys.argv])
+    """With the settings of sgla that the environment has, but for those that are nobody's business."""
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("SGLA_")}
+    told = [
+        f"{name}={shlex.quote(value)}"
+        for name, value in settings.items()
+        if not re.search("KEY|TOKEN|SECRET|STORE", name)
+    ]
+    return " ".join([*told, shlex.join(["python", *sys.argv])])
 
 
 @cache

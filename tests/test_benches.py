@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -127,6 +128,18 @@ def test_the_tables_of_performance_are_those_of_the_recorded_lines(monkeypatch: 
 
     monkeypatch.setattr(sys, "argv", ["plots.py", "--check"])
     assert plots.main() == 0, "python bench/plots.py writes it"
+
+
+def test_the_command_of_a_line_has_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lines
+
+    monkeypatch.setattr(sys, "argv", ["bench/serve.py", "--only", "single"])
+    for name in [name for name in os.environ if name.startswith("SGLA_")]:
+        monkeypatch.delenv(name)
+    assert lines.command() == "python bench/serve.py --only single"
+    monkeypatch.setenv("SGLA_CPU_ISA", "avx2")
+    monkeypatch.setenv("SGLA_API_KEY", "secret")
+    assert lines.command() == "SGLA_CPU_ISA=avx2 python bench/serve.py --only single"
 
 
 def test_plots_are_those_of_the_recorded_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
