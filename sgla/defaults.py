@@ -9,13 +9,13 @@ In order, later ones win: the card of a packaged model, the model's files (gener
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
+from sgla.homes import expanded
 from sgla.hub.packaged import MODELS
 from sgla.hub.source import ModelSource, read_object
 from sgla.messages import MAX_NGRAM, Repetition
@@ -143,7 +143,7 @@ def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
             file = "general.sampling" if source.gguf_path else "generation_config.json"
             layers.append((file, read_file(source.generation_config, file, notes)))
     elif config.sampling_defaults not in ("openai", "vllm"):
-        path = Path(config.sampling_defaults).expanduser()
+        path = expanded(config.sampling_defaults)
         path = path / "generation_config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(

@@ -17,6 +17,14 @@ def home() -> Path:
         raise ConfigError(f"user {os.getuid()} has no home folder; set HOME") from error
 
 
+def expanded(path: str | Path) -> Path:
+    """With ``~`` and ``~user`` as shells have them. Raises ConfigError."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: there is no such user, or none with a home folder") from error
+
+
 def below_home(variable: str, *parts: str) -> Path:
     """The folder that an XDG variable names, if that is absolute, else ``parts`` below the home.
     Raises ConfigError."""
@@ -30,7 +38,21 @@ def cache_home() -> Path:
     try:
         return below_home("XDG_CACHE_HOME", ".cache")
     except ConfigError:
-        folder = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+        return temporary()
+
+
+def made_anew(*parts: str) -> Path:
+    """The place in the cache of a file that can be made again: where the cache cannot be written to, as in a
+    container whose files are read alone, that in the temporary folder. Raises ConfigError and OSError."""
+    base = cache_home()
+    path = base.joinpath(*parts)
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    return path if there == path or os.access(there, os.W_OK | os.X_OK) else temporary().joinpath(*parts)
+
+
+def temporary() -> Path:
+    """The user's own. Raises ConfigError and OSError."""
+    folder = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():  # whose files would be served, and run
         raise ConfigError(f"{folder} belongs to another user; set HOME or XDG_CACHE_HOME")

@@ -204,10 +204,15 @@ def without_secrets(config: Config) -> Config:
     return msgspec.structs.replace(config, **changed)
 
 
+def at(host: str, port: int | str) -> str:
+    """As addresses have it: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def meeting(host: str, port: int, here: str) -> str:
     """Where the ranks of all hosts find each other, for ranks of the host that has the address ``here`` on
     the way there."""
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}?here={here}"
+    return f"tcp://{at(host, port)}?here={here}"
 
 
 def listening(meeting: str, descriptor: int) -> str:

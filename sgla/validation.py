@@ -14,6 +14,7 @@ import msgspec
 from msgspec import inspect
 
 from sgla.errors import ConfigError
+from sgla.homes import expanded
 
 _PATH = re.compile(r"(?P<text>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
 _REQUIRED = re.compile(r"Object missing required field `(\w+)`")
@@ -123,7 +124,7 @@ def folder_and_size(setting: str) -> tuple[Path, int]:
     path, _, size = setting.rpartition(":")
     try:
         if path:
-            return Path(path).expanduser(), parse_bytes(size)
+            return expanded(path), parse_bytes(size)
     except ValueError:
         pass
     raise ConfigError(

@@ -146,6 +146,9 @@ def test_nothing_asks_for_help() -> None:
         (["serve", "--hicache-size", "nan"], "argument --hicache-size: 'nan' is no number"),
         (["serve", "--admin-api-key", ""], "--admin-api-key is empty"),
         (["serve", ""], "--model and --served-model-name cannot be empty"),
+        (["serve", "--config", "~nobody-here/a.yaml"], "~nobody-here/a.yaml: there is no such user"),
+        (["serve", "--kv-disk", "~nobody-here/kv:1G"], "~nobody-here/kv: there is no such user"),
+        (["explain", "--model", "~nobody-here/m"], "~nobody-here/m: there is no such user"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(argv: list[str], message: str) -> None:
@@ -155,12 +158,13 @@ def test_mistakes_get_one_line_and_exit_code_2(argv: list[str], message: str) ->
     assert err.count("\n") == 1
 
 
-def test_a_port_that_is_taken() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_port_that_is_taken(host: str, shown: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        taken.bind((host, 0))
         port = str(taken.getsockname()[1])
-        said = f"sgla: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
-        assert run("serve", "--executor", "fake", "--port", port) == (2, "", said)
+        said = f"sgla: cannot listen on {shown}:{port}: Address already in use; choose another --port\n"
+        assert run("serve", "--executor", "fake", "--host", host, "--port", port) == (2, "", said)
 
 
 # explain, doctor

@@ -23,6 +23,7 @@ import pytest
 from msgspec import structs
 from prompt_toolkit.history import InMemoryHistory
 
+from sgla import homes
 from sgla.cli import main, terminal
 from sgla.cli.args import descriptions
 from sgla.config import Config
@@ -201,6 +202,21 @@ def test_a_user_without_a_home(
     (tmp_path / f"cache-{os.getuid()}").mkdir()  # by somebody else
     with pytest.raises(ConfigError, match="belongs to another user; set HOME"):
         packaged.cache_folder()
+
+
+def test_a_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose files are read alone: what is compiled goes to the temporary folder, unless it
+    is in the cache already. Files of models do not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    assert homes.made_anew("a", "b") == tmp_path / "cache" / "a" / "b"
+    monkeypatch.setattr(os, "access", lambda *given: False)
+    assert homes.made_anew("a", "b") == tmp_path / "tmp" / f"cache-{os.getuid()}" / "a" / "b"
+    (tmp_path / "cache" / "a").mkdir(parents=True)
+    (tmp_path / "cache" / "a" / "b").write_text("")
+    assert homes.made_anew("a", "b") == tmp_path / "cache" / "a" / "b"
+    assert packaged.cache_folder() == tmp_path / "cache" / "sgla"
 
 
 # local folders and files

@@ -13,6 +13,7 @@ import msgspec
 
 from sgla.defaults import number
 from sgla.errors import SglaError
+from sgla.homes import expanded
 
 Messages = list[dict[str, Any]]
 HELP = """/system [TEXT]     what the model is told before all else; without TEXT: nothing
@@ -145,7 +146,7 @@ def checked(name: str, value: float) -> float:
 def named(file: str) -> Path:
     if not file:
         raise ValueError("name a file")
-    return Path(file).expanduser()
+    return expanded(file)
 
 
 def data_url(path: Path) -> str:

@@ -14,6 +14,7 @@ from sgla.cli.args import parse
 from sgla.cli.settings import load_config
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.nodes import at
 
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 PROCESSES = Path("/proc")
@@ -61,7 +62,7 @@ def address(config: Config) -> str:
         raise ConfigError("the server chose its port; say where it is with --url", param="port")
     host = ANY.get(config.host, config.host)
     scheme = "https" if config.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
+    return f"{scheme}://{at(host, config.port)}"
 
 
 def tls(config: Config) -> ssl.SSLContext:

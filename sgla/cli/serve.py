@@ -22,6 +22,7 @@ from sgla.hub.cache import origin
 from sgla.hub.demo import about, with_demo
 from sgla.hub.fetch import find_local
 from sgla.messages import Facts
+from sgla.nodes import at
 from sgla.observe.log import setup_logging
 from sgla.resolve import check, resolve
 
@@ -110,7 +111,7 @@ def ready_text(
     begun = f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}"
     notes = "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))
     if facts.encodes:
-        where = f"tcp://{config.host}:{facts.peer_ports[0]}"
+        where = f"tcp://{at(config.host, facts.peer_ports[0])}"
         return f"{begun}\n{model_text(path)}{notes}pictures are read for servers with --encode-url {where}"
     cached = (facts.groups[0].pages - 1) * facts.page_size  # without the dummy page
     return (

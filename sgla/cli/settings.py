@@ -22,6 +22,7 @@ import msgspec
 from sgla.cli.aliases import ALIASES, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word, refusal
 from sgla.config import SECRETS, TOOL_TOKEN, Config
 from sgla.errors import ConfigError
+from sgla.homes import expanded
 from sgla.validation import Range, fault, parse_bytes, root
 
 COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
@@ -259,7 +260,7 @@ def nearest(name: str) -> str:
 def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
     """Fields and values of a ``--config`` file, whose keys are flags with ``_`` or ``-``;
     ``say`` is told about other servers' flags."""
-    values = read_yaml("--config", Path(path).expanduser())
+    values = read_yaml("--config", expanded(path))
     if values is None:  # nothing but comments
         return {}
     if not isinstance(values, dict):

@@ -12,6 +12,7 @@ import msgspec
 from sgla.cli.settings import Say, complain, read_yaml, settings
 from sgla.config import AdapterSettings, Config
 from sgla.errors import ConfigError
+from sgla.homes import expanded
 from sgla.hub.demo import DEMO, choose_model
 from sgla.resolve import check
 from sgla.validation import fault
@@ -45,12 +46,12 @@ def models_of(config: Config, say: Say = complain) -> list[Config]:
 
 def is_on_demand(config: Config) -> bool:
     """Whether the models are those of a folder, which are loaded when somebody asks for them."""
-    return len(config.models) == 1 and Path(config.models[0]).expanduser().is_dir()
+    return len(config.models) == 1 and expanded(config.models[0]).is_dir()
 
 
 def entries_of(item: str, say: Say) -> list[tuple[str, dict[str, Any]]]:
     """Names and settings of a word of ``--models``. Raises ConfigError."""
-    path = Path(item).expanduser()
+    path = expanded(item)
     if path.is_dir():
         return in_folder(path)
     if path.suffix in (".yaml", ".yml") or path.is_file():

@@ -22,7 +22,7 @@ from sgla.errors import ConfigError, WorkerDied
 from sgla.executor.bridge import Fault
 from sgla.executor.nodes import NodesExecutor
 from sgla.messages import Facts, Progress
-from sgla.nodes import TIMEOUT, address
+from sgla.nodes import TIMEOUT, address, at
 from sgla.processes import python_path
 
 if TYPE_CHECKING:
@@ -171,14 +171,13 @@ class RayExecutor(NodesExecutor):
     def _open(self) -> None:
         super()._open()
         assert self._listener is not None
-        host = f"[{self._here}]" if ":" in self._here else self._here
         common = msgspec.structs.replace(
             self._given,
             api_key=[],
             admin_api_key=[],
             kv_transfer_secret=None,
             executor="procs",
-            dist_init_addr=f"{host}:{self._listener.port}",
+            dist_init_addr=at(self._here, self._listener.port),
             dist_secret=self._config.dist_secret,
         )
         nodes = [msgspec.structs.replace(common, node_rank=n) for n in range(1, self._config.nnodes)]

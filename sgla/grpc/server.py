@@ -40,6 +40,7 @@ from sgla.http.bodies import Share
 from sgla.http.clients import Client
 from sgla.http.middleware import CLIENT_GONE, GATE
 from sgla.http.server import SERVER, Server
+from sgla.nodes import at
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class Running:
 
     def __init__(self, server: Any, host: str, port: int) -> None:
         self._server, self.port = server, port
-        self.url = f"grpc://{host}:{port}"
+        self.url = f"grpc://{at(host, port)}"
 
     async def close(self) -> None:
         with suppress(asyncio.CancelledError):

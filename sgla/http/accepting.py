@@ -13,6 +13,7 @@ from functools import partial
 from aiohttp import web
 
 from sgla.http.connections import LINGER_SECONDS, Connection, Listener
+from sgla.nodes import at
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Site(web.BaseSite):
 
     @property
     def name(self) -> str:
-        return f"{'https' if self._ssl_context else 'http'}://{self._host}:{self._port}"
+        return f"{'https' if self._ssl_context else 'http'}://{at(self._host, self._port)}"
 
     async def start(self) -> None:
         """Raises OSError."""

@@ -28,6 +28,7 @@ from sgla.http.tls import tls_context
 from sgla.leaving import LastResort
 from sgla.memory import return_memory_early
 from sgla.messages import Facts, Progress
+from sgla.nodes import at
 from sgla.observe.loop import LoopWatch
 from sgla.observe.memory import MemoryWatch
 from sgla.observe.throughput import Throughput
@@ -216,10 +217,10 @@ async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
         known = error.errno in (errno.EADDRINUSE, errno.EACCES)
         why, flag = (os.strerror(error.errno or 0), "port") if known else (error.strerror, "host")
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {why}; choose another --{flag}"
+            f"cannot listen on {at(config.host, config.port)}: {why}; choose another --{flag}"
         ) from error
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    return f"{'https' if tls else 'http'}://{host}:{runner.addresses[0][1]}"
+    return f"{'https' if tls else 'http'}://{at(host, runner.addresses[0][1])}"
 
 
 async def _supervise(systems: Systems, signals: Signals, ready: Callable[[System, Facts], object]) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.homes import expanded
 from sgla.hub import packaged, remote
 from sgla.hub.huggingface import HuggingFace, hub_answers
 from sgla.hub.modelscope import ModelScope
@@ -46,7 +47,7 @@ def find_local(config: Config) -> Path | None:
     if config.load_format in REMOTE:
         folder = remote.folder_of(address_of(config), config.download_dir)
         return check_folder(folder) if folder.is_dir() else None
-    path = Path(config.model).expanduser()
+    path = expanded(config.model)
     if path.is_dir():
         return check_folder(path, config.load_format)
     if path.is_file():
@@ -103,7 +104,7 @@ def resolve_tokenizer(config: Config, on_progress: OnProgress | None = None) -> 
     """The folder or file that ``--tokenizer`` names; None if the model's own is to be used."""
     if config.tokenizer is None:
         return None
-    path = Path(config.tokenizer).expanduser()
+    path = expanded(config.tokenizer)
     if path.exists():
         return path
     if not HUB_ID.fullmatch(config.tokenizer):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sgla.errors import ConfigError
-from sgla.homes import cache_home
+from sgla.homes import cache_home, expanded
 from sgla.hub.disk import bytes_text, free_bytes
 from sgla.messages import Progress
 from sgla.processes import tied
@@ -150,7 +150,7 @@ def about(model: str) -> str:
 def cache_folder(download_dir: str | None = None) -> Path:
     """``--download-dir``, else ``$XDG_CACHE_HOME/sgla``, else ``~/.cache/sgla``. Not created here."""
     if download_dir:
-        return Path(download_dir).expanduser()
+        return expanded(download_dir)
     return cache_home() / "sgla"
 
 

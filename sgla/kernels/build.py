@@ -25,7 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sgla.homes import cache_home
+from sgla.errors import ConfigError
+from sgla.homes import made_anew
 from sgla.processes import tied
 
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
@@ -162,7 +163,7 @@ def library_path(target: Level) -> Path:
     """The library of this level: what the wheel brought, or where it belongs in the cache."""
     name = library_name(target)
     shipped = shipped_folder() / name
-    return shipped if shipped.exists() else cache_home() / "sgla" / "kernels" / name
+    return shipped if shipped.exists() else made_anew("sgla", "kernels", *name.parts)
 
 
 def build(target: Level, path: Path | None = None, on_file: OnFile = lambda done, of: None) -> Path:
@@ -248,8 +249,11 @@ def find(on_file: OnFile = lambda done, of: None) -> Built:
         try:
             known = library_path(candidate).exists()
             path = build(candidate, on_file=on_file)
-        except (BuildError, OSError) as error:
+        except (BuildError, ConfigError) as error:
             reason = reason or str(error)
+            continue
+        except OSError as error:
+            reason = reason or f"{error}; set XDG_CACHE_HOME to a folder that this user may write to"
             continue
         done = _place(path) if known else "compiled"
         behind = f"; {levels[0].name} is not available: {reason}" if reason else ""

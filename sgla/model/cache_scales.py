@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.homes import expanded
 from sgla.model.apart import check_apart
 from sgla.model.encoder import EncoderSpec
 from sgla.model.spec import ModelSpec
@@ -51,7 +51,7 @@ def read_scales(
     """Of k and v of the layers that ``rank`` has; None without a file. Raises ConfigError."""
     if config.quantization_param_path is None:
         return None
-    path = Path(config.quantization_param_path).expanduser()
+    path = expanded(config.quantization_param_path)
     try:
         found = msgspec.json.decode(path.read_bytes(), type=File)
     except (OSError, ValueError, RecursionError) as error:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.homes import expanded
 from sgla.hub.reader import Reader
 from sgla.model.family import PredictorNames
 from sgla.model.generic_spec import GenericSpec
@@ -351,7 +351,7 @@ def read_tokens(config: Config, vocab: int) -> list[int] | None:
     """The tokens of ``--speculative-token-map``, of so many, in their order. Raises ConfigError."""
     if config.speculative_token_map is None:
         return None
-    path = Path(config.speculative_token_map).expanduser()
+    path = expanded(config.speculative_token_map)
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

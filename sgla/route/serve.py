@@ -18,6 +18,7 @@ from sgla import clock, processes
 from sgla.errors import ConfigError
 from sgla.http.connections import raise_file_limit
 from sgla.http.tls import tls_context
+from sgla.nodes import at
 from sgla.route.balancer import Balancer
 from sgla.route.config import RouteConfig, check
 from sgla.route.discovery import Cluster, Discovery
@@ -66,7 +67,7 @@ def bind(config: RouteConfig, count: int) -> list[list[socket.socket]]:
     except OSError as error:
         flag = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --{flag}"
+            f"cannot listen on {at(config.host, config.port)}: {error.strerror}; choose another --{flag}"
         ) from error
 
 
@@ -106,7 +107,7 @@ async def serve(
     await fronts.start(sockets)
     port = sockets[0][0].getsockname()[1]
     scheme, host = ("https" if config.ssl_certfile else "http"), config.host
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"{scheme}://{at(host, port)}"
     if replicas is None:
         group = None
         print(f"routing on {url} by {config.policy}", flush=True)

@@ -16,6 +16,7 @@ import tokenizers
 from sgla import clock
 from sgla.errors import BadRequest, ConfigError, ContextTooLong, UnsupportedField
 from sgla.grammar.protocol import Vocabulary
+from sgla.homes import expanded
 from sgla.text.conversion import readable
 from sgla.text.decoding import Decoding, decoding_of
 from sgla.text.gguf_vocab import backend_from_gguf
@@ -245,7 +246,7 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
     packaged = MODELS.get(config.model)
     template = (packaged and packaged.chat_template) or tokenizer.chat_template
     if config.chat_template is not None:
-        template = read_template(Path(config.chat_template).expanduser())
+        template = read_template(expanded(config.chat_template))
     if not template:
         return tokenizer, None
     bounded = BoundedTemplate(template, tokenizer.special_tokens, config.default_chat_template_kwargs)

@@ -7,6 +7,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
+from sgla.nodes import at
 from sgla.worker.transfer import TransferEngine, refused
 
 ANY = "", "0.0.0.0", "::"  # hosts that mean all addresses
@@ -45,7 +46,7 @@ class MooncakeEngine(TransferEngine):
         return address
 
     def metadata(self) -> bytes:
-        return f"{self._host}:{self._engine.get_rpc_port()}".encode()
+        return at(self._host, self._engine.get_rpc_port()).encode()
 
     def meet(self, source: int, metadata: bytes) -> str:
         try:

@@ -57,6 +57,18 @@ def test_a_folder_is_one_servers(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (folder.stat().st_mode & 0o777, (folder / NAME).stat().st_mode & 0o777) == (0o700, 0o600)
 
 
+def test_a_disk_that_is_full_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> Any:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr("sgla.http.state.database.prepared", full)
+    assert refusal(folder).endswith(
+        "the disk is full; make room on it, or choose another folder for --state-path"
+    )
+
+
 def test_another_version_is_refused(folder: Path) -> None:
     left(folder)
     with sqlite3.connect(folder / NAME) as other:

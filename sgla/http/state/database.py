@@ -366,7 +366,10 @@ def connected(folder: str | None, schema: Iterable[str]) -> sqlite3.Connection:
         connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
         return prepared(connection, path, schema)
     except sqlite3.DatabaseError as error:
-        raise ConfigError(damaged(path, str(error)), param="state_path") from error
+        why = damaged(path, str(error))
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            why = f"{path}: the disk is full; make room on it, or choose another folder for --state-path"
+        raise ConfigError(why, param="state_path") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", param="state_path") from error
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sgla.homes import cache_home
+from sgla.homes import made_anew
 from sgla.kernels.build import make_once, source_folder
 from sgla.kernels.device import this_device
 from sgla.kernels.rehearsal import compilers, rehearsed
@@ -142,7 +142,7 @@ def _target() -> str:
 def _compiled(file: str, defines: tuple[tuple[str, int], ...], target: str) -> bytes:
     """The cubin, from the cache folder if it is there."""
     text, key = source_of(file, defines, f"{target} {torch.version.cuda}")
-    path = cache_home() / "sgla" / "cuda" / f"{Path(file).stem}-{key}.cubin"
+    path = made_anew("sgla", "cuda", f"{Path(file).stem}-{key}.cubin")
 
     def make(scratch: Path) -> Path:
         (scratch / path.name).write_bytes(_nvrtc(text, file, target))
