@@ -127,7 +127,7 @@ def open_disk(
     try:
         lock = _claim(folder, rank, size)
         own = folder / f"kv-{rank}of{size}"
-        _begin(own, identity)
+        _begin(own, identity, says=not rank)
         locks, places = [lock] + [-1] * len(units), places_of(identity, rank, size, len(units))
         files = [UnitFile(own, g, *sizes) for g, sizes in enumerate(zip(units, nbytes, places, locks))]
         keys = [file.keys() for file in files]
@@ -174,10 +174,17 @@ def _look_at_room(folder: Path, own: Path, size: int) -> None:
         )
 
 
-def _begin(folder: Path, identity: str) -> None:
-    """Make a folder for files of this identity, if it is not one. Raises OSError."""
+def _begin(folder: Path, identity: str, says: bool) -> None:
+    """Make a folder for files of this identity, if it is not one; ``says``, if files of another go. Raises
+    OSError."""
     told = folder / "identity"
     if not (told.is_file() and told.read_bytes() == identity.encode()):
+        if says and folder.exists():
+            log.warning(
+                "--kv-disk %s: its files are of another model, version or settings of KV, and are removed; "
+                "name a folder for each",
+                folder.parent,
+            )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(0o700)
         told.write_text(identity)

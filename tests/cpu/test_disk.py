@@ -93,9 +93,12 @@ def test_a_server_that_starts_anew_has_all_of_it(folder: Path, cold: Any) -> Non
     "other",
     [{"config": {"random_seed": 2}}, {"model": {"rope_theta": 99.0}}, {"config": {"page_size": 8}}],
 )
-def test_other_weights_and_layouts_begin_anew(folder: Path, other: dict[str, Any]) -> None:
+def test_other_weights_and_layouts_begin_anew(
+    folder: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model = other.get("model", {})
     runner = start(folder, config=other.get("config"), **model)
+    assert "its files are of another model, version or settings of KV, and are removed" in caplog.text
     assert not any(map(any, runner.facts.found[0]))
     assert play(runner)[0] == play(start(None, config=other.get("config"), **model))[0]
 

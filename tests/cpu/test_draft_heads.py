@@ -143,6 +143,30 @@ def test_text_is_the_same(case: str) -> None:
         assert same >= 0.9 * len(common)  # beside prefixes whose last token was followed by another one
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in ("eagle3", "dflash", "hybrid") else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_what_a_head_keeps_comes_back_from_a_disk(case: str, tmp_path: Path) -> None:
+    """Behind a restart its guesses are those of a server that has read the prompts itself, as is the text."""
+    asked = [submit(f"{i}", [*range(40 + i, 120 + i)], 9) for i in range(3)]
+    expected = run(runner_of(case, guesses=False), asked, depth=1, prefix_cache=False).tokens()
+    told: list[Guesses] = []
+    for start in range(2):
+        runner = runner_of(case, kv_disk=f"{tmp_path}:16M")
+        core = make_core(runner.facts, drafts=3)
+        told.append(Guesses(runner))
+        assert run(runner, asked, core).tokens() == expected
+        stats = core.stats()
+        assert (stats.hits.get("disk", 0) > 100, stats.tiers[0].failed) == (start == 1, 0)
+        runner.close()
+    assert len(told[0]) > 15
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("case", ["latent", "eagle"])
 def test_a_head_that_guesses_some_tokens_alone(case: str, tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text(json.dumps([*range(0, VOCAB, 2)]))
