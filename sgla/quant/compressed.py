@@ -36,10 +36,10 @@ def compressed(config: Mapping[str, Any]) -> Method:
     check_compressed(config, groups)
     if not groups:
         return _part(config, None)
-    parts = []
-    for name, (group, *_) in zip(config["config_groups"], groups):
+    parts, tables = [], Reader("quantization_config", config).table("config_groups")
+    for (name, table), (group, *_) in zip(tables.items(), groups):
         said = group.values.get("format") or config.get("format")
-        alone = {**config, "format": said, "config_groups": {name: config["config_groups"][name]}}
+        alone = {**config, "format": said, "config_groups": {name: table}}
         parts.append(_part(alone, schemes(alone)[0]))
     targets = [_targets(group) for group, *_ in groups]
     return parts[0] if targets == [[LINEAR]] else Mixed(config, list(zip(targets, parts)))

@@ -9,8 +9,11 @@ as they are, with scales in float16, a GPU in ``mxfp4``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from sgla.errors import WeightError
+from sgla.hub.reader import shown
 from sgla.quant.method import Held, Method
 from sgla.quant.schemes import schemes
 
@@ -49,7 +52,9 @@ class Nvfp4(Method):
         from sgla.quant.nibbles import Nibbles
 
         weight, factor = self._names(module)
-        scale = stored[f"{module}.weight_scale"]
+        scale, values = stored[f"{module}.weight_scale"], stored[factor].values().flatten().tolist()
+        if len(values) != 1 or not 0 < values[0] < inf:
+            raise WeightError(f"{factor} is {shown(values)}; it must be one number above 0")
         return Nibbles(stored[weight], scale, (n, k), 16, stored[factor], not self.modelopt)
 
     def unused(self, name: str, tensor: StoredTensor) -> bool:

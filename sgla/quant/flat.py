@@ -86,11 +86,14 @@ def table_of(module: str, stored: dict[str, StoredTensor], n: int, k: int) -> Ta
             raise WeightError(f"{module}.weight.nested_absmax does not fit {len(largest)} blocks")
         largest = inner[largest.long()] * outer + offset
     table = stored["quant_map"].values().flatten().float()
-    wanted = {"weight": -(-n * k // 2), "absmax": -(-n * k // block), "quant_map": 16}
-    found = {"weight": stored["weight"].shape[0], "absmax": len(largest), "quant_map": len(table)}
+    wanted = {"absmax": -(-n * k // block), "quant_map": 16}
+    found = {"absmax": len(largest), "quant_map": len(table)}
     for part, size in wanted.items():
         if found[part] != size:
             raise WeightError(f"{module}.weight.{part} has {found[part]} values, expected {size}")
+    shape, size = tuple(stored["weight"].shape), -(-n * k // 2)
+    if shape not in ((size, 1), (size,)):
+        raise WeightError(f"{module}.weight has shape {list(shape)}, expected {[size, 1]}")
     return Table(stored["weight"], table, largest.float(), (n, k), block)
 
 

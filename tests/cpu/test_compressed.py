@@ -103,6 +103,16 @@ def test_every_layout_means_its_matrix(name: str) -> None:
     check(method, *quantize(torch.zeros(96, 128), name), atol=1e-3 if name == "int8 asymmetric" else 1e-6)
 
 
+def test_groups_that_are_null_are_left_out() -> None:
+    """Whatever stands behind them keeps its own settings."""
+    int8, fp8 = GROUPS["int8 groups"][0], GROUPS["fp8 channels"][0] | {"targets": ["re:.*mlp"]}
+    config = said(a=int8, b=fp8)
+    for groups in ({"none": None, "a": int8, "b": fp8}, {"a": int8, "none": None, "b": fp8}):
+        method = method_of({"quantization_config": config | {"config_groups": groups}})
+        assert method is not None
+        assert [method.kept(name) for name in ("attn.q", "x.mlp.up")] == ["q8_0", "fp8"]
+
+
 def test_numbers_of_more_bits_than_the_file_says_are_refused() -> None:
     method = method_of({"quantization_config": said(g=GROUPS["int4 in bytes"][0])})
     assert method is not None
@@ -129,6 +139,16 @@ def test_nvfp4_stays_as_it_is() -> None:
     assert (again - found.dequant()).norm() < 0.12 * found.dequant().norm()
     with pytest.raises(ConfigError, match="groups of 16"):
         found.columns(8, 160)
+
+
+@pytest.mark.parametrize("factor", [[], [0.0], [-2.0], [float("nan")], [float("inf")], [1.0, 2.0]])
+def test_a_factor_of_scales_that_is_none_is_refused(factor: list[float]) -> None:
+    method = method_of({"quantization_config": said(g=GROUPS["nvfp4"][0])})
+    assert method is not None
+    parts = quantize(torch.zeros(96, 128), "nvfp4")[0] | {"weight_global_scale": torch.tensor(factor)}
+    stored: Any = {f"x.{part}": Stored(value) for part, value in parts.items()}
+    with pytest.raises(WeightError, match="x.weight_global_scale is .* must be one number above 0"):
+        method.take("x", stored, 96, 128)
 
 
 def test_modelopt_multiplies_by_its_scale() -> None:

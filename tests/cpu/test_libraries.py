@@ -216,6 +216,8 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     state = torch.tensor(list(b'{"shape": [128, 192], "blocksize": 64}'), dtype=torch.uint8)
     changes: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {
         "nf4": [
+            ({f"{layer}.weight": torch.tensor(1, dtype=torch.uint8)}, r"weight has shape \[\], expected"),
+            ({f"{layer}.weight": torch.ones(1, 12288, dtype=torch.uint8)}, r"expected \[12288, 1\]"),
             ({f"{layer}.weight.absmax": None}, f"{layer}.weight.absmax is missing"),
             ({f"{layer}.weight.absmax": torch.ones(3)}, f"{layer}.weight.absmax has 3 values, expected 384"),
             ({f"{layer}.weight.absmax": torch.ones(2, 192)}, "the order of a CPU's kernel"),
