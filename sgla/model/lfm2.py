@@ -41,6 +41,10 @@ class ShortConv:
 
 
 class Lfm2(Llama):
+    """Also that of LFM2-VL, whose tower is left out."""
+
+    ignored = ("model.vision_tower.", "model.multi_modal_projector.")
+
     def attention(self, build: Build, name: str, index: int) -> LayerAttention:
         layer = self.spec.attention[index]
         if isinstance(layer, ConvSpec):

@@ -1323,6 +1323,39 @@ RUN["LFM2-1.2B"] = Case(
         "use_pos_enc": True,
     }
 )
+RUN["LFM2-VL-1.6B"] = Case(
+    {
+        "architectures": ["Lfm2VlForConditionalGeneration"],
+        "do_image_splitting": True,
+        "downsample_factor": 2,
+        "encoder_patch_size": 16,
+        "image_token_id": 90,
+        "max_image_tokens": 256,
+        "max_num_patches": 1024,
+        "max_pixels_tolerance": 2.0,
+        "max_tiles": 10,
+        "min_image_tokens": 64,
+        "min_tiles": 2,
+        "model_type": "lfm2_vl",
+        "projector_bias": True,
+        "projector_hidden_act": "gelu",
+        "projector_hidden_size": 24,
+        "text_config": RUN["LFM2-1.2B"].config,
+        "tile_size": 512,
+        "torch_dtype": "float32",
+        "use_image_special_tokens": True,
+        "use_thumbnail": True,
+        "vision_config": {
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "model_type": "siglip2_vision_model",
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+        },
+        "vision_feature_layer": -1,
+    }
+)
 RUN["LFM3-1.7B"] = Case(
     TINY
     | {

@@ -92,6 +92,16 @@ _PREDICTOR = PredictorNames(
     "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0", "mtp.norm", counted=False
 )
 _TOWERS = {"tie_word_embeddings": False, "text_config": None, "vision_config": None}
+_LFM2_VL = {
+    "tie_word_embeddings": True,
+    "projector_hidden_act": "gelu",
+    "projector_hidden_size": 2560,
+    "projector_bias": True,
+    "projector_use_layernorm": True,
+    "downsample_factor": 2,
+    "image_token_id": 396,
+    **dict.fromkeys(("encoder_patch_size", "vision_feature_layer")),  # of its tower, in files alone
+}
 
 FAMILIES = {
     "Qwen3NextForCausalLM": Family(
@@ -348,6 +358,8 @@ FAMILIES = {
         nulls=("full_attn_idxs",),
         attention="sgla.model.conv_spec:read",
         completed="sgla.model.conv_spec:completed",
+        also=("Lfm2VlForConditionalGeneration",),
+        outer=Family(("lfm2_vl",), _TOWERS | _LFM2_VL),
         renamed=_CONV_NAMES,
         qk_norm="head",
         gguf=(Gguf("lfm2", convolves=True, last_norm="token_embd_norm"),),
