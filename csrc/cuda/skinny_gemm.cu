@@ -9,7 +9,7 @@
 // inside a fragment is free as long as both agree, so a lane reads 16 contiguous bytes of each. RMSNorm is
 // fused: x is multiplied by the norm weight on the fly (or once, into shared memory: STAGED) and the row's
 // scale, summed along the way, is applied to the result. Or x is what a gate lets through (GATE), made once
-// in shared memory too.
+// in shared memory too; one row as it is may be kept there as well. Else it comes a chunk ahead.
 //
 // Weights may be e4m3 (E4M3), with a scale for each column of the result; x is not rounded. Where x is STAGED
 // its rows become float16, times a power of two that puts the largest number near the end of the range, and

@@ -200,3 +200,20 @@ def test_libraries_before_cuda_12_9_take_no_blocks(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(e4m3, "this_device", lambda: nvidia("", (9, 0), 132))
     assert e4m3.blocks_faster(2048, 4096, 4096) == takes
+
+
+@pytest.mark.parametrize("n", [64, 2048, 4096, 6144, 151936])
+def test_one_row_is_kept_where_it_fits_beside_the_weights(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    monkeypatch.setattr(skinny_gemm, "processors", lambda: 132)
+    kept = {}
+    for k in range(64, 32768, 64):
+        config = skinny_gemm.default_config(1, n, k, gated=False)
+        staged = skinny_gemm._staged(1, k, config, False, False)
+        kept[k] = staged.rows == 1
+        assert staged.bytes == (2 * k if kept[k] else 0)
+        taken = config.ring() + staged.bytes + config.sums(8)
+        assert taken <= SHARED[config.per_sm - 1]
+        assert not skinny_gemm._staged(2, k, config, False, False).rows, "two rows take longer to keep"
+    assert kept[4096]
+    assert kept[12288]
+    assert kept[32704] is (n > 100_000), "there is one block on a multiprocessor"

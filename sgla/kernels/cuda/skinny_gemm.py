@@ -74,6 +74,10 @@ class Config(NamedTuple):
         """Bytes of weights in shared memory, with the scales of ``run`` groups each."""
         return 8 * (2048 + 64 * run) * self.tiles * self.stages
 
+    def sums(self, rows: int) -> int:
+        """Bytes of those of so many rows, and of what else the kernel keeps in shared memory."""
+        return 4 * 2 * WARPS * rows * (16 * self.tiles + 1) + 512
+
 
 class Staged(NamedTuple):
     """How many rows of x there is room for in shared memory, and the room."""
@@ -120,14 +124,18 @@ def run_of(k: int) -> int:
 
 
 def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool, run: int = 0) -> Staged:
-    """What is kept of x. ``made``: it is not used as it is; ``run``: see ``Config.ring``."""
+    """What is kept of x. ``made``: it is not used as it is; ``run``: see ``Config.ring``. One row is kept
+    where it fits, too, for warps that read it in front of each chunk of weights would wait for the L2 cache
+    as often."""
     if not e4m3:
-        kept = made and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
-        return Staged(1, STAGED_BYTES) if kept else Staged(0, 0)
+        if made:
+            kept = m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
+            return Staged(1, STAGED_BYTES) if kept else Staged(0, 0)
+        alone = m == 1 and config.ring() + 2 * k + config.sums(8) <= SHARED[config.per_sm - 1]
+        return Staged(1, 2 * k) if alone else Staged(0, 0)
     rows = next((rows for rows in E4M3_STAGED if m <= rows and m * k * 2 <= E4M3_STAGED_BYTES), 0)
     room = m * (2 * k + 16)
-    sums = 4 * 2 * 8 * rows * (16 * config.tiles + 1) + 512  # and what else the kernel keeps
-    fits = rows and config.ring(run) + room + sums <= SHARED[config.per_sm - 1]
+    fits = rows and config.ring(run) + room + config.sums(rows) <= SHARED[config.per_sm - 1]
     return Staged(rows, room) if fits else Staged(0, 0)
 
 
