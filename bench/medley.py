@@ -624,9 +624,12 @@ def played(seed: int, args: argparse.Namespace, more: list[str]) -> dict[str, An
         command = [sys.executable, "-m", "sgla", "serve", *flags(model, folder, features)]
         log, port, before = (args.keep or folder) / f"medley-{seed}.log", free_port(), None
         if args.pair:
-            secret, transfer = ["--kv-transfer-secret", "of the two"], free_port()
-            reader = ["--role", "prefill", "--kv-transfer-port", str(transfer), *secret, *(f for f in more)]
-            url = free_port()
+            secret, url = ["--kv-transfer-secret", "of the two"], free_port()
+            # Each rank has one more port behind it.
+            transfer = next(
+                found for found in iter(free_port, 0) if all(abs(found - o) > 8 for o in (port, url))
+            )
+            reader = ["--role", "prefill", "--kv-transfer-port", str(transfer), *secret, *more]
             prefill = [*command, *reader, "--port", str(url)]
             before = Server(prefill, f"http://127.0.0.1:{url}", "/health/ready", log.with_suffix(".prefill"))
             more = [*more, "--role", "decode", "--prefill-url", f"tcp://127.0.0.1:{transfer}", *secret]

@@ -188,6 +188,11 @@ def resolve(
             "--window-ratio is for models some of whose layers have a sliding window, which is shorter than "
             "the context: it changes nothing here"
         )
+    if isinstance(spec, ModelSpec) and filling.reasons["context_length"] == WHAT_FITS:
+        found.append(
+            f"context cut from {min(LONGEST, spec.context_len)} to {filling.done().context_length} tokens, "
+            f"{WHAT_FITS}"
+        )
     if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
         found.append(
             "the checkpoint is float16 and is computed in bfloat16, which keeps "
@@ -787,10 +792,13 @@ def choose_drafts(algorithm: str, draft: Mapping[str, Any] | None) -> Settled:
     return Settled(OF_MODELS, "each takes time, and is right only if those before it are")
 
 
+WHAT_FITS = "what the KV cache holds; --kv-cache-bytes gives more"
+
+
 def choose_context(positions: int, room: int) -> Settled:
     """``room``: tokens that the KV cache holds."""
     if room < min(LONGEST, positions):
-        return Settled(room, "what the KV cache holds; --kv-cache-bytes gives more")
+        return Settled(room, WHAT_FITS)
     if positions > LONGEST:
         return Settled(LONGEST, "the longest there can be")
     return Settled(positions, "the model's own limit")

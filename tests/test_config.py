@@ -464,7 +464,11 @@ def test_kv_cache_is_at_most_a_quarter_of_what_is_free() -> None:
 def test_context_is_bounded_by_the_model_and_by_the_cache() -> None:
     assert resolve(Config(), LAPTOP, SMOLLM2).config.context_length == 8192
     per_token = 2 * 30 * 3 * 64 * 2
-    assert resolve(Config(kv_cache_bytes=100 * per_token), LAPTOP, SMOLLM2).config.context_length == 100
+    cut = resolve(Config(kv_cache_bytes=100 * per_token), LAPTOP, SMOLLM2)
+    assert cut.config.context_length == 100
+    said = "context cut from 8192 to 100 tokens, what the KV cache holds; --kv-cache-bytes gives more"
+    assert said in cut.notes
+    assert said not in resolve(Config(), LAPTOP, SMOLLM2).notes
     assert resolve(Config(), LAPTOP).config.context_length is None
     endless = SMOLLM2 | {"max_position_embeddings": 10 << 20}
     found = resolve(Config(kv_cache_bytes=100 * GIB), LAPTOP, endless)
