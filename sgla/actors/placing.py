@@ -78,11 +78,13 @@ async def place(
 
 
 def better(config: Config, counts: Mapping[int, list[int]], before: Mapping[int, Homes]) -> dict[int, Homes]:
-    """Where experts would be by these counts."""
-    return {
-        layer: balanced(numbers, config.ep, config.redundant_experts) if any(numbers) else before[layer]
-        for layer, numbers in counts.items()
-    }
+    """Where experts would be by these counts; those of a layer stay where ranks would get no more even."""
+    found = dict(before)
+    for layer, numbers in counts.items():
+        homes = balanced(numbers, config.ep, config.redundant_experts)
+        if balance(numbers, homes) > balance(numbers, before[layer]):
+            found[layer] = homes
+    return found
 
 
 def evenness(counts: Mapping[int, list[int]], homes: Mapping[int, Homes]) -> float:

@@ -78,7 +78,13 @@ class CpuModel(Runner):
             counts.active = verb == "experts_start"
             if counts.active:
                 counts.taken()
+        self._forward, _ = self._forward_again()
         return {}
+
+    @property
+    def _counting(self) -> bool:
+        """The last layer has all tokens, so that those whose logits nobody wants are counted, too."""
+        return any(counts.active for counts in self.model.counts.values())
 
     def load_again(self, source: ModelSource) -> None:
         """The model of ``source``, after the one before has gone."""
@@ -115,6 +121,7 @@ class CpuModel(Runner):
     ) -> tuple[Forward, str]:
         """``hook``: see ``make_forward``. Also a note for the start-up report."""
         threads = self.place.threads
+        hook = hook or (_nobody if self._counting else None)
         if self.shard.lockstep is not None:
             torch.set_num_threads(threads)
             plain = eager_forward(self.model, self._own, self._kept, hook)
@@ -166,3 +173,7 @@ class CpuModel(Runner):
         """What the pooler wants: the hidden states of all tokens, or of the last one of each prompt."""
         assert self._pooler is not None
         return self.model.forward(batch, self._own, None if self._pooler.whole else batch.sample_rows)
+
+
+def _nobody(hidden: Tensor) -> None:
+    """In the place of who wants the hidden states of all tokens."""

@@ -67,6 +67,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
         self._load_again(self.source)
         for counts in self.model.counts.values():
             counts.active = counted
+        self._forward, _ = self._forward_again()  # that has what is counted
 
     def _load_again(self, source: ModelSource) -> None:
         if self._awake:

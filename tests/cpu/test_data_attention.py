@@ -73,7 +73,7 @@ async def test_ranks_with_own_requests_equal_one(model: str, changes: dict[str, 
 
 async def test_choices_of_experts_are_counted_once_and_a_lost_rank_is_told() -> None:
     """Each token chooses two in each layer, on whatever rank it is; tokens of nobody choose none."""
-    prompts = [submit(str(n), list(range(n, n + 20)), 6, prompt_logprobs=0) for n in range(3)]
+    prompts = [submit(str(n), list(range(n, n + 20)), 6) for n in range(3)]
     async with ranks(tiny_source(**MODELS["mixture"]), ep=2) as through:
         executor = through.executor
         await executor.control(Control(verb="experts_start"))

@@ -149,6 +149,15 @@ async def test_experts_move_by_themselves_where_that_is_worth_it() -> None:
     assert re.search(r"^sgla:expert_moves_total\{.*\} 1\.0", text, re.MULTILINE)
 
 
+def test_layers_that_would_get_no_more_even_stay() -> None:
+    """Experts settle one by one, which is not always the best there is."""
+    even, uneven = [[0, 1, 5], [2, 3, 4]], [[0, 1, 2], [3, 4, 5]]
+    counts = {0: [5, 5, 4, 3, 3, 0], 1: [5, 5, 4, 3, 3, 0], 2: [0] * 6}
+    found = placing.better(Config(tp=2, ep=2), counts, {0: even, 1: uneven, 2: uneven})
+    assert (found[0], found[2]) == (even, uneven)
+    assert balance(counts[1], found[1]) > balance(counts[1], uneven)
+
+
 def test_copies_are_counted_before_anything_loads() -> None:
     plain, more = (
         mesh(tiny_config(tp=2, ep=2, redundant_experts=n), tiny_source(**MIXTURE).config) for n in (0, 2)

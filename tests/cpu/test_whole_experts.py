@@ -92,7 +92,7 @@ def test_who_has_which_experts_is_known_before_anything_loads() -> None:
 def test_choices_of_experts_are_counted() -> None:
     """Each token chooses two in each layer; both stages tell of theirs."""
     stages = Stages(tiny_source(**MIXTURE), 2)
-    wanted = [submit("r", list(range(20)), 6, prompt_logprobs=0)]  # the last layer computes all tokens, too
+    wanted = [submit("r", list(range(20)), 6)]
 
     def told() -> dict[int, int]:
         taken = [runner.control(Control(verb="experts_dump"))["experts"] for runner in stages.runners]
