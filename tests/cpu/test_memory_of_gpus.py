@@ -30,7 +30,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, LayerState, Pool, kv_groups
 from sgla.worker import gpu_load, gpu_memory
 from sgla.worker.gpu_memory import Advice, Budget, Peak, Weights, size_pool, splits, within_memory
-from sgla.worker.gpu_tiers import GpuMemory, thread_bytes
+from sgla.worker.gpu_tiers import BATCH, GpuMemory, thread_bytes
 from sgla.worker.region import Region
 from sgla.worker.tier_setup import threaded
 
@@ -324,7 +324,7 @@ def test_bytes_of_threads_that_move_units() -> None:
     """What the rooms of eight threads take for units of each cache group: some at a time, or a large one."""
     groups = [[torch.zeros(5, width, dtype=torch.uint8)] for width in (3 << 20, 1000, 20 << 20)]
     memory = [GpuMemory(tensors, lambda: None) for tensors in groups]
-    assert [units.batch for units in memory] == [2, 8388, 1]
+    assert [units.batch for units in memory] == [BATCH // (3 << 20), BATCH // 1000, 1]
     assert thread_bytes([units.nbytes for units in memory]) == 8 * sum(x.batch * x.nbytes for x in memory)
     tiers = [{}, {"kv_disk": "/kv:1G"}, {"kv_disk": "/kv:1G", "kv_store": "/kv"}]
     assert [threaded(Config(**settings)) for settings in tiers] == [0, 1, 2]
