@@ -390,9 +390,10 @@ VALUES: dict[str, dict[str, Word | str]] = {
         **dict.fromkeys(("gptq_marlin", "awq_marlin", "marlin", "compressed-tensors"), STORED),
         **dict.fromkeys(("modelopt", "modelopt_fp8", "fbgemm_fp8"), STORED),
         **dict.fromkeys(("modelopt_fp4", "petit_nvfp4", "hqq", "w4afp8"), STORED),
+        **dict.fromkeys(("auto-round", "auto_round", "inc"), STORED),
         **dict.fromkeys(("bitsandbytes", "nvfp4", "quark", "moe_wna16", "qoq"), NO_METHOD),
         **dict.fromkeys(("w8a8_fp8", "torchao", "experts_int8", "w8a8_int8"), NO_METHOD),
-        **dict.fromkeys(("auto-round", "auto_round", "inc", "deepspeedfp", "ptpc_fp8", "aqlm"), NO_METHOD),
+        **dict.fromkeys(("deepspeedfp", "ptpc_fp8", "aqlm"), NO_METHOD),
     },
     "step_tokens": {
         "-1": "long prompts are always read in chunks; leave it out, or give their length in tokens"

@@ -41,6 +41,13 @@ _METHODS = {
         + " w_bit q_group_size version zero_point do_fuse fuse_max_seq_len modules_to_fuse",
         _GPTQMODEL | {"dynamic": {}, "lm_head": False},
     ),
+    "auto-round": Keys(
+        """bits group_size sym data_type packing_format extra_config block_name_to_quantize autoround_version
+        amp backend batch_size dataset enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+        gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr nsamples quant_block_list
+        quant_nontext_module scale_dtype seqlen to_quant_block_names""",
+        {"act_bits": 16, "super_bits": None, "super_group_size": None},
+    ),
     "fp8": Keys(
         "fmt weight_block_size activation_scheme scale_fmt dequantize config_groups expert_dtype",
         {"modules_to_convert": None},
@@ -78,7 +85,7 @@ _METHODS = {
 def check_method_keys(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """What to say of the keys that are not used. Raises ConfigError for those that change what the numbers
     mean. A method that is registered from outside has no table."""
-    keys = _METHODS.get(kind)
+    keys = _METHODS.get(kind.removeprefix("intel/"))
     if keys is None:
         return ()
     known, notes, unknown = {*keys.known.split(), *LISTS, "quant_method"}, [], []

@@ -33,6 +33,8 @@ register("hqq", "sgla.quant.hqq:Hqq")
 register("torchao", "sgla.quant.torchao:torchao")
 register("awq", "sgla.quant.gptq:Awq")
 register("w4afp8", "sgla.quant.w4afp8:w4afp8")
+register("auto-round", "sgla.quant.autoround:auto_round")
+register("intel/auto-round", "sgla.quant.autoround:auto_round")
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
@@ -61,9 +63,9 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8, MXFP8 or "
-        "NVFP4, bitsandbytes, hqq, torchao, w4afp8, and mxfp4 for gpt-oss are. Take the model's unquantized "
-        "checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
+        + " is not supported; gptq, awq, auto-round, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8, "
+        "MXFP8 or NVFP4, bitsandbytes, hqq, torchao, w4afp8, and mxfp4 for gpt-oss are. Take the model's "
+        "unquantized checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )
 

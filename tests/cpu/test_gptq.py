@@ -3,6 +3,7 @@ they mean."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -291,6 +292,48 @@ def test_layers_have_schemes_of_their_own(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             method_of({"quantization_config": gptq(dynamic=wrong)})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packing", ["auto_gptq", "auto_awq"])
+def test_autoround_says_the_same_in_its_words(packing: str, tmp_path: Path) -> None:
+    """Layers by their names or by expressions, those of 16 bits left as they are."""
+    others: dict[str, dict[str, Any]] = {"model.layers.2.mlp.down_proj": {"bits": 16, "data_type": "fp"}}
+    if packing == "auto_awq":
+        config = AWQ
+    else:
+        config = gptq(dynamic={r"+:.*layers\.[01]\.mlp\.down_proj": {"bits": 8, "group_size": 32}})
+        others[r".*layers\.[01]\.mlp\.down_proj"] = {"bits": 8, "group_size": 32}
+    packed, plain = checkpoints(tmp_path, config)
+    words = {"bits": 4, "group_size": 64, "sym": packing == "auto_gptq", "data_type": "int"}
+    words |= {"quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "extra_config": others}
+    path = packed.folder / "config.json"
+    path.write_text(json.dumps(packed.config | {"quantization_config": words}))
+    source = open_source(packed.folder)
+    given = resolve(Config(device="cpu"), detect(), source.config).config
+    model, expected = load_model(source, quantization=given.quantization), load_model(plain)
+    kind, wide = ("int4", "int4") if packing == "auto_awq" else ("q4_0", "q8_0")
+    assert [b.mlp.gate_up.weight.kind for b in model.blocks] == [kind] * 3
+    assert [b.mlp.down.weight.kind for b in model.blocks] == [wide, wide, "f32"]
+    found, wanted = (Eager(each).prompt_logprobs(PROMPTS) for each in (model, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.2 if packing == "auto_awq" else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"packing_format": "auto_round:exllamav2"}, "packing_format"),
+        ({"data_type": "mx_fp"}, "data_type"),
+        ({"act_bits": 8}, "act_bits 8 is not supported"),
+        ({"extra_config": {"x": 4}}, "must be an object"),
+        ({"extra_config": {"(": {"bits": 8}}}, "is no regular expression"),
+        ({"packing_format": "auto_round:auto_awq", "extra_config": {"x": {"bits": 8}}}, "extra_config"),
+    ],
+)
+def test_what_autoround_says_and_is_not_supported_is_named(change: dict[str, Any], words: str) -> None:
+    said = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True} | change
+    with pytest.raises(ConfigError, match=words):
+        method_of({"quantization_config": said})
 
 
 @torch.no_grad()

@@ -487,3 +487,26 @@ def test_llm_compressor_writes_what_is_read(scheme: str, tmp_path: Path) -> None
             assert weight.kind == SCHEMES[scheme]
             error = (weight.dequant() - expected.dequant()).norm() / expected.dequant().norm()
             assert error < most
+
+
+@torch.no_grad()
+def test_autoround_writes_what_is_read(tmp_path: Path) -> None:
+    library = pytest.importorskip("auto_round")
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    save_checkpoint(tmp_path / "plain", "llama", **SHAPE | {"intermediate_size": 256})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+    others = {"model.layers.0.mlp.down_proj": {"bits": 8}, "model.layers.1.mlp.down_proj": {"bits": 16}}
+    made = library.AutoRound(
+        model, words, bits=4, group_size=64, iters=0, disable_opt_rtn=True, layer_config=others
+    )
+    made.quantize()
+    made.save_quantized(str(tmp_path / "written"), format="auto_round")
+    plain = load_model(open_source(tmp_path / "plain"))
+    found = load_model(open_source(tmp_path / "written"), quantization="gptq")
+    assert [block.mlp.down.weight.kind for block in found.blocks] == ["q8_0", "f32", "q4_0"]
+    for block, wanted in zip(found.blocks, plain.blocks):
+        expected = wanted.mlp.gate_up.weight.dequant()
+        assert (block.mlp.gate_up.weight.dequant() - expected).norm() < 0.13 * expected.norm()
