@@ -354,7 +354,8 @@ def class_of(config: dict[str, Any], folder: Path, trusted: bool) -> tuple[type[
     if name in names:
         return getattr(transformers, name), ""
     if not isinstance(auto, dict) or not isinstance(auto.get("AutoModelForCausalLM"), str):
-        raise refusal(f"transformers {transformers.__version__} has no causal language model {name[:99]}")
+        why = f"transformers {transformers.__version__} has no causal language model {name[:99]}"
+        raise UnknownArchitecture(refusal(why).message, param="model")
     code = auto["AutoModelForCausalLM"]
     if not trusted:
         raise refusal(f"it is code of the checkpoint ({code[:99]}), which runs only with --trust-remote-code")

@@ -146,7 +146,7 @@ def check_architecture(name: str) -> None:
     # Another number is another architecture.
     alike = [known for known in supported() if re.findall(r"\d", known) == re.findall(r"\d", name)]
     folded = {known.lower(): known for known in alike}
-    near = [folded[found] for found in difflib.get_close_matches(name[:99].lower(), folded, 1, 0.95)]
+    near = [folded[found] for found in difflib.get_close_matches(name[:99].lower(), folded, 1, 0.93)]
     hint = f" Did you mean {near[0]}?" if near else ""
     if name in ("NewModel", "NewForMaskedLM", "NewForSequenceClassification"):  # GTE's own code
         hint = f" A conversion for transformers is, {name.replace('New', 'Gte', 1)}."

@@ -52,7 +52,7 @@ def readable(complaint: str) -> Iterator[None]:
     except (SglaError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ConfigError(f"{complaint}: {error}", param="tokenizer") from error
+        raise ConfigError(f"{complaint}: {' '.join(str(error).split())}", param="tokenizer") from error
 
 
 def cached(digest: str, cache: Path | None, make: Callable[[], Tokenizer]) -> Tokenizer:

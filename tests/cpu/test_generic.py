@@ -460,6 +460,17 @@ def test_what_nothing_here_computes_is_refused_with_its_reason(
             open_source(tmp_path, impl=impl)
 
 
+def test_a_name_that_is_written_wrongly_is_told_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probing.fork_probes(monkeypatch)
+    config = AutoConfig.for_model("llama", num_hidden_layers=1).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCasualLM"]}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is not supported. Did you mean LlamaForCausalLM"):
+        open_source(tmp_path)
+
+
 def test_configurations_that_are_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("apertus", num_hidden_layers=1).to_dict()
     config["architectures"] = ["ApertusForCausalLM"]

@@ -110,6 +110,13 @@ def test_a_folder_without_a_tokenizer_is_told(kind: str, tmp_path: Path) -> None
         vocabulary(tokenizer, SIZE)
 
 
+def test_what_transformers_cannot_make_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 0}))
+    said = refused(source_of(tmp_path))
+    assert "transformers cannot make one: Couldn't instantiate the backend tokenizer" in said
+    assert "\n" not in said
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00", "[" * 100_000])
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_files_that_are_no_json_objects_are_named(file: str, content: str, tmp_path: Path) -> None:
