@@ -526,6 +526,11 @@ def check_tiers(config: Config, machine: Machine) -> None:
     """Raise ConfigError for settings of places beside the device that keep prefixes."""
     if config.kv_disk is not None:
         folder_and_size(config.kv_disk)
+    if config.kv_store is not None and not config.kv_store.strip():
+        raise ConfigError(
+            "--kv-store takes a folder, or an address such as s3://bucket/kv; give one, or leave it out",
+            param="kv_store",
+        )
     obstacle = None
     if not config.prefix_cache:
         obstacle = "with --no-prefix-cache, which keeps no prefixes"

@@ -669,6 +669,13 @@ def test_a_store_that_may_not_be_used_any_more(
     assert play(store(tmp_path)) == (eight, [96, 96, 96])
 
 
+@pytest.mark.parametrize("url", ["", " "])
+def test_a_store_without_an_address_is_not_the_folder_where_a_server_starts(url: str) -> None:
+    with pytest.raises(ConfigError, match="takes a folder, or an address") as caught:
+        check_features(tiny_config(kv_store=url), Machine(), "cpu", vectors=False, encoder=False)
+    assert caught.value.param == "kv_store"
+
+
 def test_a_store_that_is_not_there_is_refused() -> None:
     for url, word in (("nothing://x", "nothing"), ("/proc/none", "/proc/none")):
         with pytest.raises(ConfigError, match=word) as caught:
