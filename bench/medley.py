@@ -68,6 +68,17 @@ GRAMMARS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
     {"response_format": {"type": "json_object"}},
 ]
+SAMPLING: list[dict[str, Any]] = [
+    *({}, {}, {}, {"min_tokens": 3}, {"stop_regex": "[0-9a-c]{2}"}, {"no_repeat_ngram_size": 2}),
+    *({"logit_bias": {"80": 9, "90": -100}}, {"allowed_token_ids": [*range(40, 90)]}, {"cache_salt": "a"}),
+    *({"prompt_logprobs": 2}, {"bad_words": ["a", "the"]}, {"timeout": 120}, {"top_k": 3}, {"min_p": 0.2}),
+    *(
+        {"priority": 2},
+        {"stop_token_ids": [70, 71]},
+        {"include_stop_str_in_output": True, "stop": ["e", "o"]},
+    ),
+    *({"cache_ttl": 60}, {"logprobs": 3}, {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}}),
+]
 NONSENSE = [
     *(b"", b"{", b"\xff\xfe", b"[]", b"null", b"3", b'"a"', b'{"prompt": 3.5}', b'{"messages": []}'),
     *(b'{"prompt": "x", "max_tokens": -1}', b'{"prompt": "x", "temperature": NaN}', b"[" * 400),
@@ -194,7 +205,8 @@ def asks(rng: random.Random, features: list[str], count: int) -> Iterator[Ask]:
         kind = rng.randrange(12)
         if kind < 3:
             stop = rng.choice((None, None, ["e"], ["zz", "q"]))
-            yield Ask("/v1/completions", {**openai, "prompt": text, "n": rng.choice((1, 1, 2)), "stop": stop})
+            own = {"n": rng.choice((1, 1, 2)), "stop": stop, **rng.choice(SAMPLING)}
+            yield Ask("/v1/completions", {**openai, "prompt": text, **own})
         elif kind == 3:
             yield Ask("/v1/completions", {**openai, "prompt": [text, text[:30]], "echo": True, "logprobs": 1})
         elif kind == 4:
@@ -304,6 +316,7 @@ class Medley:
             rng.random() < 0.5
             and ask.path != "/v1/embeddings"
             and isinstance(ask.body.get("prompt", ""), str)
+            and "prompt_logprobs" not in ask.body
         )
         body = ask.body | ({"stream": True} if streams else {})
         for _ in range(20):
