@@ -478,11 +478,23 @@ def settle_nodes(filling: Filling) -> None:
         filling.reasons["nnodes"] = "Ray places each of the --pp stages"
 
 
+ALL_TARGETS = {"all", "all-linear"}  # as SGLang and PEFT say that no layer is named
+
+
 def settle_adapters(filling: Filling) -> None:
     """Adapters to load are reason enough to make room for them."""
     if filling.config.lora_modules and not filling.config.enable_lora:
         filling.config = msgspec.structs.replace(filling.config, enable_lora=True)
         filling.reasons["enable_lora"] = "there are --lora-modules"
+    named = filling.config.lora_target_modules
+    if ALL_TARGETS.intersection(named):
+        if len(named) > 1:
+            raise ConfigError(
+                f"--lora-target-modules {named[0]} and others: all stands alone; else name each layer",
+                param="lora_target_modules",
+            )
+        filling.config = msgspec.structs.replace(filling.config, lora_target_modules=[])
+        filling.reasons["lora_target_modules"] = f"{named[0]}: all linear layers of the blocks but experts"
 
 
 def check_adapters(config: Config, device: str, generic: bool) -> None:

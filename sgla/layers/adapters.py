@@ -9,9 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sgla.errors import ConfigError
 from sgla.kernels.lora import Rows, Stack
 from sgla.quant.weight import Weight
 
+FUSED = {  # what files call layers whose parts have names of their own here
+    "qkv_proj": ("qkv_proj", "q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj"),
+}
 EXPERTS = "experts"  # stands for their layers, of which there are many
 AdapterPart = tuple[
     str, int, range, Tensor | None
@@ -61,7 +66,7 @@ class Adapters:
     the highest rank the beginning of one, so that one copy brings it. ``mixtures``: by the full names of
     their experts; ``absent``: names of experts' layers that other ranks have, with the number of their inputs
     and outputs together; ``tables``: weights of the vocabulary that they may change, of which files of
-    adapters have copies, and which of their rows this rank has.
+    adapters have copies, and which of their rows this rank has; ``there``: last names of all layers.
 
     Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
     the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows
@@ -78,6 +83,7 @@ class Adapters:
     mixtures: dict[str, Mixture] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[Weight, range]] = field(default_factory=dict)
+    there: set[str] = field(default_factory=set)
     memory: Tensor = field(init=False)
     beyond: tuple[str, ...] = ()
     sets: float = 1.0
@@ -103,6 +109,8 @@ class Adapters:
         self, k: int, parts: Sequence[AdapterPart], columns: range | None = None, embedding: bool = False
     ) -> Stack | None:
         """For a layer of k inputs, of which this rank has ``columns``; None if no adapter may change it."""
+        names = (EXPERTS if ".experts." in name else name.rpartition(".")[2] for name, *_ in parts if name)
+        self.there.update(names)
         if embedding and not self.modules:
             return None
         if not any(self._changes(name) for name, *_ in parts):
@@ -120,7 +128,8 @@ class Adapters:
             return EXPERTS in self.modules
         if not self.modules:
             return "." in name  # a layer of a block
-        return name.rpartition(".")[2] in self.modules
+        last = name.rpartition(".")[2]
+        return last in self.modules or any(last in FUSED.get(each, ()) for each in self.modules)
 
     @property
     def width(self) -> int:
@@ -128,7 +137,14 @@ class Adapters:
         return self.stacks[-1].last if self.stacks else 0
 
     def allocate(self) -> None:
-        """All layers are there."""
+        """All layers are there. Raises ConfigError for names of layers of which there are none."""
+        unknown = {name for name in self.modules if not self.there.intersection(FUSED.get(name, (name,)))}
+        if unknown and not self.beyond:
+            raise ConfigError(
+                f"--lora-target-modules {min(unknown)[:99]}: no layer of this model is called so; there are "
+                f"{', '.join(sorted(self.there))}",
+                param="lora_target_modules",
+            )
         self.memory = torch.zeros(self.places, self.rank, self.width, dtype=self.dtype)
         for stack in self.stacks:
             stack.lie(self.memory)

@@ -20,11 +20,13 @@ from safetensors.torch import load_file, save_file
 from tiny import Transcript, make_core, run, run_executor, submit, tiny_config
 
 from sgla.actors.adapters import Adapter, AdapterTable
-from sgla.errors import InvalidAdapter
+from sgla.config import Config
+from sgla.errors import ConfigError, InvalidAdapter
 from sgla.hub.source import open_source
 from sgla.loading.adapter import CONFIG, PATTERNS, WEIGHTS, LoraConfig, _compiled
 from sgla.messages import Control, Submit
 from sgla.quant.weight import pack
+from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 
 TOLERANCE = 1e-4
@@ -297,6 +299,20 @@ def test_bad_adapters_are_refused(server: CpuRunner, base: Path, tmp_path: Path,
         load(server, 1, tmp_path / "bad")
     assert server.adapters is not None
     assert not server.adapters._host
+
+
+def test_layers_are_named_as_files_and_peers_name_them(base: Path) -> None:
+    runner = adapted(base, lora_target_modules=["qkv_proj", "down_proj"])
+    assert runner.adapters is not None
+    found = {name.rpartition(".")[2] for name in runner.adapters.adapters.table}
+    assert found == {"q_proj", "k_proj", "v_proj", "down_proj"}
+    with pytest.raises(ConfigError, match=r"zzz: no layer of this model is called so; there are down_proj, "):
+        adapted(base, lora_target_modules=["q_proj", "zzz"])
+    for every in ("all", "all-linear"):
+        asked = Config(device="cpu", enable_lora=True, lora_target_modules=[every])
+        assert resolve(asked).config.lora_target_modules == []
+        with pytest.raises(ConfigError, match="all stands alone"):
+            resolve(replace(asked, lora_target_modules=[every, "lm_head"]))
 
 
 def test_many_patterns_are_compiled_once() -> None:
