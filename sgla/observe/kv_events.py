@@ -1,4 +1,4 @@
-"""Publishes KV events by ZeroMQ, as vLLM does: what routers (llm-d, Dynamo) subscribe to.
+"""Publishes KV events by ZeroMQ, as vLLM and SGLang do: what routers (llm-d, Dynamo) subscribe to.
 
 A message has three parts: the topic, its number (8 bytes, big-endian), and in msgpack ``[time, events,
 rank]``. Who asks the replay socket for a number gets all messages from that on which are still kept, then one
@@ -26,7 +26,8 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 class KvEventsConfig(msgspec.Struct, forbid_unknown_fields=True):
     """Keys of vLLM's and SGLang's ``--kv-events-config``. ``max_queue_size``: of vLLM's thread, which is not
-    needed here."""
+    needed here. ``format``: of SGLang's hashes; those of this server always depend on salt and adapter, as
+    ``dynamo`` asks for. ``bind``: SGLang's, which may connect instead."""
 
     enable_kv_cache_events: bool = True
     publisher: Literal["zmq", "null"] = "zmq"
@@ -36,6 +37,8 @@ class KvEventsConfig(msgspec.Struct, forbid_unknown_fields=True):
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
+    bind: bool | None = None
+    format: Literal["default", "dynamo"] = "default"
 
 
 class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -52,6 +55,8 @@ def read(config: dict[str, Any]) -> KvEventsConfig | None:
         found = msgspec.convert(config, KvEventsConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--kv-events-config: {error}", param=PARAM) from error
+    if found.bind is False:
+        raise ConfigError("--kv-events-config: this server binds its endpoint; leave bind out", param=PARAM)
     for name in ("buffer_steps", "hwm"):
         if getattr(found, name) < 1:
             raise ConfigError(f"--kv-events-config: {name} must be at least 1", param=PARAM)

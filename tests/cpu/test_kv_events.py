@@ -119,7 +119,7 @@ def test_a_server_publishes(tmp_path: Path) -> None:
     words = {f"<{i}>": i for i in range(VOCAB)}
     Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(tmp_path / "tokenizer.json"))
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-    config = {"endpoint": endpoint, "replay_endpoint": replay, "topic": "kv"}
+    config = {"endpoint": endpoint, "replay_endpoint": replay, "topic": "kv", "format": "dynamo"}
     settings: dict[str, Any] = {"device": "cpu", "executor": "inline", "threads": 1, "page_size": 4}
     settings |= {"load_format": "dummy", "native_kernels": False, "kv_cache_bytes": 1 << 20}
     with Engine(str(tmp_path), kv_events_config=config, **settings) as engine:
@@ -155,6 +155,8 @@ def publisher_of(config: dict[str, Any]) -> kv_events.Publisher:
     [
         ({"endpoint": "nowhere"}, "nowhere"),
         ({"hwm": 0}, "hwm must be at least 1"),
+        ({"bind": False}, "binds its endpoint"),
+        ({"format": "other"}, "format"),
         ({"publisher": "kafka"}, "publisher"),
         ({"colour": 1}, "colour"),
     ],
