@@ -46,7 +46,8 @@ def made_anew(*parts: str) -> Path:
     container whose files are read alone, that in the temporary folder. Raises ConfigError and OSError."""
     base = cache_home()
     path = base.joinpath(*parts)
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    # ``Path.exists`` raises where a folder above may not be read, as another user's home that HOME names.
+    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     return path if there == path or os.access(there, os.W_OK | os.X_OK) else temporary().joinpath(*parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.server
 import json
@@ -217,6 +218,25 @@ def test_a_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "cache" / "a" / "b").write_text("")
     assert homes.made_anew("a", "b") == tmp_path / "cache" / "a" / "b"
     assert packaged.cache_folder() == tmp_path / "cache" / "sgla"
+
+
+def test_a_home_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose HOME is /root, and whose user is not: nothing below it can be looked at."""
+    home = tmp_path / "root"
+    plain = os.stat
+
+    def refused(path: Any, *given: Any, **more: Any) -> os.stat_result:
+        if str(path).startswith(f"{home}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return plain(path, *given, **more)
+
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != home)
+    monkeypatch.setattr(os, "stat", refused)
+    assert homes.made_anew("a", "b") == tmp_path / f"cache-{os.getuid()}" / "a" / "b"
 
 
 # local folders and files
