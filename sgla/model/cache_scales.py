@@ -55,7 +55,8 @@ def read_scales(
     try:
         found = msgspec.json.decode(path.read_bytes(), type=File)
     except (OSError, ValueError, RecursionError) as error:
-        raise _unfit(f"{path}: {error}; give a JSON file of KV scales") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise _unfit(f"{path}: {why}; give a JSON file of KV scales") from error
     kinds = {table.get("model_type") for table in (model, model.get("text_config")) if table}
     if found.model_type is not None and kinds and found.model_type not in kinds:
         raise _unfit(f"{path}: it is for models of type {found.model_type[:60]}; leave it out")

@@ -78,7 +78,7 @@ def test_the_cache_has_them(tmp_path: Path) -> None:
         ({"ranks": {"0": LAYERS}, "dtype": "float8_e5m2"}, {}, "scales are for float8_e5m2"),
         ({"ranks": {"0": LAYERS}, "kind": "qwen3"}, {}, "for models of type qwen3"),
         ({"ranks": []}, {}, "Expected `object`, got `array`"),
-        (None, {}, "No such file"),
+        (None, {}, "json: No such file or directory; give"),
     ],
 )
 def test_what_is_not_for_this_model_is_refused(
