@@ -233,8 +233,25 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("speculative-num-steps: 3\nspeculative_num_draft_tokens: 4", {"speculative_num_draft_tokens": 3}),
+        ("speculative-num-draft-tokens: 4\nspeculative_num_steps: 3", {"speculative_num_draft_tokens": 3}),
+        ("lora-modules: {name: a, path: /x}", {"lora_modules": ["a=/x"]}),
+        ("lora-modules: [{name: a, path: /x}, b=/y]", {"lora_modules": ["a=/x", "b=/y"]}),
+        ("lora_paths: [a=/x, {lora_name: b, lora_path: /y}]", {"lora_modules": ["a=/x", "b=/y"]}),
+    ],
+)
+def test_a_file_says_as_much_as_flags(text: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    config = config_of("--config", str(tmp_path / "c.yaml"))
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("speculative-num-steps: 3\nspeculative-num-draft-tokens: 5", "which another key sets too"),
         ("prot: 1", r"c\.yaml: prot: unknown key; did you mean 'port'\?"),
         ("max_model_lem: 1", "unknown key; did you mean 'max_model_len'"),
         ("max-model-len: 1\ncontext_length: 2", "sets context_length, which another key sets too"),

@@ -531,10 +531,11 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
     assert flags_of("--spec-type", "none") == {"speculative_algorithm": None}
     hints = parse(["serve", "-sc", '{"method": "ngram", "prompt_lookup_max": 9}']).hints
     assert hints == [
-        "--speculative-config is --speculative-algorithm and --speculative-model and "
-        "--speculative-quantization and --speculative-num-draft-tokens here; "
+        "--speculative-config is --speculative-algorithm ngram here; "
         "ngram looks up runs of 2 to 4 tokens, and what guesses is split as the model is"
     ]
+    one = parse(["serve", "-sc", '{"model": "a/b", "num_speculative_tokens": 1}']).hints[0]
+    assert "is --speculative-model a/b --speculative-num-draft-tokens 1 here" in one
     for given, told in (
         ('{"method": "ngram", "model_path": "a/b"}', "'model_path' is not supported"),
         ('{"method": "hydra", "num_speculative_tokens": 1}', "method: 'hydra' is none of ngram"),
@@ -577,9 +578,11 @@ def test_adapters_as_vllm_and_sglang_write_them() -> None:
     objects = '{"name": "a", "path": "/x", "base_model_name": "m"}', '{"lora_name": "b", "lora_path": "/y,z"}'
     for flag in ("--lora-modules", "--lora-paths"):
         assert flags_of("--model", "m", flag, *objects) == two | {"model": "m"}
+        assert flags_of("--model", "m", flag, f"[{', '.join(objects)}]") == two | {"model": "m"}
         assert flags_of("m", flag, "a=/x", "b=/y") == {"lora_modules": ["a=/x", "b=/y"], "model": "m"}
         assert "POST /load_lora_adapter pins" in refused(flag, '{"name": "a", "path": "/x", "pinned": true}')
         assert "an object has name and path" in refused(flag, '{"name": "a"}')
+        assert "a JSON list of strings and objects and is none" in refused(flag, "[3]")
 
 
 def test_all_refused_flags_are_named_at_once() -> None:
@@ -780,7 +783,10 @@ OFFLOADING = {"kv_connector": "OffloadingConnector"}
 )
 def test_connectors_that_keep_prefixes_are_tiers(words: Any, expected: dict[str, Any]) -> None:
     words = words if isinstance(words, list) else ["--kv-transfer-config", json.dumps(words)]
-    flags = parse(["serve", "demo", *words]).flags
+    args = parse(["serve", "demo", *words])
+    flags = args.flags
+    for name, value in expected.items():
+        assert f"--{name.replace('_', '-')} {value} " in args.hints[0]
     assert {name: value for name, value in flags.items() if name.startswith("kv_") and value != "auto"} == (
         expected
     )

@@ -472,7 +472,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "hicache-storage-*",
-        "what a store is told stands in its address: --kv-store FOLDER, what fsspec knows, nixl:FOLDER, "
+        "what a store is told stands in its address: --kv-store FOLDER, what fsspec knows, nixl:///FOLDER, "
         "mooncake://MASTER:PORT?segment=BYTES or lm://HOST:PORT; --kv-disk PATH:BYTES is for one server",
     ),
     (

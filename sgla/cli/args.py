@@ -21,6 +21,7 @@ from sgla.cli.settings import (
     alias_values,
     hint,
     kinds,
+    less_of,
     parse_bytes,
     parse_count,
     parse_list,
@@ -138,7 +139,7 @@ class GiveAlias(Give):
             settings = alias_values(self.dest, True if self.nargs == 0 else values)
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from error
-        namespace.hints = [*getattr(namespace, "hints", ()), hint(self.dest)]
+        namespace.hints = [*getattr(namespace, "hints", ()), hint(self.dest, settings)]
         self.give(namespace, *(Given(flag, *setting) for setting in settings.items()))
 
 
@@ -198,7 +199,7 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
                 parser.error(f"argument {flag}: {error}")
         elif flags.setdefault(name, flag) == flag or fields[name] == value:
             fields[name] = value
-        elif (less := _beside(flags[name], fields[name], flag, value)) is not None:
+        elif (less := less_of(flags[name], fields[name], flag, value)) is not None:
             fields[name] = less
         elif name == "model":
             raise ConfigError(f"two models given: {fields[name]} and {flag} {value}", param=name)
@@ -207,15 +208,6 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
                 f"{flags[name]} and {flag} are the same setting with two values; give one", param=name
             )
     return fields
-
-
-def _beside(flag: str, value: Any, other: str, more: Any) -> Any:
-    """The smaller one of two values of a setting by two flags, where a peer's two flags differ so."""
-    for one, less, most in ((flag, value, more), (other, more, value)):
-        alias = ALIASES.get(one.removeprefix("--"))
-        if isinstance(alias, Alias) and alias.beside and most == less + alias.beside:
-            return less
-    return None
 
 
 def _strong(given: Sequence[Given]) -> list[Given]:

@@ -121,7 +121,7 @@ def _meaning(alias: Alias | Switch | Always | Fields) -> str:
     if isinstance(alias, Alias) and alias.others:
         return f"`{spelled(alias)}` (as {', '.join(f'`{word}`' for word in alias.words)}); {alias.others}"
     beside = isinstance(alias, Alias) and alias.beside
-    return f"`{spelled(alias)}`" + (f", which may say {beside} more beside it" if beside else "")
+    return f"`{spelled(alias)}`" + (f"; where both are given, that may be {beside} more" if beside else "")
 
 
 def _patterns(patterns: str) -> str:

@@ -81,13 +81,16 @@ def reason(error: BaseException | str) -> str:
 def parse_list(name: str, text: str) -> list[str]:
     """Values between commas, or a JSON list. An API key may hold commas, so it is one value; an adapter may
     be an object."""
-    if name == "lora_modules" and text.startswith("{"):
+    objects = name == "lora_modules"
+    if objects and text.startswith("{"):
         return [_module(parse_object(text))]
     if text.startswith("["):
         try:
-            return msgspec.json.decode(text, type=list[str])
+            found = msgspec.json.decode(text, type=list[str | dict[str, Any]] if objects else list[str])
         except msgspec.DecodeError as error:
-            raise ValueError("it begins as a JSON list of strings and is none") from error
+            what = "strings and objects" if objects else "strings"
+            raise ValueError(f"it begins as a JSON list of {what} and is none") from error
+        return [each if isinstance(each, str) else _module(each) for each in found]
     return [text] if name in SECRETS else [part.strip() for part in text.split(",")]
 
 
@@ -229,24 +232,35 @@ def _inner(key: str, alias: Fields, given: Any) -> dict[str, Any]:
         raise ValueError(f"{key}: {error}") from error
 
 
-def hint(name: str) -> str:
-    """How a peer's flag ``name`` was understood."""
+def hint(name: str, meant: Mapping[str, Any]) -> str:
+    """How a peer's flag ``name`` was understood; ``meant``: its ``alias_values``."""
     alias = ALIASES[name]
     if isinstance(alias, Always):
         return f"--{name} is not needed: {alias.hint}"
     if isinstance(alias, Fields):
-        return f"--{name} is {spelled(alias)} here; {alias.hint}"
+        said = [spelled(Switch(field, value)) for field, value in meant.items() if value is not None]
+        return f"--{name} is {' '.join(said) or 'not needed'} here; {alias.hint}"
     return f"--{name} is {spelled(alias)} here"
 
 
-def spelled(alias: Alias | Switch | Fields) -> str:
-    """The flags that it stands for."""
-    if isinstance(alias, Fields):
-        return " and ".join(map(spelled, alias.keys.values()))
+def spelled(alias: Alias | Switch) -> str:
+    """The flag that it stands for."""
     flag = alias.field.replace("_", "-")
     if isinstance(alias, Alias):
         return f"--{flag} {' or '.join(alias.words.values())}" if alias.others else f"--{flag}"
-    return {True: f"--{flag}", False: f"--no-{flag}"}.get(alias.value, f"--{flag} {alias.value}")
+    if isinstance(alias.value, bool):
+        return f"--{flag}" if alias.value else f"--no-{flag}"
+    return f"--{flag} {alias.value}"
+
+
+def less_of(flag: str, value: Any, other: str, more: Any) -> Any:
+    """The smaller one of two values of a setting by two flags, where a peer's two flags differ so; or
+    None."""
+    for one, less, most in ((flag, value, more), (other, more, value)):
+        alias = ALIASES.get(one.removeprefix("--"))
+        if isinstance(alias, Alias) and alias.beside and most == less + alias.beside:
+            return less
+    return None
 
 
 def nearest(name: str) -> str:
@@ -266,13 +280,19 @@ def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of 'key: value'")
     found: dict[str, Any] = {}
+    flags: dict[str, str] = {}
     for key, value in values.items():
+        flag = str(key).replace("_", "-")
         try:
             known = settings(str(key), value, say)
         except ValueError as error:
             raise ConfigError(f"--config {path}: {key}: {error}", param=str(key)) from error
         for name, value in known.items():
-            if found.setdefault(name, value) != value:
+            other = flags.setdefault(name, flag)
+            if found.setdefault(name, value) == value:
+                continue
+            found[name] = less_of(other, found[name], flag, value)
+            if found[name] is None:
                 raise ConfigError(
                     f"--config {path}: {key} sets {name}, which another key sets too", param=name
                 )
@@ -304,11 +324,14 @@ def settings(key: str, value: Any, say: Say) -> dict[str, Any]:
     name, flag = key.replace("-", "_"), key.replace("_", "-")
     written = value if isinstance(value, str | bool | None) else _text(value)
     if name in Config.__struct_fields__:
+        if name == "lora_modules" and isinstance(value, list | dict):
+            value = _text(value)  # it may have objects
         return {name: value_of(name, value, say) if isinstance(value, str) else value}
     if flag in ALIASES:
+        meant = alias_values(flag, "" if written is None else written)
         if value is not False:
-            say(hint(flag))
-        return alias_values(flag, "" if written is None else written)
+            say(hint(flag, meant))
+        return meant
     if other := refusal(flag):
         if value is None or value is False or value in ("", [], {}):  # what it is without the line
             return {}
