@@ -408,6 +408,8 @@ def test_a_server_that_reads_pictures_says_who_may_ask_it() -> None:
     text = ready_text(Config(model="a/b", host="10.0.0.2"), facts, Defaults(), "http://h", 1.0)
     assert text.endswith("\npictures are read for servers with --encode-url tcp://10.0.0.2:31811")
     assert "curl" not in text
+    everywhere = ready_text(Config(model="a/b", host="0.0.0.0"), facts, Defaults(), "http://h", 1.0)
+    assert everywhere.endswith(" --encode-url tcp://HOST:31811, where HOST is this machine")
 
 
 def test_ready_tells_which_files_are_served() -> None:

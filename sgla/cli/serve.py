@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sgla.cli.health import ANY
 from sgla.cli.parallel import settled
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import complain, load_config
@@ -111,8 +112,12 @@ def ready_text(
     begun = f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}"
     notes = "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))
     if facts.encodes:
-        where = f"tcp://{at(config.host, facts.peer_ports[0])}"
-        return f"{begun}\n{model_text(path)}{notes}pictures are read for servers with --encode-url {where}"
+        where = at("HOST" if config.host in ANY else config.host, facts.peer_ports[0])
+        told = ", where HOST is this machine" if config.host in ANY else ""
+        return (
+            f"{begun}\n{model_text(path)}{notes}"
+            f"pictures are read for servers with --encode-url tcp://{where}{told}"
+        )
     cached = (facts.groups[0].pages - 1) * facts.page_size  # without the dummy page
     return (
         f"{begun}, context {facts.context_len} tokens"

@@ -9,13 +9,15 @@ import logging
 import resource
 from typing import Any
 
+import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from sgla import clock
 from sgla.errors import BadRequest, Overloaded, SglaError
 from sgla.http.bodies import SHARE
 from sgla.http.clients import without_key
-from sgla.http.errors import error_response
+from sgla.http.errors import error_body, error_response
 from sgla.http.turns import SLICE
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,10 @@ SPARE = 64
 LOOKED_AT = 4  # clients of which a place may be taken, those that have most
 BACKLOG = 1024  # connections that the system takes before the server does; they come all at once
 
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\nConnection: close\r\n\r\n%s"
+)
 
 
 def raise_file_limit() -> int:
@@ -240,7 +245,11 @@ class Connection(web.RequestHandler):
         if self._head:
             self._count(self._head)
         if self._head and (self._head > HEADER_BYTES or self._has_too_many()) and self.transport is not None:
-            self.transport.write(TOO_LARGE)
+            what = f"the headers have more than {HEADER_BYTES} bytes"
+            if self._head <= HEADER_BYTES:
+                what = f"the headers of all requests take more than {ALL_HEADERS >> 20} MiB"
+            body = msgspec.json.encode(error_body(_too_large(what)))
+            self.transport.write(TOO_LARGE % (len(body), body))
             self.force_close()
 
     def _parse_rest(self) -> None:
@@ -293,12 +302,7 @@ class Connection(web.RequestHandler):
         if isinstance(exc, ConnectionError) and has_gone(request):  # before its answer began: nothing to log
             raise exc
         super().handle_error(request, status, exc, message)
-        why, _, _ = (message or "").partition("\n\n")  # what comes then is quoted
-        error: SglaError = BadRequest(f"the request is no HTTP: {' '.join(why.split()).rstrip(':')}")
-        if status >= 500:
-            error = SglaError("internal error; the server's log has the details")
-        error.status = status
-        answer = error_response(error)
+        answer = error_response(_why_unreadable(status, exc, message or ""))
         answer.force_close()
         return answer
 
@@ -493,6 +497,24 @@ def set_resting(request: web.Request, whether: bool) -> None:
     if it has more connections than others, it may have to give this one away."""
     if isinstance(request.protocol, Connection):
         request.protocol.set_resting(whether)
+
+
+def _why_unreadable(status: int, exc: BaseException | None, message: str) -> SglaError:
+    """Why aiohttp could not read a request."""
+    if isinstance(exc, LineTooLong):
+        return _too_large(f"a header, or the line before them, has more than {exc.args[1]} bytes")
+    why, _, _ = message.partition("\n\n")  # what comes then is quoted
+    error: SglaError = BadRequest(f"the request is no HTTP: {' '.join(why.split()).rstrip(':')}")
+    if status >= 500:
+        error = SglaError("internal error; the server's log has the details")
+    error.status = status
+    return error
+
+
+def _too_large(what: str) -> BadRequest:
+    error = BadRequest(f"{what}; send less in them")
+    error.status = 431
+    return error
 
 
 def has_gone(request: web.BaseRequest) -> bool:

@@ -165,7 +165,8 @@ async def test_sessions_end(site: Site, monkeypatch: Any) -> None:
     status, _ = await site.post("/open_session", {"capacity_of_str_len": 9, "session_id": "mine"})
     assert status == 400
     assert (await site.post("/close_session", {"session_id": "mine"}))[0] == 200
-    assert (await site.post("/close_session", {"session_id": "mine"}))[0] == 404
+    status, answer = await site.post("/close_session", {"session_id": "mine"})
+    assert (status, answer["error"]["param"]) == (404, "session_id")
     assert await refused(site, "mine") == (404, "session_not_found")
     assert (await site.post("/open_session", {"capacity_of_str_len": 9, "session_id": "x" * 201}))[0] == 400
     await opened(site, session_id="old", timeout=5)

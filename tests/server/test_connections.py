@@ -358,6 +358,7 @@ async def test_headers_come_in_time_and_are_small(serving: Serving, monkeypatch:
         for i in range(30):
             writer.write(b"X-%d: " % i + b"a" * 4000 + b"\r\n")
         assert b" 431 " in await asyncio.wait_for(reader.readline(), 10)
+        assert b'"message":"the headers have more than 65536 bytes; send less' in await reader.readuntil(b"}")
         writer.close()
 
 
@@ -370,6 +371,7 @@ async def test_headers_of_all_requests_have_a_limit(
         head = b"GET /health/live HTTP/1.1\r\nHost: x\r\n" + b"x: %b\r\n" % (b"y" * 7_000) * 2
         held = [await server.connect(head) for _ in range(2)]
         assert (await held[1][0].readline()).startswith(b"HTTP/1.1 431 ")
+        assert b"the headers of all requests take more" in await held[1][0].readuntil(b"}")
         assert server.listener.headers < 20_000
         assert (await server.get("/health/live"))[0] == 200
         reader, writer = await server.connect(head + b"\r\n")
@@ -539,6 +541,11 @@ async def test_a_handler_that_loses_another_connection_answers_with_an_error(
         (b"FROB /v1/models HTTP/1.1\r\n", 400, b'"the request is no HTTP: Invalid method encountered"'),
         (b"GET / HTTP/9.9\r\n", 400, b'"code":"bad_request"'),
         (b"POST /generate HTTP/1.1\r\nContent-Length: -4\r\n", 400, b'"code":"bad_request"'),
+        (
+            b"GET /health HTTP/1.1\r\nX: %b\r\n" % (b"y" * 9000),
+            431,
+            b'"a header, or the line before them, has more than 8190 bytes; send less in them"',
+        ),
     ],
 )
 async def test_what_nobody_can_answer_gets_an_error_of_ours(

@@ -294,14 +294,14 @@ class Sessions:
             return None
         return session
 
-    def _get(self, name: str, owner: str) -> Session:
+    def _get(self, name: str, owner: str, param: str = "session_params") -> Session:
         session = self._find(name, owner)
         if session is None:
-            raise SessionNotFound(f"there is no session {name[:200]!r}", param="session_params")
+            raise SessionNotFound(f"there is no session {name[:200]!r}", param=param)
         return session
 
     def close(self, name: str, owner: str) -> None:
-        self._close(self._get(name, owner))
+        self._close(self._get(name, owner, "session_id"))
 
     def _close(self, session: Session) -> None:
         share = session.share
