@@ -503,6 +503,8 @@ def _why_unreadable(status: int, exc: BaseException | None, message: str) -> Sgl
     """Why aiohttp could not read a request."""
     if isinstance(exc, LineTooLong):
         return _too_large(f"a header, or the line before them, has more than {exc.args[1]} bytes")
+    if "Too many headers" in message:
+        return _too_large("there are too many headers")
     why, _, _ = message.partition("\n\n")  # what comes then is quoted
     error: SglaError = BadRequest(f"the request is no HTTP: {' '.join(why.split()).rstrip(':')}")
     if status >= 500:
@@ -512,7 +514,7 @@ def _why_unreadable(status: int, exc: BaseException | None, message: str) -> Sgl
 
 
 def _too_large(what: str) -> BadRequest:
-    error = BadRequest(f"{what}; send less in them")
+    error = BadRequest(f"{what}; send less")
     error.status = 431
     return error
 
