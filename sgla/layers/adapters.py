@@ -17,6 +17,7 @@ FUSED = {  # what files call layers whose parts have names of their own here
     "qkv_proj": ("qkv_proj", "q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj"),
 }
+SAMPLED = 64  # rows of a table
 EXPERTS = "experts"  # stands for their layers, of which there are many
 AdapterPart = tuple[
     str, int, range, Tensor | None
@@ -65,8 +66,9 @@ class Adapters:
     this stage has. ``memory`` [places, rank, width]: a place is one piece of it, and an adapter of less than
     the highest rank the beginning of one, so that one copy brings it. ``mixtures``: by the full names of
     their experts; ``absent``: names of experts' layers that other ranks have, with the number of their inputs
-    and outputs together; ``tables``: weights of the vocabulary that they may change, of which files of
-    adapters have copies, and which of their rows this rank has; ``there``: last names of all layers.
+    and outputs together; ``tables``: weights of the vocabulary that they may change, and which of their rows
+    this rank has; ``samples``: some of these rows, int64[S], and what they hold, float32[S, k], to which
+    copies are compared that lie in files of adapters; ``there``: last names of all layers.
 
     Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
     the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows
@@ -84,6 +86,7 @@ class Adapters:
     absent: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[Weight, range]] = field(default_factory=dict)
     there: set[str] = field(default_factory=set)
+    samples: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     memory: Tensor = field(init=False)
     beyond: tuple[str, ...] = ()
     sets: float = 1.0
@@ -104,6 +107,14 @@ class Adapters:
         """Whether another rank has the layer, which looks at what an adapter has for it."""
         name = self.rename(module)
         return name in self.absent or (f"{name}.".startswith(self.beyond) if self.beyond else False)
+
+    def sample(self) -> None:
+        """The weights are there. Later they may be away, while the server sleeps, and adapters are read in
+        threads of their own."""
+        for name, (weight, own) in self.tables.items():
+            rows = torch.linspace(own.start, own.stop - 1, SAMPLED, device="cpu").long()
+            self.samples[name] = rows, weight.told(rows - own.start)
+        self.tables.clear()
 
     def stack(
         self, k: int, parts: Sequence[AdapterPart], columns: range | None = None, embedding: bool = False

@@ -35,7 +35,7 @@ STAGED = 256 << 20  # the same, where other stages may have larger layers, as th
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 _COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 OF_BASE = "no modules_to_save, no weights of the base: save_embedding_layers=False"
-SAMPLED, LIKE = 64, 0.1  # rows of a copy of the base's, and the part of them by which they may differ
+LIKE = 0.1  # the part by which rows of a copy of the base's may differ
 _PLAIN = re.compile(r"(?=.{1,200}\Z)(?:[\w.^$-]|\\[.dw])+")  # patterns that match in linear time
 FUSED = ("gate_up_proj", "up_proj", "down_proj")  # of experts, in the order in which PEFT wraps them
 TABLES = ("embed_tokens", "lm_head")
@@ -241,19 +241,17 @@ def _check_copy(folder: Path, adapters: Adapters, module: str, copy: Tensor) -> 
     """PEFT writes the base's embedding and output layer beside what it adds to these. Raises InvalidAdapter
     for a ``copy`` that is not as the base's, whose numbers may be rounded here, or one of another layer."""
     name = adapters.rename(module)
-    if name not in adapters.tables:
+    if name not in adapters.samples:
         if adapters.leaves(module):
             return
         raise InvalidAdapter(f"{folder.name}: {module[:200]}: {OF_BASE}")
-    (weight, own), target = adapters.tables[name], adapters.table[name]
-    wanted = target.k if target.embedding else target.n, weight.k
+    (rows, known), target = adapters.samples[name], adapters.table[name]
+    wanted = target.k if target.embedding else target.n, known.shape[1]
     what = f"{folder.name}: base_layer.weight of {module[:200]}"
     if tuple(copy.shape) != wanted or copy.dtype not in FLOATS:
         raise InvalidAdapter(
             f"{what} has shape {list(copy.shape)}, and the base's {list(wanted)} (another base?)"
         )
-    rows = torch.linspace(own.start, own.stop - 1, SAMPLED).long()
-    known = weight.told(rows - own.start)
     if not (copy[rows].float() - known).norm() <= LIKE * known.norm():
         raise InvalidAdapter(f"{what} is another one than the base's (another base?)")
 
@@ -263,7 +261,7 @@ def _read(folder: Path, adapters: Adapters) -> bytes:
     path = folder / WEIGHTS
     most = sum(t.n + t.k for t in adapters.table.values()) + sum(adapters.absent.values())
     most = int(4 * adapters.rank * most * adapters.sets) + (STAGED if adapters.beyond else SPARE)
-    most += sum(4 * adapters.table[name].n * adapters.table[name].k for name in adapters.tables)
+    most += sum(4 * adapters.table[name].n * adapters.table[name].k for name in adapters.samples)
     try:
         if not path.is_file():
             raise FileNotFoundError

@@ -127,6 +127,8 @@ def load_model(
     ignored = (*model.ignored, *towers_of(spec.architecture))
     model.declared = Declared(build, spec.architecture, spec.tied, ignored, rename, mending(spec), seed)
     model.declared.load(source, on_progress)
+    if adapters is not None:
+        adapters.sample()
     if (scales := cache_scales(build, spec.layers)) is not None:
         model.cache_scales = scales[spec.held.start : spec.held.stop]
     return model

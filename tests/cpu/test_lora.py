@@ -25,7 +25,7 @@ from sgla.errors import ConfigError, InvalidAdapter
 from sgla.hub.source import open_source
 from sgla.loading.adapter import CONFIG, PATTERNS, WEIGHTS, LoraConfig, _compiled
 from sgla.messages import Control, Submit
-from sgla.quant.weight import pack
+from sgla.quant.weight import Weight, pack
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 
@@ -337,13 +337,15 @@ def test_good_adapters_of_other_types(server: CpuRunner, base: Path, tmp_path: P
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "quantization": "int8"}])
 def test_copies_of_the_base_lie_beside_what_is_added_to_its_tables(
-    tmp_path: Path, changes: dict[str, Any]
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As PEFT writes them, with an adapter of these layers; they have to be the base's."""
+    """As PEFT writes them, with an adapter of these layers; they have to be the base's, whose weights are not
+    read again: a GPU of a server that sleeps has none."""
     tables = "embed_tokens", "lm_head"
     settings = {"lora_target_modules": [*tables, "q_proj"], "quantization": changes.pop("quantization", None)}
     save_checkpoint(tmp_path / "base", "llama", head_dim=8, **changes)
     runner = adapted(tmp_path / "base", **settings)
+    monkeypatch.delattr(Weight, "told")
     weights = load_file(tmp_path / "base" / "model.safetensors")
     own = {"model.embed_tokens": weights["model.embed_tokens.weight"]}
     own["lm_head"] = weights.get("lm_head.weight", own["model.embed_tokens"])
