@@ -57,7 +57,8 @@ def read_scales(
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise _unfit(f"{path}: {why}; give a JSON file of KV scales") from error
-    kinds = {table.get("model_type") for table in (model, model.get("text_config")) if table}
+    tables = [table for table in (model, model.get("text_config")) if table]
+    kinds = {table["model_type"] for table in tables if table.get("model_type")}
     if found.model_type is not None and kinds and found.model_type not in kinds:
         raise _unfit(f"{path}: it is for models of type {found.model_type[:60]}; leave it out")
     if found.kv_cache.dtype != "float8_e4m3fn":

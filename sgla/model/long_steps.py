@@ -52,6 +52,8 @@ def check_long_steps(
             obstacle = "by a model that answers with vectors"
         elif isinstance(spec, GenericSpec):
             obstacle = "by a model that runs through transformers' module"
+        elif name == "two_batch_overlap" and spec is not None and spec.heard:
+            obstacle = f"by {spec.architecture}, of which one batch a step tells when words were said"
         if obstacle:
             raise ConfigError(f"{flag} cannot be honoured {obstacle}; leave it out", param=name)
         check_apart(config, flag, refused)

@@ -56,6 +56,11 @@ def test_each_rank_has_its_own(tmp_path: Path) -> None:
     assert read_scales(Config(), spec, 0, MODEL) is None
 
 
+def test_a_model_of_no_type_has_those_of_any(tmp_path: Path) -> None:
+    untyped = {key: value for key, value in MODEL.items() if key != "model_type"}
+    resolve(config_of(written(tmp_path / "scales.json", {"0": LAYERS})), H200, untyped)
+
+
 def test_the_cache_has_them(tmp_path: Path) -> None:
     path = written(tmp_path / "scales.json", {"0": LAYERS})
     few = {"step_tokens": 64, "max_running_requests": 8, "kv_cache_dtype": "fp8"}

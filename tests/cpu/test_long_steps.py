@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.model.long_steps import REFUSED, check_long_steps
 from sgla.model.read import read_spec
+from sgla.model.spec import ModelSpec
 
 PAIRS = [(name, other) for name, refused in REFUSED.items() for other in refused]
 
@@ -43,3 +45,12 @@ def test_what_cannot_be_is_refused(name: str, tp: int, device: str, vectors: boo
         check_long_steps(config, device, spec, vectors)
     assert caught.value.param == name
     check_long_steps(replace(config, tp=2), "cuda", spec, False)
+
+
+def test_two_batches_do_not_tell_when_words_were_said() -> None:
+    spec = read_spec(tiny_source(**MODELS["dense"]).config)
+    assert isinstance(spec, ModelSpec)
+    spec = dataclasses.replace(spec, heard=8)
+    with pytest.raises(ConfigError, match="cannot be honoured by LlamaForCausalLM, of which one batch"):
+        check_long_steps(Config(tp=2, two_batch_overlap=True), "cuda", spec, False)
+    check_long_steps(Config(tp=2, sequence_parallel=True), "cuda", spec, False)
