@@ -551,9 +551,13 @@ REFUSED: list[tuple[str, str]] = [
         "a GPU's steps run from CUDA graphs, made for --max-running-requests; leave it out",
     ),
     (
-        "tbo-* dbo-* *single-batch-overlap ubatch-size",
+        "tbo-* dbo-* *single-batch-overlap",
         "with --two-batch-overlap steps of more than 2,048 tokens that read prompts are cut in the middle, "
         "inside of a request, too; others are one batch; leave it out",
+    ),
+    (
+        "ubatch-size",
+        "a step of --step-tokens at most is one batch, or two with --two-batch-overlap; leave it out",
     ),
     (
         "speculative-moe-a2a-backend all2all-backend *deepep*",
@@ -795,6 +799,11 @@ REFUSED_BY_ROUTER = (
         "requests pass unchanged, and nothing of them is kept; the workers do that",
     ),
 )
+
+
+def is_named(name: str, router: bool = False) -> bool:
+    """Whether a flag is refused by its own name, not by a pattern."""
+    return any(name in patterns.split() for patterns, _ in (REFUSED_BY_ROUTER if router else REFUSED))
 
 
 def refusal(name: str, router: bool = False) -> str | None:

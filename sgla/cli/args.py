@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgla.cli.aliases import ALIASES, COMMANDS, SHORT, VALUES, Alias, Always, Fields, Switch, refusal
+from sgla.cli.aliases import (
+    ALIASES,
+    COMMANDS,
+    SHORT,
+    VALUES,
+    Alias,
+    Always,
+    Fields,
+    Switch,
+    is_named,
+    refusal,
+)
 from sgla.cli.settings import (
     TOKENS,
     alias_values,
@@ -391,7 +402,8 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> typing.NoRet
     for name in dict.fromkeys(names):
         router, bare = parser.prog.endswith(" route"), name.lstrip("-").replace("_", "-")
         instead = refusal(bare, router) if name.startswith("--") else None
-        close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.93 if instead else 0.6)
+        cutoff = 1 if instead and is_named(bare, router) else 0.93 if instead else 0.6
+        close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=cutoff)
         if close:
             found.append(f"unknown argument {name}; did you mean {close[0]}?")
         else:
