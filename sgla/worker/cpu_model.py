@@ -60,6 +60,7 @@ class CpuModel(Runner):
     _divided: ContextForward | None = None
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]
+    _counting = False  # experts; the last layer has all tokens then, for those whose logits nobody wants
 
     def _commands(self) -> dict[str, Command]:
         """Beside those of all runners ``COUNTS``, of mixtures: ``experts_dump`` has the numbers by layer, of
@@ -74,21 +75,20 @@ class CpuModel(Runner):
         if verb == "experts_dump":
             told = counted(self.model, self.shard.of_mlps)
             return told if self.shard.of_mlps.rank == 0 else {}
-        for counts in self.model.counts.values():
-            counts.active = verb == "experts_start"
-            if counts.active:
-                counts.taken()
-        self._forward, _ = self._forward_again()
+        self._counting = verb == "experts_start"
+        if self._counting:
+            counted(self.model, self.shard.of_mlps)  # what there was is not told
+        self._begin()
         return {}
-
-    @property
-    def _counting(self) -> bool:
-        """The last layer has all tokens, so that those whose logits nobody wants are counted, too."""
-        return any(counts.active for counts in self.model.counts.values())
 
     def load_again(self, source: ModelSource) -> None:
         """The model of ``source``, after the one before has gone."""
         self.model = self._model_again(source)
+        self._begin()
+
+    def _begin(self) -> None:
+        for counts in self.model.counts.values():
+            counts.active = self._counting
         self._forward, _ = self._forward_again()
 
     def _open_adapters(self, dtype: str) -> None:

@@ -61,13 +61,9 @@ class CpuWeights(ChangingRunner, CpuSetup):
         if self.brought or self.fixed or not self._awake:
             what = f"beside {self.fixed}" if self.fixed else "that are in no file, or are not here"
             raise UnsupportedField(f"experts are read again, which cannot be with weights {what}")
-        counted = any(counts.active for counts in self.model.counts.values())
         placement = Placement(self.config.ep, self.config.redundant_experts, dict(args["homes"]))
         self.shard = placed(self.shard, placement)
         self._load_again(self.source)
-        for counts in self.model.counts.values():
-            counts.active = counted
-        self._forward, _ = self._forward_again()  # that has what is counted
 
     def _load_again(self, source: ModelSource) -> None:
         if self._awake:

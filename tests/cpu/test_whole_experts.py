@@ -111,3 +111,15 @@ def test_choices_of_experts_are_counted() -> None:
     dense = CpuRunner(tiny_config(), tiny_source(), 0, 1, "", lambda progress: None)
     with pytest.raises(UnsupportedField, match="no experts"):
         dense.control(Control(verb="experts_start"))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_experts_are_counted_behind_a_sleep_as_before(native: bool) -> None:
+    source = tiny_source(**MIXTURE)
+    runner = CpuRunner(tiny_config(native_kernels=native), source, 0, 1, "", lambda progress: None)
+    runner.control(Control(verb="experts_start"))
+    runner.control(Control(verb="sleep", args={"kv": True, "weights": "files"}))
+    runner.control(Control(verb="wake", args={"kv": True, "weights": True}))
+    run(runner, [submit("r", list(range(20)), 6)])
+    told: Any = runner.control(Control(verb="experts_dump"))
+    assert [sum(numbers) for numbers in told["experts"].values()] == [2 * (20 + 5)] * 3
