@@ -402,9 +402,11 @@ def _values(ranks: Sequence[dict[str, Any]], name: str) -> list[Any]:
 
 def _both(one: Any, other: Any) -> Any:
     """Numbers of two ranks, each of which has NaN where the other may know better."""
-    if isinstance(one, list):
+    if not isinstance(one, list):
+        return _both([one], [other])[0]
+    if one and isinstance(one[0], list):
         return [_both(*pair) for pair in zip(one, other, strict=True)]
-    return other if one != one else one
+    return [theirs if own != own else own for own, theirs in zip(one, other, strict=True)]
 
 
 def _waking(parts: Collection[str]) -> Control:
