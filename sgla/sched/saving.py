@@ -19,7 +19,8 @@ from sgla.sched.request import Request
 # text alone.
 LEAVING = 4
 AHEAD = 4  # with write_back, so large a part of the pages has been copied before it is the first to go
-# So many texts after it had no room a tier is tried with so many units more, and later with twice as many.
+# Each time when so many texts have been saved, a tier that had no room is tried with so many units more, the
+# next time with twice as many.
 AGAIN, MORE = 256, 64
 
 

@@ -220,8 +220,8 @@ class GpuSteps:
         media: Media | None = None,
         whole: bool = False,
     ) -> Launched:
-        """Decode rows go first, then what has a history (see ``ExtendRows``), unless the step is divided,
-        which the row numbers of the result must not show: ``wanted`` counts rows and tokens in the order of
+        """Decode rows go first, then what has a history (see ``ExtendRows``); what is divided stays in the
+        order of the plan. The result shows nothing of this: ``wanted`` counts rows and tokens in the order of
         the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
         other. ``media``: in place of that of the rows' pictures; ``whole``: the last layer has all
         tokens, too."""
