@@ -238,11 +238,19 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("speculative-num-steps: 3\nspeculative_num_draft_tokens: 4", {"speculative_num_draft_tokens": 3}),
         ("speculative-num-draft-tokens: 4\nspeculative_num_steps: 3", {"speculative_num_draft_tokens": 3}),
         ("lora-modules: {name: a, path: /x}", {"lora_modules": ["a=/x"]}),
+        ("state-path: ~/s", {"state_path": "/home/me/s"}),
+        (
+            "lora-folders: [~/a, /b]\nlora-modules: a=~/a",
+            {"lora_folders": ["/home/me/a", "/b"], "lora_modules": ["a=/home/me/a"]},
+        ),
         ("lora-modules: [{name: a, path: /x}, b=/y]", {"lora_modules": ["a=/x", "b=/y"]}),
         ("lora_paths: [a=/x, {lora_name: b, lora_path: /y}]", {"lora_modules": ["a=/x", "b=/y"]}),
     ],
 )
-def test_a_file_says_as_much_as_flags(text: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_a_file_says_as_much_as_flags(
+    text: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "c.yaml").write_text(text)
     config = config_of("--config", str(tmp_path / "c.yaml"))
     assert {name: getattr(config, name) for name in fields} == fields
@@ -723,6 +731,15 @@ def test_what_several_models_cannot_have_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         models_of(Config(models=[str(file)], **settings))
     assert caught.value.param == param
+
+
+def test_folders_of_one_of_several_models_may_be_below_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "m.yaml").write_text("one: {model: a/b, lora_modules: [x=~/x]}")
+    (one,) = models_of(config_of("--models", str(tmp_path / "m.yaml")))
+    assert one.lora_modules == ["x=/home/me/x"]
 
 
 def test_several_models_are_for_servers() -> None:

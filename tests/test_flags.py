@@ -478,6 +478,7 @@ def test_levels_of_optimization_and_reasoning() -> None:
 
 def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -> None:
     """What vLLM's scripts give, its own defaults among them."""
+    caplog.set_level("WARNING", "sgla.llm")  # other tests have let more through
     nothing = {
         "enforce_eager": False,
         "swap_space": 4,

@@ -25,6 +25,12 @@ from sgla.errors import ConfigError
 from sgla.homes import expanded
 from sgla.validation import Range, fault, parse_bytes, root
 
+PATHS = (  # others may be names, and begin with ~ until they are read
+    *("state_path", "dump_requests", "profile_folder", "allowed_media_path"),
+    *("crash_dump_folder", "dist_secret_file"),
+    *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+)
+FOLDERS = "lora_folders", "weight_folders"
 COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 TOKENS = {"context_length", "step_tokens"}  # numbers that people write as 32k
 SWITCHES = {
@@ -419,11 +425,24 @@ def load_config(
     given = read_environment(environ, complain) | dict(flags)
     values = (read_file(path, complain) if path else {}) | given
     try:
-        return _as_meant(msgspec.convert(values, Config))
+        return _as_meant(at_home(msgspec.convert(values, Config)))
     except msgspec.ValidationError as error:
         where, text = fault(error, Config)
         source = f"--config {path}: " if path and root(where) not in given else ""
         raise ConfigError(f"{source}{text}") from error
+
+
+def at_home(config: Config) -> Config:
+    """With ``~`` of the environment and of files as a shell has it. Raises ConfigError."""
+
+    def full(path: Any) -> Any:
+        return str(expanded(path)) if isinstance(path, str) and path.startswith("~") else path
+
+    found = {name: full(getattr(config, name)) for name in PATHS}
+    found |= {name: [full(path) for path in getattr(config, name)] for name in FOLDERS}
+    modules = [each.partition("=") for each in config.lora_modules]
+    found["lora_modules"] = [f"{name}{equals}{full(path)}" for name, equals, path in modules]
+    return msgspec.structs.replace(config, **found)
 
 
 def _as_meant(config: Config) -> Config:

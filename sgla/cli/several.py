@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sgla.cli.settings import Say, complain, read_yaml, settings
+from sgla.cli.settings import Say, at_home, complain, read_yaml, settings
 from sgla.config import AdapterSettings, Config
 from sgla.errors import ConfigError
 from sgla.homes import expanded
@@ -113,7 +113,7 @@ def made(config: Config, name: str, values: dict[str, Any], say: Say) -> Config:
             )
     whole = msgspec.structs.asdict(config) | {"served_model_name": [name], "models": []} | values
     try:
-        model = msgspec.convert(whole, Config)
+        model = at_home(msgspec.convert(whole, Config))
     except msgspec.ValidationError as error:
         raise ConfigError(f"--models: {name}: {fault(error, Config)[1]}", param="models") from error
     check(model)
