@@ -809,6 +809,7 @@ def test_connectors_that_keep_prefixes_are_tiers(words: Any, expected: dict[str,
         ({"kv_connector": "SharedStorageConnector"}, "shared_storage_path is missing"),
         (LMCACHE | {"kv_connector_extra_config": 3}, "kv_connector_extra_config is no object"),
         ({"kv_connector": "MultiConnector"}, "'MultiConnector' is none of auto, tcp"),
+        ({"kv_connector": "P2pNcclConnector"}, ", nor of NixlConnector, MooncakeConnector, LMCacheConn"),
         ({"kv_connector": ["x"]}, "is none of auto, tcp"),
     ],
 )

@@ -221,7 +221,8 @@ def _fields(alias: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 found[each.field] = _value(each, text)
             except ValueError as error:
-                raise ValueError(f"{key}: {error}; {alias.hint}") from error
+                also = f", nor of {', '.join(each.words)}" if each.words else ""
+                raise ValueError(f"{key}: {error}{also}; {alias.hint}") from error
     bare = None if within else alias.bare.get(str(given.get(next(iter(alias.keys)))))
     if isinstance(bare, str):
         raise ValueError(f"{bare}; {alias.hint}")
