@@ -147,13 +147,10 @@ def check_architecture(name: str) -> None:
     alike = [known for known in supported() if re.findall(r"\d", known) == re.findall(r"\d", name)]
     folded = {known.lower(): known for known in alike}
     near = [folded[found] for found in difflib.get_close_matches(name[:99].lower(), folded, 1, 0.93)]
-    hint = f" Did you mean {near[0]}?" if near else ""
+    others = f"{f' Did you mean {near[0]}?' if near else ''} Supported: {_listed()}"
     if name in ("NewModel", "NewForMaskedLM", "NewForSequenceClassification"):  # GTE's own code
-        hint = f" A conversion for transformers is, {name.replace('New', 'Gte', 1)}."
-    raise ConfigError(
-        f"architecture {name[:99]!r} is not supported.{hint} Supported: {_listed()}",
-        param="model",
-    )
+        others = f" A conversion for transformers is, {name.replace('New', 'Gte', 1)}."
+    raise ConfigError(f"architecture {name[:99]!r} is not supported.{others}", param="model")
 
 
 def class_path(name: str) -> str:

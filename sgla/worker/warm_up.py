@@ -93,7 +93,7 @@ def _rehearse_eager(steps: GpuSteps) -> None:
     longest = max(1, steps.context_len - 1)
     most = min(steps.step_tokens, steps.slots * longest)
     sizes = [*_below(most, SIZES), most]  # of large products, which take longest to compile: first
-    alone = ((0, size) for size in (*sizes, *_below(most, ROWS)))
+    alone = ((0, size) for size in (*sizes, *_below(most, ROWS), 1))
     for decodes, size in (*alone, (1, sizes[0]), (steps.slots, sizes[0])):
         for half in (0, 1):
             plan = _behind(decodes, size, half, steps.slots, longest)

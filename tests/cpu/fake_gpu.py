@@ -346,7 +346,7 @@ def steps(runner: CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     for rows in range(1, runner.steps.slots + 1):
         yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])
     for decodes in (0, 1, 5, runner.steps.slots - 1):
-        for start, size in ((0, 2), (0, 100), (1, 17), (0, half), (half, 300)):
+        for start, size in ((0, 1), (0, 2), (0, 100), (1, 17), (0, half), (half, 300)):
             if 0 < size <= min(runner.steps.context_len - start, runner.steps.step_tokens - decodes):
                 yield plan(
                     [*((slot, start, 1) for slot in range(decodes)), (runner.steps.slots - 1, start, size)]
