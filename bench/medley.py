@@ -529,26 +529,21 @@ class Medley:
             self.disturbances, self.disturbing = self.disturbances + 1, self.disturbing - 1
 
     async def pause(self, rng: random.Random) -> None:
-        async def pausing() -> None:
-            mode = rng.choice(("in_place", "abort"))
-            status, text = await self.post("/pause_generation", {"mode": mode})
-            self.count("pause", status, text, False)
-            await asyncio.sleep(rng.random() / 4)
-            status, text = await self.post("/continue_generation", {})
-            self.count("continue", status, text, False)
-
-        await self.disturbed(pausing())
+        body = {"mode": rng.choice(("in_place", "abort"))}
+        begin = "pause", "/pause_generation", body
+        await self.disturbed(self.for_a_while(rng, begin, ("continue", "/continue_generation", {})))
 
     async def sleep(self, rng: random.Random) -> None:
-        async def sleeping() -> None:
-            query = f"?level={rng.choice((1, 1, 2))}{rng.choice(('', '&mode=abort'))}"
-            status, text = await self.post("/sleep" + query, {})
-            self.count("sleep", status, text, False)
-            await asyncio.sleep(rng.random() / 4)
-            status, text = await self.post("/wake_up", {})
-            self.count("wake", status, text, False)
+        query = f"?level={rng.choice((1, 1, 2))}{rng.choice(('', '&mode=abort'))}"
+        await self.disturbed(self.for_a_while(rng, ("sleep", "/sleep" + query, {}), ("wake", "/wake_up", {})))
 
-        await self.disturbed(sleeping())
+    async def for_a_while(self, rng: random.Random, *requests: tuple[str, str, dict[str, Any]]) -> None:
+        """What begins something and what ends it; of each its name, route and body."""
+        for i, (name, route, body) in enumerate(requests):
+            if i:
+                await asyncio.sleep(rng.random() / 4)
+            status, text = await self.post(route, body)
+            self.count(name, status, text, False)
 
     async def abort_all(self, rng: random.Random) -> None:
         status, text = await self.disturbed(self.post("/abort_request", {"abort_all": True}))

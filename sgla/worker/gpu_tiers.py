@@ -40,7 +40,7 @@ NEVER_STAGED = 256 << 10
 PIECE = 128 << 20  # bytes that come in one piece then, so that a host that is slow for a while is never late
 BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # threads that read or write units of a copy
-BATCH = 16 << 20  # bytes of units that each takes at a time: threads wait for each other at every call of one
+BATCH = 16 << 20  # bytes of units that each takes at a time: with every call it waits for the interpreter
 
 
 def staging() -> Tensor:
