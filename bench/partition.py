@@ -1,18 +1,20 @@
 """Decode steps and steps of prompts on one GPU at the same time, each by kernels for some of its
 multiprocessors, beside steps that have both: one JSON line a case.
 
-    python bench/partition.py --model bench/models/qwen3-8b [--rows 64] [--context 640] [--parts 33,44]
+    python bench/partition.py --model bench/models/qwen3-8b [--rows 64] [--context 640] [--parts 40,64]
 
 ``parts``: multiprocessors of the decode rows, whose graph and that of 1,024 tokens of prompts are captured
 anew as if the GPU had so many, and replayed on two streams. Kernels that stay on a multiprocessor then leave
-each other alone; what has more blocks takes what is free. ``itl_ms``: of a decode step, ``prompt_tok_s``: of
-prompts meanwhile; the same two of steps with both. Weights are random, and what is computed together is not
-looked at.
+each other alone; what has more blocks takes what is free. ``green``: the same in two green contexts, which
+keep all blocks apart; the driver rounds parts up to a multiple of 8. ``itl_ms``: of a decode step,
+``prompt_tok_s``: of prompts meanwhile; the same two of steps with both. Weights are random, and what is
+computed together is not looked at.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 from functools import partial
 
 import lines
@@ -32,6 +34,44 @@ from sgla.worker.prompt_graphs import Which
 PROMPT, STEPS = 1024, 60  # tokens of a step of prompts alone; decode steps of a measurement
 MIXED = 256, 512, 768, 1024  # tokens of steps with both
 Graph = torch.cuda.CUDAGraph
+Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
+
+
+class Processors(ctypes.Structure):
+    """CUdevResource: multiprocessors of a GPU, whole or a part."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("reserved", ctypes.c_ubyte * 92),
+        ("count", ctypes.c_uint),
+        ("more", ctypes.c_ubyte * 44),
+    )
+
+
+def apart(first: int) -> tuple[Streams, tuple[int, int]]:
+    """A stream in a green context of ``first`` multiprocessors, or somewhat more, and one in a context of the
+    others; how many both have."""
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: object) -> None:
+        if code := getattr(driver, name)(*arguments):
+            raise RuntimeError(f"{name}: error {code}")
+
+    whole, part, rest = Processors(), Processors(), Processors()
+    call("cuDeviceGetDevResource", 0, ctypes.byref(whole), 1)
+    groups = ctypes.c_uint(1)
+    call(
+        "cuDevSmResourceSplitByCount",
+        *map(ctypes.byref, (part, groups, whole, rest)), ctypes.c_uint(0), ctypes.c_uint(first),
+    )  # fmt: skip
+    streams = []
+    for each in (part, rest):
+        described, context, stream = (ctypes.c_void_p() for _ in range(3))
+        call("cuDevResourceGenerateDesc", ctypes.byref(described), ctypes.byref(each), ctypes.c_uint(1))
+        call("cuGreenCtxCreate", ctypes.byref(context), described, 0, ctypes.c_uint(1))
+        call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, ctypes.c_uint(1), 0)
+        streams.append(torch.cuda.ExternalStream(stream.value))
+    return (streams[0], streams[1]), (part.count, rest.count)
 
 
 def read(runner: CudaRunner, rows: int, context: int, tokens: int) -> Graph:
@@ -55,9 +95,9 @@ def read(runner: CudaRunner, rows: int, context: int, tokens: int) -> Graph:
     return runner.prompts._graphs[Which(*sizes, split=False, adapted=False)]
 
 
-def together(decode: Graph, prompts: Graph) -> tuple[float, float]:
-    """Seconds of a decode step, and steps of prompts a second, while both run."""
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+def together(decode: Graph, prompts: Graph, streams: Streams) -> tuple[float, float]:
+    """Seconds of a decode step, and steps of prompts a second, while each runs on its stream."""
+    first, second = streams
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     most = int(6 * STEPS * seconds_of(decode) / seconds_of(prompts)) + 8
     torch.cuda.synchronize()
@@ -89,7 +129,7 @@ def main() -> None:
     parser.add_argument("--model", default="bench/models/qwen3-8b", help="folder with config.json")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--context", type=int, default=640)
-    parser.add_argument("--parts", default="44,66", help="multiprocessors of the decode rows")
+    parser.add_argument("--parts", default="40,64", help="multiprocessors of the decode rows")
     args = parser.parse_args()
     config = Config(
         model=args.model, device="cuda", load_format="dummy", context_length=8192, max_running_requests=256
@@ -108,20 +148,24 @@ def main() -> None:
             emit("mixed", seconds, (tokens - args.rows) / seconds, tokens=tokens)
         prompts, decode = read(runner, 0, 0, PROMPT), runner.graphs._graphs[args.rows]
         emit("alone", seconds_of(decode), PROMPT / seconds_of(prompts))
-        seconds, rate = together(decode, prompts)
+        two = torch.cuda.Stream(), torch.cuda.Stream()
+        seconds, rate = together(decode, prompts, two)
         emit("together", seconds, PROMPT * rate, decode=whole.multiprocessors, prompts=whole.multiprocessors)
         prompt_gemm.fills = lambda m, n: True  # or what takes all multiprocessors would be chosen
         for part in map(int, args.parts.split(",")):
-            capture = Capture()
-            use(whole._replace(multiprocessors=part))
-            decode = capture(partial(runner.graphs._forward, args.rows))
-            use(whole._replace(multiprocessors=whole.multiprocessors - part))
-            prompts = capture(partial(runner.prompts._forward, 0, PROMPT))
-            use(whole)
-            alone = round(1e3 * seconds_of(decode), 3), round(PROMPT / seconds_of(prompts))
-            seconds, rate = together(decode, prompts)
-            more = {"decode": part, "prompts": whole.multiprocessors - part}
-            emit("parts", seconds, PROMPT * rate, **more, alone_itl_ms=alone[0], alone_prompt_tok_s=alone[1])
+            for kind, streams, counts in (
+                ("parts", two, (part, whole.multiprocessors - part)),
+                ("green", *apart(part)),
+            ):
+                use(whole._replace(multiprocessors=counts[0]))
+                decode = Capture(streams[0])(partial(runner.graphs._forward, args.rows))
+                use(whole._replace(multiprocessors=counts[1]))
+                prompts = Capture(streams[1])(partial(runner.prompts._forward, 0, PROMPT))
+                use(whole)
+                alone = round(1e3 * seconds_of(decode), 3), round(PROMPT / seconds_of(prompts))
+                seconds, rate = together(decode, prompts, streams)
+                more = {"decode": counts[0], "prompts": counts[1]}
+                emit(kind, seconds, PROMPT * rate, **more, alone_itl_ms=alone[0], alone_prompt_tok_s=alone[1])
         prompt_gemm.fills = fills
 
 

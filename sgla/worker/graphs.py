@@ -38,11 +38,11 @@ def fewer_sizes(sizes: list[int]) -> list[int]:
 
 
 class Capture:
-    """Captures graphs into one memory pool on one stream:
+    """Captures graphs into one memory pool on one stream (``stream``, or one of its own):
     memory that one of them has freed serves the next."""
 
-    def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), stream or torch.cuda.Stream()
 
     def __call__(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Run ``body`` once, so that libraries allocate, then capture it."""
