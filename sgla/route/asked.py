@@ -49,7 +49,8 @@ _id = msgspec.json.Decoder(dict[str, msgspec.Raw])
 class Asked(NamedTuple):
     """``model``: "" if none is named. ``size``: bytes of the prompt. ``path``: its prefixes. ``session``: ""
     if it has none. ``stored``: the id of something that one worker keeps, which the request needs, or "".
-    ``everywhere``: it is for all workers, those that rest among them."""
+    ``everywhere``: it is for all workers, those that rest among them; ``lasting``: and not for a part of
+    replicas."""
 
     model: str = ""
     size: int = 0
@@ -57,6 +58,7 @@ class Asked(NamedTuple):
     session: str = ""
     stored: str = ""
     everywhere: bool = False
+    lasting: bool = False
 
 
 def read(target: str, kind: str, body: bytes | bytearray, session: str, prefixes: bool) -> Asked:

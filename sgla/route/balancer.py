@@ -66,7 +66,7 @@ class Balancer:
         self._waiting: dict[str, Turns[Ticket]] = {}  # by model
         self._held: Counter[str] = Counter()  # requests that workers have, by key
         self.draining = False
-        self.shows_workers = False  # their metrics are a part of its own page
+        self.replicas = 0  # that its workers are when all are up; their metrics are a part of its own page
 
     @property
     def waiting(self) -> int:
@@ -200,6 +200,12 @@ class Balancer:
         if not usable:
             what = "no other worker is left to try" if tried else "no worker is up"
             raise NotReady(f"{what}; retry later", retry_after=RETRY_AFTER)
+        if asked.lasting and not tried and len(usable) < self.replicas:
+            raise NotReady(
+                f"{len(usable)} of {self.replicas} replicas are up, and what is to last is for all of them; "
+                "retry later",
+                retry_after=RETRY_AFTER,
+            )
         return usable
 
     def _with_room(self, workers: list[Worker], key: str) -> list[Worker]:

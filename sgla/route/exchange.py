@@ -15,9 +15,11 @@ from sgla.http.ids import random_id
 from sgla.route import asked
 from sgla.route.config import RouteConfig
 from sgla.route.errors import ENDS, body_of
+from sgla.route.merged import added_up
 from sgla.route.owner import Owner, Placed
+from sgla.route.reply import Reply
 from sgla.route.upstream import Pool, Sink, Upstream, WorkerLost
-from sgla.route.wire import CHUNKED, UNTIL_CLOSE, Answer, Request
+from sgla.route.wire import CHUNKED, HEAD_END, UNTIL_CLOSE, Answer, Request
 
 RETRIED = frozenset((429, 502, 503, 504))  # another worker may answer better
 MOST_LOST = 2  # workers that may end while they have a request: it may be what ends them
@@ -25,31 +27,46 @@ COLLECTED = 4 << 20  # bytes of an answer that is compared with others
 SAFE_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 # What runs twice if it is sent twice.
 ONCE = re.compile(r"/v1/(?:files|batches)(?:/|$)")
-# What changes a server is for all of them; the worst answer is passed on.
-EVERYWHERE = frozenset(
+# What a server is by it until it is told otherwise, and a replica that comes later is not.
+LASTING = frozenset(
     (
-        "/abort_request",
-        "/continue_generation",
-        "/flush_cache",
         "/load_lora_adapter",
         "/pause",
         "/pause_generation",
         "/post_process_weights",
         "/release_memory_occupation",
-        "/reset_prefix_cache",
-        "/resume",
-        "/resume_memory_occupation",
         "/sleep",
+        "/start_expert_distribution_record",
         "/start_profile",
-        "/stop_profile",
-        "/unload_lora_adapter",
         "/update_weight_version",
         "/update_weights_from_disk",
         "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        "/wake_up",
     )
 )
+COUNTS = "/dump_expert_distribution_record"
+# What changes a server is for all of them; the worst answer is passed on.
+EVERYWHERE = LASTING | {
+    COUNTS,
+    "/abort_request",
+    "/clear_hicache_storage_backend",
+    "/configure_logging",
+    "/continue_generation",
+    "/flush_cache",
+    "/freeze_gc",
+    "/rebalance_experts",
+    "/reset_encoder_cache",
+    "/reset_mm_cache",
+    "/reset_prefix_cache",
+    "/resume",
+    "/resume_memory_occupation",
+    "/set_internal_state",
+    "/slow_down",
+    "/stop_expert_distribution_record",
+    "/stop_profile",
+    "/unload_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/wake_up",
+}
 ONE_BY_ONE = frozenset(
     (
         "/collective_rpc",
@@ -57,6 +74,7 @@ ONE_BY_ONE = frozenset(
         "/finish_weight_update",
         "/init_weight_transfer_engine",
         "/init_weights_update_group",
+        "/scale_elastic_ep",
         "/start_weight_update",
         "/update_weights",
         "/update_weights_from_distributed",
@@ -119,14 +137,15 @@ class Exchange:
         session = request.text(config.session_header.lower().encode())[:200]
         self._asked = asked.read(
             request.target, request.text(b"content-type"), body, session, config.policy == "cache_aware"
-        )._replace(everywhere=request.path in EVERYWHERE)
+        )._replace(everywhere=request.path in EVERYWHERE, lasting=request.path in LASTING)
         self._once = request.method != "GET" and bool(ONCE.match(request.path))
         self._lost = 0
         self._streams = False
         self._refusal: tuple[Upstream, Answer] | None = None
 
-    async def run(self) -> None:
-        """Raises SglaError if the client has got nothing, and is to be told this."""
+    async def run(self) -> Reply | None:
+        """An answer of the router's own, if the client is to have one. Raises SglaError if the client has got
+        nothing, and is to be told this."""
         path = self._request.path
         if path in ONE_BY_ONE:
             raise UnsupportedField(
@@ -134,9 +153,9 @@ class Exchange:
             )
         try:
             if path in EVERYWHERE:
-                await self._ask_all()
-            else:
-                await self._ask_one()
+                return await self._ask_all()
+            await self._ask_one()
+            return None
         except asyncio.CancelledError:
             if self._client.started:
                 self._client.break_off(self._event(ENDS))
@@ -236,21 +255,27 @@ class Exchange:
             self._refusal[0].release()
             self._refusal = None
 
-    async def _ask_all(self) -> None:
+    async def _ask_all(self) -> Reply | None:
         """Ask every worker that is up or rests, one after the other."""
         tried: list[str] = []
-        worst = 0, b""
+        found: list[tuple[int, bytes]] = []
         while True:
             try:
                 placed = await self._owner.place(self._asked, self._key, tried)
             except NotReady:
+                if not tried:
+                    raise
                 break
             tried.append(placed.url)
-            worst = max(worst, await self._collect(placed), key=lambda found: found[0])
-        if not worst[0]:
-            raise NotReady("no worker is up; retry later", retry_after=1.0)
+            found.append(await self._collect(placed))
+        status, worst = max(found, key=lambda each: each[0])
+        if self._request.path == COUNTS and status == 200:
+            bodies = [answer.partition(HEAD_END)[2] for _, answer in found]
+            if (counts := added_up(bodies)) is not None:
+                return Reply(status, "application/json", counts)
         self._client.started = True
-        self._client.write(worst[1])
+        self._client.write(worst)
+        return None
 
     async def _collect(self, placed: Placed) -> tuple[int, bytes]:
         """Status and bytes of a worker's answer. Raises NotReady if it has none."""

@@ -414,7 +414,9 @@ class Connection(asyncio.Protocol):
             self._send(reply, request)
             return
         key = front.payer_of(request, self.address)
-        await Exchange(front.config, front.owner, front.pool, self, request, body, key).run()
+        exchange = Exchange(front.config, front.owner, front.pool, self, request, body, key)
+        if (found := await exchange.run()) is not None:
+            self._send(found, request)
 
     def _next(self, request: Request) -> None:
         """Go on with the next request, or end."""

@@ -74,6 +74,7 @@ class Nodes:
                 f"--dist-init-addr {given}:{port} must be an address of this host, node 0: {error.strerror}",
                 param="dist_init_addr",
             ) from error
+        balancer.replicas = config.dp
         local.over.add_done_callback(self._own_are_over)
 
     def _own_are_over(self, over: asyncio.Future[int]) -> None:
@@ -157,10 +158,9 @@ class Nodes:
 class Away:
     """What ``Replicas`` needs of a balancer that is on node 0."""
 
-    shows_workers = False
-
     def __init__(self, post: Callable[[Came | Went], None]) -> None:
         self._post = post
+        self.replicas = 0
         self.workers: set[str] = set()
 
     def add(self, url: str, name: str) -> None:

@@ -167,7 +167,7 @@ class Replica:
 class Places(Protocol):
     """What is told of replicas that take requests, by their URLs and names."""
 
-    shows_workers: bool
+    replicas: int
 
     @property
     def workers(self) -> Container[str]: ...
@@ -193,7 +193,7 @@ class Replicas:
     ) -> None:
         self._balancer, self._config, self._shares = balancer, config, shares
         self._url, self._offset = url, first
-        balancer.shows_workers = True
+        balancer.replicas = len(shares)
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._running: dict[int, Replica] = {}
         self._first = asyncio.Event()  # a replica is ready: the files that all need are there
@@ -237,6 +237,7 @@ class Replicas:
             now = clock.now()
             if len(ends) == RESTARTS and now - ends[0] < WITHIN:
                 log.error("replica %d has ended %d times in a row; it is left out", number, RESTARTS + 1)
+                self._balancer.replicas -= 1
                 return
             ends.append(now)
             log.error("replica %d has ended with code %d; it is started anew", number, code)

@@ -87,17 +87,22 @@ def _health(balancer: Balancer) -> Reply:
     now = clock.now()
     up = sum(worker.usable(now) for worker in balancer.workers.values())
     if balancer.draining or not up:
-        why = "the router is shutting down" if balancer.draining else "no worker is up"
+        why = "no worker is up"
+        if balancer.draining:
+            why = "the router is shutting down"
+        elif rest := sum(worker.reachable(now) for worker in balancer.workers.values()):
+            why = f"{rest} of {len(balancer.workers)} workers rest (they sleep, or take other weights), and "
+            why += "no other is up"
         return error_reply(NotReady(why, retry_after=RETRY_AFTER))
     return _json({"status": "ready", "workers": len(balancer.workers), "up": up})
 
 
 def _cards(balancer: Balancer) -> dict[str, dict[str, Any]]:
-    """By name, of the workers that are up."""
+    """By name, of the workers that are up or rest."""
     now = clock.now()
     found: dict[str, dict[str, Any]] = {}
     for worker in balancer.workers.values():
-        if worker.usable(now):
+        if worker.reachable(now):
             for card in worker.cards or ():
                 found.setdefault(card["id"], card)
     return found

@@ -100,7 +100,7 @@ class Watch:
         except Exception as error:  # whatever a server may answer with
             return Look(trouble=f"{type(error).__name__}: {error}"[:300])
         page = text if status == 200 else ""
-        kept = page if self._balancer.shows_workers else ""
+        kept = page if self._balancer.replicas else ""
         return read_metrics(page)._replace(cards=cards, page=kept)
 
     async def _get(self, url: str) -> tuple[int, str]:

@@ -15,7 +15,10 @@ from aiohttp import FormData, web
 from route_fakes import CARDS, FakeWorker, Route, Router
 from yarl import URL
 
+from sgla.http import middleware
+from sgla.http.app import ROUTES
 from sgla.route import front
+from sgla.route.exchange import EVERYWHERE, ONE_BY_ONE
 from sgla.route.workers import Look
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}
@@ -268,6 +271,73 @@ async def test_what_changes_a_server_goes_to_all(route: Route) -> None:
     assert (await router.post({}, "/flush_cache"))[:2] == (409, {"no": 1})
     assert [len(worker.seen) for worker in router.workers] == [2, 2, 2]
     assert (await router.post({}, "/init_weights_update_group"))[0] == 400
+
+
+def test_every_route_of_administrators_is_for_all_or_for_each() -> None:
+    """What changes one server of several, and nobody knows which, would be found out late."""
+    reading = {"get_weights_by_name", "step_log", "weights"}
+    changing = {f"/{name}" for name in (middleware.ADMIN | middleware.OWN) - reading}
+    changing |= middleware.ADMIN_OF_V1
+    assert {path for path in changing if path in ROUTES} <= EVERYWHERE | ONE_BY_ONE
+
+
+async def test_counts_of_experts_are_those_of_all_workers(route: Route) -> None:
+    router = await route(2)
+    for worker, numbers in zip(router.workers, ([1, 2], [10, 0])):
+        layers = [{"layer": 3, "experts": numbers, "ranks": [[0], [1]], "balance": 0.5}]
+
+        async def dump(request: web.Request, layers: Any = layers) -> web.Response:
+            return web.json_response({"layers": layers})
+
+        worker.answer = dump
+    path = "/dump_expert_distribution_record"
+    for name in ("start", "stop"):
+        assert (await router.post({}, f"/{name}_expert_distribution_record"))[0] == 200
+    assert (await router.post({}, path))[:2] == (200, {"layers": [{"layer": 3, "experts": [11, 2]}]})
+    assert [len(worker.seen) for worker in router.workers] == [3, 3]
+    router.balancer.remove(router.workers[1].url)
+    assert (await router.post({}, path))[1]["layers"][0]["balance"] == 0.5  # one's answer is unchanged
+
+    async def written(request: web.Request) -> web.Response:
+        return web.json_response("Content is written")
+
+    router.balancer.add(router.workers[1].url)
+    router.balancer.saw(router.workers[1].url, Look(cards=CARDS))
+    router.workers[1].answer = written  # as of SGLang
+    assert (await router.post({}, path))[0] == 200
+
+
+async def test_what_lasts_waits_for_all_replicas(route: Route) -> None:
+    """One that comes later would not sleep where the others do."""
+    router = await route(2)
+    first, second = router.workers
+    router.balancer.replicas = 3
+    status, body, headers = await router.post({}, "/sleep")
+    assert (status, headers["Retry-After"]) == (503, "1")
+    assert body["error"]["message"].startswith("2 of 3 replicas are up")
+    assert (await router.post({}, "/flush_cache"))[0] == 200
+    router.balancer.replicas = 2
+    assert (await router.post({}, "/sleep"))[0] == 200
+    for worker in router.workers:
+        router.balancer.saw(worker.url, Look(trouble="/health says 503", rests=True))
+    assert (await router.post({}, "/pause"))[0] == 200
+    router.balancer.saw(second.url, Look(trouble="gone"))
+    assert (await router.post({}, "/pause"))[0] == 503
+    assert (await router.post({}, "/wake_up"))[0] == 200
+    assert [len(worker.seen) for worker in router.workers] == [4, 3]
+
+
+async def test_health_tells_of_workers_that_rest(route: Route) -> None:
+    router = await route(2)
+    for worker in router.workers:
+        router.balancer.saw(worker.url, Look(trouble="/health says 503", rests=True))
+    status, body, headers = await router.get("/health")
+    assert (status, headers["Retry-After"]) == (503, "1")
+    assert body["error"]["message"].startswith("2 of 2 workers rest")
+    assert [card["id"] for card in (await router.get("/v1/models"))[1]["data"]] == ["m"]
+    for worker in router.workers:
+        router.balancer.saw(worker.url, Look(trouble="gone"))
+    assert (await router.get("/health"))[1]["error"]["message"] == "no worker is up"
 
 
 async def test_an_unknown_expectation_is_refused(route: Route) -> None:

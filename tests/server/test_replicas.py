@@ -167,9 +167,11 @@ async def test_who_ends_is_started_anew(short: type[Short], capsys: pytest.Captu
 
 async def test_restarts_have_an_end(short: type[Short]) -> None:
     short.codes = [1] * (RESTARTS + 1)
-    _, running = group(1)
+    balancer, running = group(1)
+    assert balancer.replicas == 1
     assert await running.over == EXIT_DIED
     assert await running.close() == EXIT_DIED
+    assert balancer.replicas == 0
     assert short.made == [0] * (RESTARTS + 1)
 
 
