@@ -5,8 +5,8 @@
     python bench/plots.py --check    # exits with 1 if a table in a page is another, or a plot, where there is
                                      # the matplotlib that drew it
 
-A figure for the GPU is the median of all lines of a workload and a model at the commits below, whatever
-machine they come from. One beside llama.cpp is that of the last line.
+A figure for the GPU is the median of all lines of a workload and a model since the last commit that changed
+speed, whatever machine they come from. One beside llama.cpp is that of the last line.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ RESULTS, PLOTS = ROOT / "bench/results", ROOT / "docs/plots"
 PAGE, CPU_PAGE = ROOT / "docs/performance.md", ROOT / "docs/performance-cpu.md"
 BEGIN, END = "<!-- begin: bench/plots.py -->\n", "<!-- end: bench/plots.py -->\n"
 
-# Commits whose speed on a GPU is today's: nothing since the first has changed it by more than machines
-# differ; and the tags and parts of lines that try nothing out.
-COMMITS = {
-    "60fa9cc", "e95bc5e", "6d75205", "ca86889", "a4f8923", "ee75c56", "b9c157d", "843a34f", "e5654d4",
-    "fd60420", "a1e7c91", "8448406", "e9be75f", "9f95da99", "2e97d982", "91186b5e", "97341c87", "15460d8a",
-    "e5d9106f", "7cbc7815", "570b0de1",
-}  # fmt: skip
-TAGS = {None, "old", "new", "by turns on one GPU", "slow GPU", "documents", "chat"}
+# Commits before the last one that changed speed on a GPU by more than machines differ, tags and parts that
+# try nothing out, and the default of settings: any other line counts, so that none is left out by hand.
+EARLIER = {None, "72b433b", "25e55c8", "3fd89e9", "6d09d02", "e78cfc8"}
+TAGS = {None, "old", "new", "by turns on one GPU", "slow GPU", "documents", "wide", "chat"}
+DEFAULTS = {"device": "cuda", "step_tokens": 8448}
+SERVED = {"--device", "--context-length"}  # arguments of a server that leave it at its defaults
 MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B",
     "qwen3-8b": "Qwen3-8B",
@@ -56,6 +54,16 @@ WORKLOADS = {
     "W5 256": ("ms_per_step", "W5: a step of 256 rows, ms", 2),
     "W6": ("out_tok_s", "W6: over HTTP, 64 at a time, tok/s out", 0),
 }
+# Workloads and field of their lines, heading, digits behind the point: what a user waits for.
+WAITS = (
+    (("W2",), "ttft_ms", "W2: ms to the first token", 1),
+    (("W2",), "ttft_p99_ms", "W2: the same at p99", 1),
+    (("W6",), "ttft_ms", "W6: ms to the first token", 0),
+    (("W6",), "ttft_p99_ms", "W6: the same at p99", 0),
+    (("W6",), "itl_ms", "W6: ms between tokens", 1),
+    (("W6",), "itl_p99_ms", "W6: these at p99", 0),
+    (("startup", "start"), "s", "start to ready, s, of which some compile kernels", 1),
+)
 # Of bench/llamacpp.py: workload and clients -> heading; levels in their order.
 BESIDE = {
     ("decode", 1): "1 client",
@@ -67,6 +75,7 @@ LEVELS = "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"
 BATCHES = (1, 16, 64, 256)
 OURS, THEIRS, THIRD, FLOOR = "#3f6fd8", "#e08a3c", "#7aa874", "#8a8a8a"
 Figures = dict[str, dict[str, float]]  # workload -> model -> value
+Runs = dict[str, dict[str, list[float]]]
 
 
 def lines(name: str) -> list[dict[str, Any]]:
@@ -87,7 +96,11 @@ def plain_lines() -> list[dict[str, Any]]:
         if "command" in line:
             words = shlex.split(line["command"])
             extra = words[words.index("--extra") + 1] if "--extra" in words else "{}"
-        if json.loads(extra).keys() <= {"tokenizer", "device"}:
+        settings = json.loads(extra)
+        served = {word for word in shlex.split(line.get("args", "")) if word.startswith("--")}
+        if served <= SERVED and all(
+            name == "tokenizer" or DEFAULTS.get(name) == settings[name] for name in settings
+        ):
             found.append(line)
     return found
 
@@ -96,25 +109,32 @@ def todays_lines() -> list[dict[str, Any]]:
     return [
         line
         for line in plain_lines()
-        if line.get("commit") in COMMITS and line.get("tag", line.get("part")) in TAGS
+        if line.get("commit") not in EARLIER
+        and line.get("tag", line.get("part")) in TAGS
+        and "replicas" not in line
     ]
 
 
-def gpu_medians() -> Figures:
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+def gpu_runs() -> Runs:
+    found: Runs = defaultdict(lambda: defaultdict(list))
     for line in todays_lines():
         workload = line["w"] + (f" {line['bs']}" if "bs" in line else "")
         if workload in WORKLOADS:
-            found[workload, Path(line["model"]).name].append(line[WORKLOADS[workload][0]])
-    figures: Figures = defaultdict(dict)
-    for (workload, model), values in found.items():
-        figures[workload][model] = statistics.median(values)
-    return figures
+            found[workload][Path(line["model"]).name].append(line[WORKLOADS[workload][0]])
+    return found
 
 
-def table(figures: Figures, peers: dict[str, Figures]) -> str:
+def medians(runs: Runs) -> Figures:
+    return {
+        workload: {model: statistics.median(values) for model, values in by_model.items()}
+        for workload, by_model in runs.items()
+    }
+
+
+def table(runs: Runs, peers: dict[str, Figures]) -> str:
     """Rows of Markdown."""
-    rows = [f"| workload | model | sgla | {PEER} | limit of the chip |", "|---|---|---|---|---|"]
+    figures = medians(runs)
+    rows = [f"| workload | model | sgla (runs) | {PEER} | limit of the chip |", "|---|---|---|---|---|"]
     for workload, (_, heading, digits) in WORKLOADS.items():
         for model in MODELS:
             if model not in figures.get(workload, {}):
@@ -123,8 +143,29 @@ def table(figures: Figures, peers: dict[str, Figures]) -> str:
                 peers[name].get(workload, {}).get(model) for name in (PEER, LIMIT)
             ]
             shown = ["" if value is None else f"{value:,.{digits}f}" for value in columns]
-            rows.append(f"| {heading} | {MODELS[model]} | **{shown[0]}** | {shown[1]} | {shown[2]} |")
+            ours = f"**{shown[0]}** ({len(runs[workload][model])})"
+            rows.append(f"| {heading} | {MODELS[model]} | {ours} | {shown[1]} | {shown[2]} |")
             heading = ""
+    return "\n".join(rows) + "\n"
+
+
+def waits(gpu: list[dict[str, Any]], peers: dict[str, Any]) -> str:
+    """Rows of Markdown: medians, with the number of runs, the least and the greatest."""
+    rows = [f"| one H200 | {' | '.join(MODELS.values())} | {PEER} |", "|---" * (2 + len(MODELS)) + "|"]
+    for workloads, field, heading, digits in WAITS:
+        cells = []
+        for model in MODELS:
+            values = [
+                line[field]
+                for line in gpu
+                if line["w"] in workloads and Path(line["model"]).name == model and field in line
+            ]
+            least, middle, most = (
+                f"{f(values):,.{digits}f}" if values else "" for f in (min, statistics.median, max)
+            )
+            spread = f" ({len(values)}: {least} to {most})" if len(values) > 1 else ""
+            cells.append(middle + spread)
+        rows.append(f"| {heading} | {' | '.join(cells)} | {peers[PEER]['waits'].get(heading, '')} |")
     return "\n".join(rows) + "\n"
 
 
@@ -266,9 +307,11 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="compare the table in the page, write nothing")
     check = parser.parse_args().check
-    figures, peers = gpu_medians(), json.loads((RESULTS / "peers.json").read_text())
+    runs, peers = gpu_runs(), json.loads((RESULTS / "peers.json").read_text())
     same = True
-    for page, new in ((PAGE, table(figures, peers)), (CPU_PAGE, beside_llamacpp())):
+    figures = medians(runs)
+    tables = table(runs, peers) + "\n" + waits(todays_lines(), peers)
+    for page, new in ((PAGE, tables), (CPU_PAGE, beside_llamacpp())):
         before, _, rest = page.read_text().partition(BEGIN)
         old, _, after = rest.partition(END)
         same = same and old == new

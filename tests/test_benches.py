@@ -172,20 +172,24 @@ def test_numbers_of_the_readme_are_those_of_the_page() -> None:
     assert [number for number in found if number not in page] == []
 
 
-def test_a_median_takes_plain_lines_of_known_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_median_takes_all_plain_lines_since_speed_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     import plots
 
-    line = {"engine": "sgla", "w": "W1", "model": "bench/models/qwen3-8b", "commit": "ca86889"}
+    line = {"engine": "sgla", "w": "W1", "model": "bench/models/qwen3-8b", "commit": "0000000"}
     others = [
-        {**line, "out_tok_s": 900.0, "commit": "0000000"},
+        {**line, "out_tok_s": 900.0, "commit": "e78cfc8"},
+        {**line, "out_tok_s": 900.0, "args": "--device cuda --quantization fp8"},
+        {**line, "out_tok_s": 900.0, "replicas": 1},
         {**line, "out_tok_s": 900.0, "engine": "vllm"},
         {**line, "out_tok_s": 900.0, "command": "python bench/offline.py --extra '{\"tp\": 2}'"},
     ]
-    ours = [{**line, "out_tok_s": value} for value in (1.0, 2.0, 4.0)]
+    ours = [{**line, "out_tok_s": value} for value in (1.0, 2.0)]
+    ours += [{**line, "out_tok_s": 4.0, "command": "offline.py --extra '{\"step_tokens\": 8448}'"}]
     start = {**line, "w": "startup", "extra": '{"quantization": "fp8"}'}
     others += [{**line, "out_tok_s": 900.0, "tag": "tuned"}, start, {**line, "out_tok_s": 900.0}]
     monkeypatch.setattr(plots, "lines", lambda name: [*ours, *others])
-    assert plots.gpu_medians() == {"W1": {"qwen3-8b": 2.0}}
+    assert plots.gpu_runs() == {"W1": {"qwen3-8b": [1.0, 2.0, 4.0]}}
+    assert plots.medians(plots.gpu_runs()) == {"W1": {"qwen3-8b": 2.0}}
 
 
 def test_what_an_attack_may_not_bring_about_is_named() -> None:
