@@ -99,9 +99,11 @@ class Ended(msgspec.Struct, tag=True, array_like=True):
 
 
 class Leave(msgspec.Struct, tag=True, array_like=True):
-    """Node 0: all is over; ``why``, if that is a failure."""
+    """Node 0: all is over; ``why``, if that is a failure. ``saving``: seconds that a store of replicas may
+    take for what requests have left."""
 
     why: str = ""
+    saving: float = 0.0
 
 
 FromAgent = Join | Started | Computed | Reply | Ended | Beat

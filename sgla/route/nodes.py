@@ -19,7 +19,7 @@ from sgla.executor.bridge import BEAT, PARTING, SILENCE, Ended, Fault, Join, Lea
 from sgla.nodes import address, common, secret_of
 from sgla.peers import Beat, Beside, Channel, Link, Listener
 from sgla.route.balancer import Balancer
-from sgla.route.replicas import EXIT_CONFIG, EXIT_DIED, EXIT_OK, Replicas, Share, of_replica
+from sgla.route.replicas import EXIT_CONFIG, EXIT_DIED, EXIT_OK, Replicas, Share, end, of_replica
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +143,13 @@ class Nodes:
         if self._local.over.done() and not self._links:
             self._end(self._local.over.result())
 
-    async def close(self, saving: float) -> int:
+    async def close(self, saving: float = 0.0) -> int:
         self._end(EXIT_OK)
         await asyncio.to_thread(self._listener.close)
         links = list(self._links.values())
         self._links.clear()
         for link in links:
-            link.post(Leave())
+            link.post(Leave(saving=saving))
         parting = [asyncio.to_thread(link.finish, PARTING) for link in links]
         code, *_ = await asyncio.gather(self._local.close(saving), *parting)
         return code or self.over.result()
@@ -181,6 +181,8 @@ class ReplicaAgent:
         self.over: asyncio.Future[SglaError | None] = self._loop.create_future()
         self._replicas: Replicas | None = None
         self._link: Link | None = None
+        self._saving = self._serving = 0.0
+        self._hurry = asyncio.Event()
 
     async def join(self) -> None:
         """Raises ConfigError where node 0 does not want this node, or is not there in time."""
@@ -204,7 +206,7 @@ class ReplicaAgent:
     def _take(self, message: Any, beside: Beside) -> None:
         """In the link's thread."""
         if isinstance(message, Leave):
-            self._loop.call_soon_threadsafe(self._finish, None)
+            self._loop.call_soon_threadsafe(self._leave, message.saving)
         elif isinstance(message, Ended):
             self._loop.call_soon_threadsafe(self._finish, message.fault.error())
 
@@ -216,12 +218,21 @@ class ReplicaAgent:
         if not self.over.done():
             self.over.set_result(outcome)
 
+    def _leave(self, saving: float) -> None:
+        self._saving = saving
+        self._finish(None)
+
     def stop(self) -> None:
+        """What the replicas have begun goes on for ``drain_timeout``, or until this is called again."""
+        if self.over.done():
+            self._hurry.set()
+        self._saving = self._serving = self._config.drain_timeout
         self._finish(None)
 
     async def close(self) -> None:
         self._finish(None)
         if self._replicas is not None:
-            await self._replicas.close()
+            closing = asyncio.ensure_future(self._replicas.close(self._saving, self._serving))
+            await end(self._replicas, closing, self._hurry)
         if self._link is not None:
             await asyncio.to_thread(self._link.finish, PARTING)

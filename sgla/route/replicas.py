@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -180,7 +180,19 @@ class Group(Protocol):
 
     over: asyncio.Future[int]
 
-    async def close(self, saving: float) -> int: ...
+    async def close(self, saving: float = 0.0) -> int: ...
+
+
+async def end(group: Group, closing: asyncio.Future[int], hurry: asyncio.Event) -> int:
+    """The exit code of the ``group``, which is ``closing``, and closes at once where there is ``hurry``."""
+    hurrying = asyncio.ensure_future(hurry.wait())
+    waiting: list[asyncio.Future[Any]] = [closing, hurrying]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not closing.done():
+        closing.cancel()
+        closing = asyncio.ensure_future(group.close())
+    return await closing
 
 
 class Replicas:
@@ -202,16 +214,16 @@ class Replicas:
         for task in self._tasks:
             task.add_done_callback(self._lost)
 
-    async def close(self, saving: float = 0.0) -> int:
-        """End all; the exit code. ``saving``: seconds that a store may take for what requests have left. A
-        second call, when the first has been cancelled, ends them at once."""
+    async def close(self, saving: float = 0.0, serving: float = 0.0) -> int:
+        """End all; the exit code. ``serving``: seconds that requests may take, ``saving`` that a store may for
+        what they have left. A second call, when the first has been cancelled, ends them at once."""
         self._ending = True
         for replica in self._running.values():
             replica.stop()
         for task in self._tasks:
             if not self._first.is_set():
                 task.cancel()
-        await asyncio.wait(self._tasks, timeout=END + (saving if self._config.kv_store else 0.0))
+        await asyncio.wait(self._tasks, timeout=END + max(serving, saving if self._config.kv_store else 0.0))
         for replica in self._running.values():
             processes.end(replica.process)
         for task in self._tasks:

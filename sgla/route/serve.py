@@ -26,7 +26,7 @@ from sgla.route.front import END_SECONDS, Front
 from sgla.route.front_process import Start
 from sgla.route.loop import runner
 from sgla.route.owner import SIZE, Desk, LocalOwner
-from sgla.route.replicas import MakeReplicas
+from sgla.route.replicas import MakeReplicas, end
 from sgla.route.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -132,11 +132,7 @@ async def serve(
     if group is None:
         return 0
     closing = asyncio.ensure_future(group.close(max(0.0, deadline - clock.now())))
-    await asyncio.wait([closing, hurrying], return_when=asyncio.FIRST_COMPLETED)
-    if closing.done():
-        return closing.result()
-    closing.cancel()
-    return await group.close(0.0)
+    return await end(group, closing, hurry)
 
 
 class LocalFront:

@@ -30,9 +30,11 @@ from sgla.route import replicas as module
 from sgla.route.balancer import Balancer
 from sgla.route.config import RouteConfig
 from sgla.route.merged import merged
+from sgla.route.nodes import ReplicaAgent
 from sgla.route.replicas import (
     EXIT_CONFIG,
     EXIT_DIED,
+    EXIT_OK,
     RESTARTS,
     Replicas,
     Share,
@@ -210,6 +212,35 @@ async def test_replicas_are_told_twice_to_end_at_once(
     closing.cancel()
     assert await running.close() == 0
     assert len(asked) == 2
+
+
+class Closing:
+    """Replicas that do not end before they are told so twice."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, float]] = []
+
+    async def close(self, saving: float = 0.0, serving: float = 0.0) -> int:
+        self.asked.append((saving, serving))
+        await asyncio.sleep(3600 if len(self.asked) == 1 else 0)
+        return EXIT_OK
+
+
+async def test_an_agent_lets_its_replicas_end_what_they_have_begun() -> None:
+    """Until it is told to end again; when node 0 has ended they have nothing to answer."""
+    config, closing = Config(dp=2, nnodes=2, node_rank=1, drain_timeout=7.0), [Closing(), Closing()]
+    agents = [ReplicaAgent(config, [Share()], "", lambda text: None) for _ in closing]
+    for agent, replicas in zip(agents, closing):
+        agent._replicas = replicas  # type: ignore[assignment]
+    agents[0].stop()
+    agents[1]._leave(3.0)
+    ending = [asyncio.ensure_future(agent.close()) for agent in agents]
+    await asyncio.sleep(0)
+    for agent in agents:
+        agent.stop()
+    await asyncio.gather(*ending)
+    assert closing[0].asked == [(7.0, 7.0), (0.0, 0.0)]
+    assert closing[1].asked == [(3.0, 0.0), (0.0, 0.0)]
 
 
 async def test_wrong_settings_end_all(short: type[Short]) -> None:

@@ -30,7 +30,9 @@ def cable() -> Iterator[Network]:
         yield network
 
 
-def stream(server: NodeProcess, rest: queue.Queue[bytes] | None = None) -> queue.Queue[bytes]:
+def stream(
+    server: NodeProcess, rest: queue.Queue[bytes] | None = None, tokens: int = 5000
+) -> queue.Queue[bytes]:
     """A long answer that has begun; its ``rest`` comes when it has ended."""
     rest = queue.Queue() if rest is None else rest
     with server.host.inside():
@@ -38,7 +40,7 @@ def stream(server: NodeProcess, rest: queue.Queue[bytes] | None = None) -> queue
         connection.request(
             "POST",
             "/v1/completions",
-            json.dumps({**BODY, "max_tokens": 5000, "stream": True}),
+            json.dumps({**BODY, "max_tokens": tokens, "stream": True}),
             {"Content-Type": "application/json"},
         )
     response = connection.getresponse()
@@ -113,6 +115,24 @@ def test_a_lost_host_takes_no_replica_along_and_comes_back() -> None:
         first.signal(signal.SIGTERM)
         assert ended(first, again) == [0, 0]
         assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_told_to_end_ends_its_answers_first() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as sock:
+        port = sock.getsockname()[1]
+    with loopback(port) as network:
+        first, second = network.nodes(*FAKE, "--dp", "2", "--device", "cpu")
+        first.wait_listening()
+        until_up(first, 2)
+        ends: queue.Queue[bytes] = queue.Queue()
+        for _ in range(2):  # one on each
+            stream(first, ends, 700)  # 3.5 s
+        second.signal(signal.SIGTERM)
+        assert ended(second) == [0]
+        assert all(ends.get(timeout=20).endswith(b"data: [DONE]\n\n") for _ in range(2))
+        first.signal(signal.SIGTERM)
+        assert ended(first) == [0]
 
 
 def find(first: NodeProcess, second: NodeProcess, who: str) -> psutil.Process:
