@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pkgutil import resolve_name
 from queue import Empty, SimpleQueue
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
     from sgla.worker.loop import Runs
 
+log = logging.getLogger(__name__)
+
 Command = tuple[Control, "asyncio.Future[dict[str, Any]]"]
+PATIENCE = 10.0  # seconds for a step that runs, and for what has to be given back
 
 
 class InlineExecutor:
@@ -60,7 +65,7 @@ class InlineExecutor:
                 0,
                 1,
                 "",
-                lambda p: self._loop.call_soon_threadsafe(on_progress, p),
+                lambda p: self._call(on_progress, p),
             )
         except BaseException as error:
             self._settle(ready, error)
@@ -89,7 +94,7 @@ class InlineExecutor:
             except BaseException as error:
                 traceback.print_exc()
                 died = WorkerDied(f"a model step failed: {type(error).__name__}: {error}")
-                self._loop.call_soon_threadsafe(self._died, died)
+                self._call(self._died, died)
                 return
         runner.close()
 
@@ -122,7 +127,12 @@ class InlineExecutor:
             else:
                 future.set_result(outcome)
 
-        self._loop.call_soon_threadsafe(settle)
+        self._call(settle)
+
+    def _call(self, do: Callable[..., object], *args: object) -> None:
+        """In the loop, unless that has ended without this thread."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(do, *args)
 
     def _died(self, error: WorkerDied) -> None:
         for future in self._replies:
@@ -160,11 +170,15 @@ class InlineExecutor:
 
     async def close(self) -> None:
         self._gone = True
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._inbox.put(None)
-            while self._thread.is_alive():  # joined by no other thread: none begins when the interpreter ends
+            end = clock.now() + PATIENCE
+            while thread.is_alive():  # joined by no other thread: none begins when the interpreter ends
+                if clock.now() > end:
+                    log.error("the worker's thread does not end, as on a disk that hangs, and is left behind")
+                    return  # it may still write results
                 await asyncio.sleep(0.002)
-            self._thread = None
         self._results.close()
 
     async def inquire(self) -> str:

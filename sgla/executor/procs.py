@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 GRACE = 1.0  # seconds workers get to leave by themselves
 STACKS_TIME = 0.5  # seconds that stuck workers get to print their stacks
 LAST_LINES = 20
+SMALLER = "serve a smaller model, or one in fewer bits"
 ENTRY = "from sgla.executor.child import main; main()"
 
 
@@ -98,8 +99,8 @@ class Rank:
             await asyncio.sleep(0.001)
         return True
 
-    def obituary(self) -> str:
-        """How it ended, and its last words."""
+    def obituary(self, config: Config) -> str:
+        """How it ended, and its last words. ``config``: what it was to do."""
         code = self.process.returncode
         if code >= 0:
             how = f"exited with code {code}"
@@ -107,7 +108,7 @@ class Rank:
             name = {known.value: known.name for known in signal.Signals}.get(-code, "a real-time signal")
             how = f"was killed by signal {-code} ({name})"
             if -code == signal.SIGKILL:
-                how += "; if nobody did that, the system was out of memory: lower --kv-cache-bytes"
+                how += f"; if nobody did that, the system was out of memory: {spare(config, self.facts)}"
         words = "\n".join(line for line in self.lines if line.strip())
         return f"worker rank {self.number} (pid {self.process.pid}) {how}" + (
             f". Its last output:\n{words}" if words else ""
@@ -135,6 +136,15 @@ class Rank:
                 ring.close()
         self.pipe.close()
         os.close(self.stderr)
+
+
+def spare(config: Config, facts: Facts | None) -> str:
+    """What to change so that a worker takes less memory. ``facts``: None while it loads."""
+    if facts is None:
+        return "lower --kv-cache-bytes" if config.kv_cache_bytes else SMALLER
+    if facts.encodes:
+        return SMALLER
+    return "lower --kv-cache-bytes" if facts.groups[0].pages > 1 else "lower --step-tokens"
 
 
 def runner_of(config: Config) -> str:
@@ -313,7 +323,7 @@ class ProcsExecutor:
         if killed and rank not in killed:
             rank, failed = killed[0], ""
         self._on_stderr(rank)
-        error = WorkerDied(f"a model step failed: {failed}" if failed else rank.obituary())
+        error = WorkerDied(f"a model step failed: {failed}" if failed else rank.obituary(self._config))
         error.killed = rank in killed
         for other in self._ranks:
             if other.process.poll() is None:

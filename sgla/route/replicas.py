@@ -215,8 +215,8 @@ class Replicas:
             task.add_done_callback(self._lost)
 
     async def close(self, saving: float = 0.0, serving: float = 0.0) -> int:
-        """End all; the exit code. ``serving``: seconds that requests may take, ``saving`` that a store may for
-        what they have left. A second call, when the first has been cancelled, ends them at once."""
+        """End all; the exit code. ``serving``: seconds that requests may take; ``saving``: that a store may,
+        for what they have left. A second call, when the first is cancelled, ends them at once."""
         self._ending = True
         for replica in self._running.values():
             replica.stop()

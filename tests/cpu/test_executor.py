@@ -11,19 +11,22 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import uvloop
+from stub_runner import StubRunner
 
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError, UnsupportedField, WeightError, WorkerDied
+from sgla.executor import inline
 from sgla.executor.base import Executor
 from sgla.executor.inline import InlineExecutor
-from sgla.executor.procs import ProcsExecutor
-from sgla.messages import Control, NewRow, Progress, RowSampling, StepPlan, StepResult
+from sgla.executor.procs import ProcsExecutor, spare
+from sgla.messages import CacheGroup, Control, Facts, NewRow, Progress, RowSampling, StepPlan, StepResult
 
 STUB = "stub_runner:StubRunner"
 
@@ -286,6 +289,56 @@ def test_a_death_is_seen_on_the_servers_loop() -> None:
         await executor.close()
 
     uvloop.run(scene())
+
+
+async def test_a_thread_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """It waits for a disk, for example. What it does later harms nobody."""
+    hangs, goes_on = Event(), Event()
+
+    def execute(runner: StubRunner, plan: StepPlan) -> StepResult:
+        hangs.set()
+        goes_on.wait(60)
+        return StepResult(step=plan.step, tokens=b"")
+
+    monkeypatch.setattr(StubRunner, "execute", execute)
+    monkeypatch.setattr(inline, "PATIENCE", 0.05)
+    executor = InlineExecutor(Config(threads=1), {}, runner=STUB)  # type: ignore[arg-type]
+    await executor.start(lambda p: None)
+    thread = executor._thread
+    assert thread is not None
+    executor.submit(make_plan(1))
+    await asyncio.to_thread(hangs.wait, 20)
+    await executor.close()
+    assert "is left behind" in caplog.text
+    goes_on.set()
+    await asyncio.to_thread(thread.join, 20)
+    assert not thread.is_alive()
+    [late] = executor._results.drain()
+    assert isinstance(late, StepResult)
+    assert late.step == 1
+    await executor.close()
+
+
+def test_a_killed_worker_is_told_what_takes_less_memory() -> None:
+    """An encoder keeps no KV, and who reads pictures has no steps."""
+
+    def facts(pages: int, encodes: bool = False) -> Facts:
+        return Facts(
+            groups=[CacheGroup(pages)],
+            page_size=16,
+            slots=1,
+            context_len=64,
+            vocab_size=9,
+            step_tokens=64,
+            dtype="none",
+            device="stub",
+            encodes=encodes,
+        )
+
+    small = "serve a smaller model, or one in fewer bits"
+    assert spare(Config(kv_cache_bytes=1), None) == spare(Config(), facts(2)) == "lower --kv-cache-bytes"
+    assert spare(Config(), None) == spare(Config(), facts(2, encodes=True)) == small
+    assert spare(Config(), facts(1)) == "lower --step-tokens"
 
 
 async def test_start_can_be_cancelled_and_closing_does_not_wait_for_a_hung_step(make: Make) -> None:
