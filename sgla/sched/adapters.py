@@ -105,12 +105,16 @@ class Adapters:
             return ADAPTER
         return PLACE if place.number in self._claims else ""
 
-    def expect(self, adapters: Sequence[int]) -> None:
-        """Those of the requests that come next, in their order (0: the base). Beside ``AHEAD`` copies none
+    def comes(self, adapter: int) -> bool:
+        """A copy brings it."""
+        return adapter in self._of and bool(self._of[adapter].transfer)
+
+    def expect(self, adapters: Sequence[int], most: int = AHEAD) -> None:
+        """Those of the requests that come next, in their order (0: the base). Beside ``most`` copies none
         begins, so that a request whose turn comes does not wait long for its own; and no adapter that is
         expected makes room for another."""
         self._expected = set(adapters) - {0}
-        room = AHEAD - len(self._coming)
+        room = most - len(self._coming)
         if room <= 0:
             return
         lacking = [adapter for adapter in dict.fromkeys(adapters) if adapter and adapter not in self._of]

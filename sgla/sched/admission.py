@@ -51,9 +51,11 @@ class Admission:
         counts = self._ledger.counts
         policy = self._auto.look(counts.query_tokens, counts.hit_tokens) if self._auto else limits.policy
         ordered = self._hurry.first(order(policy, waiting, memory.cache, now, limits.patience))
+        gathers = False
+        if memory.adapters.count and not (queues.running or any(flight.rows for flight in queues.flights)):
+            gathers = self._gather(ordered := list(ordered), budget)
         flying = sum(flight.plan_bytes for flight in queues.flights)
         last = len(waiting) - 1
-        gathers = self._gathers(budget)
         coming = memory.adapters.held
         for i, request in enumerate(ordered):
             plan_bytes = step.plan_bytes + request.plan_bytes
@@ -81,14 +83,19 @@ class Admission:
             if not self._admit_one(step, request, budget, i < last, now):
                 return
 
-    def _gathers(self, budget: Budget) -> bool:
-        """Nobody runs: those whose adapters come one after the other begin together, in one step, if it has
-        room for them."""
-        adapters, queues = self._memory.adapters, self._queues
-        if not adapters.held or queues.running or any(flight.rows for flight in queues.flights):
-            return False
-        there = [request.known for request in queues.waiting if adapters.has(request.adapter)]
-        return len(there) < len(self._memory.slots) and sum(there) < budget.tokens
+    def _gather(self, requests: list[Request], budget: Budget) -> bool:
+        """Nobody runs: the first ones, as many as one step has room for, begin together in it, and the
+        adapters of those that have slots are brought. Returns whether some have to wait for theirs."""
+        adapters, queues, tokens = self._memory.adapters, self._queues, budget.tokens
+        held = [request for request in queues.held.values() if ADAPTER in request.holds]
+        first = (held + requests)[: len(self._memory.slots)]
+        adapters.expect([request.adapter for request in first], len(first))
+        for request in first:
+            if tokens > 0 and not request.holds and adapters.comes(request.adapter):
+                adapters.awaited(request, False)
+                queues.hold(request, ADAPTER)
+            tokens -= request.known
+        return adapters.held > 0
 
     def _await_adapter(self, request: Request, bring: bool) -> str:
         """See ``Adapters.awaited``. Requests that yield leave the place that another one is to have."""

@@ -92,6 +92,44 @@ def test_a_burst_waits_for_no_more_than_a_step_has_room_for(tokens: int, begin: 
     assert len(together.new) == begin
 
 
+def test_a_burst_begins_with_those_whose_adapters_are_there() -> None:
+    """They wait for the others before them, and nobody who comes later overtakes these."""
+    core = Core(make_limits(adapters=8, slots=4, step_tokens=64))
+    core.offer(wanted("before", 1, max_new=1), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    core.retire(StepResult(step=plan.step, tokens=b""), 0.0)
+    core.moved(Moved(plan.copies[0].transfer, ok=True))
+    plan = core.plan(0.0)
+    assert plan is not None
+    core.retire(StepResult(step=plan.step, tokens=int32([1])), 0.0)
+    for i, adapter in enumerate((2, 1, 3, 4, 1, 1)):
+        core.offer(wanted(f"r{i}", adapter), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    assert (len(plan.new), len(plan.copies)) == (0, 3)
+    for copy in plan.copies:
+        assert core.plan(0.0) is None
+        core.moved(Moved(copy.transfer, ok=True))
+    assert core.plan(0.0) is not None
+    assert [request.rid for request in core._queues.running] == ["r0", "r1", "r2", "r3"]
+    core.check()
+
+
+def test_a_batch_of_many_adapters_reads_prompts_in_as_few_steps_as_one_of_few() -> None:
+    """Rows that begin together end together, and so those begin together that come next."""
+    limits, random = make_limits(adapters=16, slots=8, step_tokens=64, pages=129), Random(1)
+    for adapters in (2, 60):
+        simulation = Simulation(limits)
+        for batch in range(6):
+            before = len(simulation.plans)
+            for i in range(32):
+                simulation.offer(wanted(f"{batch}-{i}", random.randint(1, adapters), max_new=8))
+            simulation.run()
+            assert [len(plan.new) for plan in simulation.plans[before:] if plan.new] == [8] * 4
+        simulation.verify()
+
+
 def test_a_burst_waits_for_nobody_who_has_left() -> None:
     core = Core(make_limits(adapters=3, slots=8, step_tokens=64))
     for i in range(2):
