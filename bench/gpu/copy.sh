@@ -9,6 +9,7 @@
 #   mixture: the same of Qwen3-30B-A3B, whose steps of one row are one kernel, none right
 #   medusa: Qwen3-8B, one stream, five heads of Medusa's shape; four fifths right, and none
 #   crowd: 64 streams of Qwen3-8B without guesses, with n-grams and with a head of EAGLE-3 (goal: not slower)
+#   small-crowd: 64 streams of Qwen3-0.6B without guesses and with a head of EAGLE-3, by turns (goal: not slower)
 #   hundreds: 256 streams, without guesses and with a head of EAGLE-3, by turns
 set -uo pipefail
 LIMIT=${LIMIT:-75}
@@ -48,6 +49,10 @@ for each in ${*:-small copy}; do
         part none 40 $crowd --algorithm off
         part ngram 40 $crowd --algorithm ngram
         part head 45 $crowd --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
+        ;;
+    small-crowd)
+        many=${small/--tokens 512 --repeat 3 --kv 2/--rows 64 --tokens 512 --repeat 5 --kv 10}
+        part small-crowd 75 ${many/ --alone/} --algorithm eagle3 --draft bench/heads/qwen3-0.6b --accept 0.8,0 --guesses 5
         ;;
     hundreds)
         many=${large/--tokens 512 --repeat 3 --kv 4/--tokens 256 --repeat 2 --kv 31}
