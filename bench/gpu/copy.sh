@@ -51,7 +51,7 @@ for each in ${*:-small copy}; do
         part head 45 $crowd --algorithm eagle3 --draft bench/heads/qwen3-8b --accept 0.8 --guesses 5
         ;;
     small-crowd)
-        many=${small/--tokens 512 --repeat 3 --kv 2/--rows 64 --tokens 512 --repeat 5 --kv 10}
+        many="${small/--kv 2/--kv 10} --rows 64"
         part small-crowd 75 ${many/ --alone/} --algorithm eagle3 --draft bench/heads/qwen3-0.6b --accept 0.8,0 --guesses 5
         ;;
     hundreds)
