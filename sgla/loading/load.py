@@ -34,7 +34,7 @@ from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
 from sgla.loading.pickles import TYPES
 from sgla.loading.show import rows_of, shape_of
-from sgla.loading.stacks import take_apart
+from sgla.loading.stacks import put_together, take_apart
 from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
 from sgla.model.base import CausalLM, elsewhere
@@ -439,7 +439,9 @@ def decoder_build(
         build.kinds = kinds_of_file(source, spec, build.plain, shard.size, device)
     elif spec.method is not None and source.kind in ("safetensors", "pt"):
         stored = [(canonical(rename(name)), tensor.type) for name, tensor in stored_tensors(source)]
-        build.floats = frozenset(name.removesuffix(".weight") for name, kind in stored if kind in FLOATS)
+        floats = {name.removesuffix(".weight") for name, kind in stored if kind in FLOATS}
+        more = {name.partition(".weight") for name, _ in stored}
+        build.floats = frozenset(floats - {module for module, _, other in more if other})
         build.modules = frozenset(name.rpartition(".")[0] for name, _ in stored)
     return build
 
@@ -567,6 +569,7 @@ def _stored(source: ModelSource, rename: Callable[[str], str] = lambda name: nam
 def _parted(stored: dict[str, FileTensor], build: Build, mend: Mend) -> Iterator[tuple[str, SourceTensor]]:
     """What layers want of what files have."""
     take_apart(stored, build)
+    put_together(stored, build)
     return unstacked(((name, mend(name, tensor)) for name, tensor in joined(stored, build)), build)
 
 

@@ -1,10 +1,11 @@
-"""Stacks of experts as the tensors of each expert, by which methods know them."""
+"""Stacks of experts as the tensors of each expert, by which methods know them, and biases the other way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
 
+import torch
 from torch import Tensor
 
 from sgla.errors import WeightError
@@ -32,6 +33,21 @@ def take_apart(stored: dict[str, FileTensor], build: Build) -> None:
                 cut = _of_rows(other, values[matrix.expert], part.rows, n)
                 made = FileTensor(cut, tuple(cut.shape), found[other].type, None, device=cut.device)
                 stored[module + held[other]] = made
+
+
+def put_together(stored: dict[str, FileTensor], build: Build) -> None:
+    """The biases of experts, which layers declare as stacks, where the file has each expert's, in place: as
+    llm-compressor writes gpt-oss."""
+    raws = {canonical(raw): raw for raw in stored}
+    for name, slot in build.table.items():
+        module, _, part = name.removesuffix("_bias").rpartition(".")
+        if not (module.endswith(".experts") and name.endswith("_proj_bias")) or name in raws:
+            continue
+        each = [raws.get(f"{module}.{expert}.{part}.bias", "") for expert in range(slot.shape[0])]
+        if all(one in stored and stored[one].shape == slot.shape[1:] for one in each):
+            found = [stored.pop(one) for one in each]
+            values = torch.stack([tensor.values() for tensor in found])
+            stored[name] = FileTensor(values, slot.shape, found[0].type, None, device=values.device)
 
 
 def of_experts(build: Build) -> set[str]:

@@ -433,6 +433,52 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
         load_model(source)
 
 
+@torch.no_grad()
+def test_experts_of_gpt_oss_may_be_apart(tmp_path: Path) -> None:
+    """As llm-compressor writes them, with a bias each; what is quantized beside them means its matrix."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8, "num_local_experts": 3}
+    sizes["num_experts_per_tok"] = 2
+    hf = save_checkpoint(tmp_path, "gpt_oss", **sizes)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    for layer in range(3):
+        experts = f"model.layers.{layer}.mlp.experts"
+        both, down = (stored.pop(f"{experts}.{part}_proj") for part in ("gate_up", "down"))
+        biases = [stored.pop(f"{experts}.{part}_proj_bias") for part in ("gate_up", "down")]
+        for e in range(3):
+            parts = {
+                "gate_proj": (both[e, :, ::2], biases[0][e, ::2]),
+                "up_proj": (both[e, :, 1::2], biases[0][e, 1::2]),
+                "down_proj": (down[e], biases[1][e]),
+            }
+            for part, (crossed, bias) in parts.items():
+                stored[f"{experts}.{e}.{part}.weight"] = crossed.t().contiguous()
+                stored[f"{experts}.{e}.{part}.bias"] = bias.contiguous()
+    save_file(stored, path, {"format": "pt"})
+    ids = PROMPTS[2]
+    expected = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    model = load_model(open_source(tmp_path))
+    torch.testing.assert_close(Eager(model).prompt_logprobs([ids]), expected, rtol=0, atol=2e-4)
+    fp8 = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}
+    groups = {"g": {"targets": ["Linear"], "weights": fp8}}
+    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    for name in [name for name in stored if ".experts." in name and name.endswith(".weight")]:
+        scale = stored[name].abs().amax(1, keepdim=True) / 448
+        numbers = (stored[name] / scale).to(torch.float8_e4m3fn)
+        stored |= {name: numbers, f"{name}_scale": scale}
+    save_file(stored, path, {"format": "pt"})
+    source = open_source(tmp_path)
+    source.config["quantization_config"] = said | {"ignore": ["lm_head", "re:.*self_attn.*"]}
+    plain, packed = (load_model(source, quantization=kind) for kind in (None, "fp8"))
+    assert packed.blocks[0].mlp.gate_up.kind == "fp8"
+    found, wanted = (Eager(each).prompt_logprobs([ids]) for each in (packed, plain))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
+    stored.pop("model.layers.1.mlp.experts.2.up_proj.bias")
+    save_file(stored, path, {"format": "pt"})
+    with pytest.raises(WeightError, match="1 missing: model.layers.1.mlp.experts.up_proj_bias; 2 unexpected"):
+        load_model(open_source(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("name", "parts"), [("glm-4.7-flash", 1), ("qwen2", 1), ("qwen2", 3), ("deepseek-v2", 2)]
 )
