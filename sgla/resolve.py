@@ -160,6 +160,7 @@ def resolve(
     elif device != "cpu" and not devices(device):
         raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
     dtype = filling.settle("dtype", choose_dtype(config, machine, device, spec))
+    asked = filling.config.quantization
     settle_quantization(filling, machine, device, spec, dtype)
     settle_adapters(filling)
     config = filling.config
@@ -183,6 +184,11 @@ def resolve(
         filling.filled["served_model_name"] = [config.model]
         filling.reasons["served_model_name"] = "the model's name"
     found = [*notes(config, machine, device, encoder), *(spec.notes if spec else ())]
+    if spec is not None and spec.method is not None and asked is None and spec.method.expands(device):
+        found.append(
+            f"--device {device} has no storage for some or all quantized layers of this checkpoint: they are "
+            f"made {dtype} at load, which takes more memory and time"
+        )
     if config.window_ratio is not None and spec is not None and not has_windows(filling.done(), spec):
         found.append(
             "--window-ratio is for models some of whose layers have a sliding window, which is shorter than "

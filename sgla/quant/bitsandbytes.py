@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STORAGES = {"uint8": "U8", "int8": "I8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 
 
@@ -28,8 +29,8 @@ def bitsandbytes(config: Mapping[str, Any]) -> Method:
     four, eight = (c.flag(key) or c.flag(f"_{key}") for key in ("load_in_4bit", "load_in_8bit"))
     if four == eight:
         raise c.error("load_in_4bit", "true, or load_in_8bit is")
-    if c.values.get("bnb_4bit_quant_storage", "uint8") != "uint8":
-        raise c.error("bnb_4bit_quant_storage", "uint8")
+    if c.values.get("bnb_4bit_quant_storage", "uint8") not in _STORAGES:
+        raise c.error("bnb_4bit_quant_storage", " or ".join(_STORAGES))
     return Bnb4(config) if four else Bnb8(config)
 
 
@@ -41,12 +42,13 @@ class Bnb4(Method):
         self.storage = config.get("bnb_4bit_quant_type") or "fp4"
         if self.storage not in ("nf4", "fp4"):
             raise Reader("bitsandbytes", config).error("bnb_4bit_quant_type", "nf4 or fp4")
+        self.packed = _STORAGES[config.get("bnb_4bit_quant_storage", "uint8")]
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         parts = {f"{module}.weight.{part}": Held(None, FLOATS, part[0] == "n") for part in _PARTS}
         parts[f"{module}.weight.absmax"] = Held(None, (*FLOATS, "U8"))
         states = {f"{module}.weight.{part}": Held(types=("U8",), optional=True) for part in _STATES}
-        return {f"{module}.weight": Held(types=("U8",)), **parts, **states}
+        return {f"{module}.weight": Held(types=(self.packed,)), **parts, **states}
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         from sgla.quant.flat import table_of

@@ -3,7 +3,8 @@
 NVFP4: 16 numbers have a scale in e4m3, and a tensor has one for these scales. It divides them in files of
 compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). They
 are kept as they are (``nvfp4``). MXFP4: 32 numbers have a power of two, ``X.weight_scale``. A CPU keeps them
-as they are, with scales in float16, a GPU in ``mxfp4``.
+as they are, with scales in float16, a GPU in ``mxfp4``. The numbers are ``X.weight_packed``, in ModelOpt's
+files ``X.weight``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 from sgla.errors import WeightError
 from sgla.hub.reader import shown
 from sgla.quant.method import Held, Method
-from sgla.quant.schemes import schemes
+from sgla.quant.schemes import schemes, unrounded
 
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
-
-NOTE = "the checkpoint's activations are not rounded"
 
 
 class Nvfp4(Method):
@@ -31,7 +30,7 @@ class Nvfp4(Method):
         for scheme in schemes(config):
             _check(scheme.weights, 16)
         self.modelopt = config.get("quant_method") == "modelopt"
-        self.notes = (NOTE,)
+        self.notes = unrounded(config)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         weight, factor = self._names(module)
@@ -68,10 +67,12 @@ class Mx4(Method):
         super().__init__(config)
         for scheme in schemes(config):
             _check(scheme.weights, 32)
+        self.weight = "weight" if config.get("quant_method") == "modelopt" else "weight_packed"
+        self.notes = unrounded(config)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return {
-            f"{module}.weight_packed": Held((n, k // 2), ("U8",)),
+            f"{module}.{self.weight}": Held((n, k // 2), ("U8",)),
             f"{module}.weight_scale": Held((n, -(-k // 32)), ("U8",)),
         }
 
@@ -84,10 +85,10 @@ class Mx4(Method):
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         from sgla.quant.nibbles import Nibbles
 
-        return Nibbles(stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"], (n, k), 32)
+        return Nibbles(stored[f"{module}.{self.weight}"], stored[f"{module}.weight_scale"], (n, k), 32)
 
     def unused(self, name: str, tensor: StoredTensor) -> bool:
-        return name.endswith((".k_scale", ".v_scale"))
+        return name.endswith((".k_scale", ".v_scale", ".input_scale"))
 
 
 def _check(weights: Any, group: int) -> None:

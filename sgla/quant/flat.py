@@ -15,12 +15,14 @@ from sgla.quant.coded import GROUP, Coded
 from sgla.quant.quants import Grouped, Quants
 from sgla.quant.weight import StoredTensor, Weight, storage
 
+_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # of what bitsandbytes calls a file's storage
+
 
 @dataclass(frozen=True)
 class Table:
     """bitsandbytes' numbers of four bits, each a place in ``table`` [16] times the largest number of its
-    block of the row. ``packed`` uint8 ``[n * k / 2, 1]``, the first of two in the upper bits; ``largest``
-    float32 ``[blocks]``."""
+    block of the row. ``packed`` uint8 ``[n * k / 2, 1]``, the first of two in the upper bits, or the same
+    bytes in another type of ``_BYTES``; ``largest`` float32 ``[blocks]``."""
 
     packed: StoredTensor
     table: Tensor
@@ -54,8 +56,10 @@ class Table:
     def _codes(self, rows: range) -> Tensor:
         """uint8, one behind the other."""
         first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
-        pairs = self.packed.values(range(first // 2, -(-last // 2))).flatten()
-        return torch.stack([pairs >> 4, pairs & 15], -1).flatten()[first % 2 :][: last - first]
+        each = 2 * _BYTES[self.packed.type]  # numbers in one of ``packed``
+        found = self.packed.values(range(first // each, -(-last // each)))
+        pairs = found.flatten().view(torch.uint8)
+        return torch.stack([pairs >> 4, pairs & 15], -1).flatten()[first % each :][: last - first]
 
 
 def table_of(module: str, stored: dict[str, StoredTensor], n: int, k: int) -> Table:
@@ -91,7 +95,7 @@ def table_of(module: str, stored: dict[str, StoredTensor], n: int, k: int) -> Ta
     for part, size in wanted.items():
         if found[part] != size:
             raise WeightError(f"{module}.weight.{part} has {found[part]} values, expected {size}")
-    shape, size = tuple(stored["weight"].shape), -(-n * k // 2)
+    shape, size = tuple(stored["weight"].shape), -(-n * k // 2 // _BYTES[stored["weight"].type])
     if shape not in ((size, 1), (size,)):
         raise WeightError(f"{module}.weight has shape {list(shape)}, expected {[size, 1]}")
     return Table(stored["weight"], table, largest.float(), (n, k), block)

@@ -18,7 +18,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.reader import Reader, shown
 from sgla.quant.method import Held, Method
 from sgla.quant.methods import unsupported
-from sgla.quant.schemes import Scheme, check_floats, schemes
+from sgla.quant.schemes import Scheme, check_floats, schemes, unrounded
 
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
@@ -55,8 +55,6 @@ class Fp8(Method):
                 "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a "
                 "CPU activations are not rounded",
             )
-        if not self.stored("cpu"):
-            self.notes += (f"a CPU makes floating-point numbers of blocks of {self.block[1]} channels",)
 
     def stored(self, device: str = "cpu") -> str:
         """A GPU rounds blocks of other sizes once more."""
@@ -93,21 +91,28 @@ class Fp8(Method):
 
 class Mx8(Method):
     """MXFP8 (OCP Microscaling Formats 1.0): ``X.weight`` with ``X.weight_scale``, an exponent for every 32
-    channels."""
+    channels, which files whose ``quant_method`` is mxfp8 call ``X.weight_scale_inv``."""
 
     name, storage, devices = "mxfp8", "mxfp8", ("cpu", "cuda")
-    notes = ("the checkpoint's activations are not rounded",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        own = config.get("quant_method") == "mxfp8"
+        if own and config.get("weight_block_size", [1, 32]) != [1, 32]:
+            raise Reader("mxfp8", config).error("weight_block_size", "[1, 32]")
+        self.scale = "weight_scale_inv" if own else "weight_scale"
+        self.notes = unrounded(config)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return {
             f"{module}.weight": Held((n, k), ("F8_E4M3",)),
-            f"{module}.weight_scale": Held((n, -(-k // 32)), ("U8",)),
+            f"{module}.{self.scale}": Held((n, -(-k // 32)), ("U8", "F8_E8M0")),
         }
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         from sgla.quant.scaled import Powers, Scaled
 
-        return Scaled(stored[f"{module}.weight"], Powers(stored[f"{module}.weight_scale"]), (1, 32))
+        return Scaled(stored[f"{module}.weight"], Powers(stored[f"{module}.{self.scale}"]), (1, 32))
 
     def unused(self, name: str, tensor: StoredTensor) -> bool:
         return _UNUSED.match(name) is not None

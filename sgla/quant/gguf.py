@@ -27,6 +27,9 @@ class Gguf(Method):
         super().__init__(config)
         self.shares: dict[str, float] = config["kept"]  # what part of the matrices' values each storage has
 
+    def expands(self, device: str) -> bool:
+        return False
+
     def bytes(self, plain: str, device: str = "cpu") -> float:
         return sum(FORMATS[kept_on(kind, device) or plain].bytes * part for kind, part in self.shares.items())
 

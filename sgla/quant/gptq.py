@@ -126,7 +126,7 @@ class Gptq(Grouped):
             return _of_marlin(module, "B", "s", n, k, groups)
         return {
             f"{module}.qweight": Held((k * bits // 32, n), ("I32",)),
-            f"{module}.qzeros": Held((groups, n * bits // 32), ("I32",)),
+            f"{module}.qzeros": Held((groups, -(-n * bits // 32)), ("I32",)),
             f"{module}.scales": Held((groups, n), SCALES),
             f"{module}.g_idx": Held((k,), ("I32",), optional=not reordered),
         }
@@ -145,7 +145,7 @@ class Gptq(Grouped):
         if order is not None and not reordered:
             raise WeightError(f"{module}.g_idx is not in order, though desc_act is false")
         plus = 1 if self.format == "gptq" else 0
-        zeros = quants.numbers(qzeros.values(), bits, 1).int() + plus
+        zeros = quants.numbers(qzeros.values(), bits, 1)[:, :n].int() + plus
         if symmetric and bool((zeros != 1 << bits - 1).any()):
             raise WeightError(f"{module}.qzeros is not half of the range, though sym is true")
         made = quants.Gptq if plus else quants.Gptq2

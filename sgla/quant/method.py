@@ -66,6 +66,10 @@ class Method:
         """The same of this layer."""
         return self.storage
 
+    def expands(self, device: str) -> bool:
+        """Whether such a device makes floating-point numbers of quantized layers at load."""
+        return device not in self.devices or not self.stored(device)
+
     def scattered(self, module: str) -> bool:
         """Whether the input channels with constants in common do not lie together: then they are sorted for
         a layer that gathers what it multiplies (``layers/gather.py``)."""

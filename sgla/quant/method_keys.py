@@ -53,6 +53,7 @@ _METHODS = {
         {"modules_to_convert": None},
         {"kv_cache_scheme": _CACHE},
     ),
+    "mxfp8": Keys("fmt weight_block_size activation_scheme scale_fmt dequantize"),
     "fbgemm_fp8": Keys(
         "weight_block_size", noted={"activation_scale_ub": "a bound of the activations, which are not cut"}
     ),

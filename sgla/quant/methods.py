@@ -22,6 +22,7 @@ def register(name: str, method: str) -> None:
 
 
 register("fp8", "sgla.quant.e2m1_experts:fp8")
+register("mxfp8", "sgla.quant.fp8:Mx8")
 register("fbgemm_fp8", "sgla.quant.fp8:Fp8")
 register("modelopt", "sgla.quant.modelopt:modelopt")
 register("compressed-tensors", "sgla.quant.compressed:compressed")
@@ -63,9 +64,10 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; gptq, awq, auto-round, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8, "
-        "MXFP8 or NVFP4, bitsandbytes, hqq, torchao, w4afp8, and mxfp4 for gpt-oss are. Take the model's "
-        "unquantized checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
+        + " is not supported; gptq, awq, auto-round, fp8, mxfp8, fbgemm_fp8, compressed-tensors, modelopt "
+        "with FP8, MXFP8, NVFP4 or MXFP4, bitsandbytes, hqq, torchao, w4afp8, and mxfp4 for gpt-oss are. "
+        "Take the model's unquantized checkpoint, with --quantization int8 or int4 if need be, or a GGUF "
+        "file",
         param="model",
     )
 

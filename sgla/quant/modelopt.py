@@ -1,5 +1,5 @@
 """Checkpoints of NVIDIA's ModelOpt: FP8 with scales for tensors, rows or blocks of 128 x 128, MXFP8, NVFP4,
-or some layers of each. Loads no torch."""
+MXFP4, or some layers of each. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sgla.hub.reader import Reader
 from sgla.quant.compressed import Mixed
-from sgla.quant.e2m1_files import Nvfp4
+from sgla.quant.e2m1_files import Mx4, Nvfp4
 from sgla.quant.fp8 import Fp8, Mx8
 from sgla.quant.method import Method
 from sgla.quant.methods import unsupported
@@ -17,9 +17,11 @@ _METHODS: dict[str, type[Method]] = {
     "FP8": Fp8,
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8,
     "FP8_PB_WO": Fp8,
+    "MXFP4": Mx4,
     "MXFP8": Mx8,
     "NVFP4": Nvfp4,
     "W4A16_NVFP4": Nvfp4,
+    "W4A8_MXFP4_FP8": Mx4,
 }
 
 

@@ -73,5 +73,6 @@ class Scaled:
             groups = scale[:, : -(-k // GROUP)].contiguous()
             return E4M3Groups(len(rows), k, self.numbers.values(rows), groups).cut(columns)
         if kind == "mxfp8" and isinstance(self.scale, Powers):
-            return MXFP8.of(self.numbers.values(rows), self.scale.exponents.values(rows)).cut(columns)
+            exponents = self.scale.exponents.values(rows).view(torch.uint8)
+            return MXFP8.of(self.numbers.values(rows), exponents).cut(columns)
         return storage(kind).read(self, rows, columns)

@@ -47,6 +47,17 @@ def schemes(config: Mapping[str, Any]) -> list[Scheme]:
     return found
 
 
+def unrounded(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What to say of a file that was made for activations of fewer bits, which are not rounded."""
+    groups = schemes(config)
+    if groups:
+        rounds = any(group.inputs.values for group in groups)
+    else:
+        says = config.get("quant_method") in ("modelopt", "mxfp8")
+        rounds = says and not str(config.get("quant_algo")).startswith("W4A16")
+    return ("the checkpoint's activations are not rounded",) if rounds else ()
+
+
 def check_floats(scheme: Scheme) -> None:
     """Raises ConfigError unless weights, and inputs if they are rounded, are symmetric e4m3 numbers."""
     for c in (scheme.weights, scheme.inputs):

@@ -151,6 +151,14 @@ def test_a_factor_of_scales_that_is_none_is_refused(factor: list[float]) -> None
         method.take("x", stored, 96, 128)
 
 
+@pytest.mark.parametrize("algorithm", ["mxfp4", "W4A8_MXFP4_FP8"])
+def test_modelopt_has_mxfp4_under_its_own_name(algorithm: str) -> None:
+    method = method_of({"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}})
+    assert method is not None
+    parts, dense = quantize(torch.zeros(96, 128), "mxfp4")
+    check(method, {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}, dense)
+
+
 def test_modelopt_multiplies_by_its_scale() -> None:
     method = method_of({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}})
     assert method is not None
@@ -181,6 +189,30 @@ def test_modelopt_has_e4m3_in_every_size_of_block(algorithm: str, kind: str, sha
     wide = blocks.repeat_interleave(384 // len(blocks), 0).repeat_interleave(256 // blocks.shape[1], 1)
     parts = {"weight": numbers, "weight_scale": powers if kind == "mxfp8" else scale}
     check(method, parts, numbers.float() * wide)
+
+
+@pytest.mark.parametrize("exponents", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp8_is_a_method_of_its_own(exponents: torch.dtype) -> None:
+    """As MiniMax publishes it, and transformers reads it."""
+    config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0", "fmt": "e4m3"}
+    method = method_of({"quantization_config": config})
+    assert method is not None
+    numbers = torch.randn(96, 128).to(torch.float8_e4m3fn)
+    powers = torch.randint(120, 127, (96, 4), dtype=torch.uint8)
+    scale = torch.exp2(powers.float() - 127).repeat_interleave(32, 1)
+    parts = {"weight": numbers, "weight_scale_inv": powers.view(exponents)}
+    check(method, parts, numbers.float() * scale)
+    with pytest.raises(ConfigError, match=r"weight_block_size is \[128, 128\]; it must be \[1, 32\]"):
+        method_of({"quantization_config": config | {"weight_block_size": [128, 128]}})
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_activations_that_are_not_rounded_are_noted(name: str) -> None:
+    inputs = {"num_bits": 4, "type": "float", "dynamic": True}
+    for more, notes in (({}, 0), ({"input_activations": inputs}, 1)):
+        method = method_of({"quantization_config": said(g=GROUPS[name][0] | more)})
+        assert method is not None
+        assert method.notes == ("the checkpoint's activations are not rounded",) * notes
 
 
 def test_modelopt_says_of_each_layer_what_it_is() -> None:

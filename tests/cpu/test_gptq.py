@@ -233,6 +233,22 @@ def test_every_layout_is_read_at_any_row(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_zeros_of_rows_that_fill_no_word_are_padded(bits: int) -> None:
+    """As of an output layer for a vocabulary of 50,257; what pads them means nothing."""
+    method = method_of({"quantization_config": gptq(bits=bits)})
+    assert method is not None
+    parts, dense = quantize(torch.zeros(128, 128), gptq(bits=bits))
+    words = -(-101 * bits // 32)
+    cut = {"qweight": parts["qweight"][:, :101], "scales": parts["scales"][:, :101]}
+    zeros = parts["qzeros"][:, :words].clone()
+    zeros[:, -1] &= (1 << 101 * bits % 32) - 1
+    stored: dict[str, Any] = {f"x.{part}": Stored(value) for part, value in (cut | {"qzeros": zeros}).items()}
+    held = method.tensors("x", 101, 128)
+    assert all(held[name].shape == tensor.shape for name, tensor in stored.items())
+    torch.testing.assert_close(method.take("x", stored, 101, 128).dense(), dense[:101])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) -> None:

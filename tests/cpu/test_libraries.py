@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.config import Config
+from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
 from sgla.loading.load import load_model
@@ -194,6 +195,28 @@ def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) ->
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_places_in_bytes_of_floats_are_the_same(kind: str, tmp_path: Path) -> None:
+    """As trainers that shard floats alone want them (``bnb_4bit_quant_storage``)."""
+
+    def stored(_: str, w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts, dense = quantize(w, "nf4")
+        bytes_ = parts["weight"].flatten().view(getattr(torch, kind))
+        return parts | {"weight": bytes_[:, None]}, dense
+
+    config = NF4 | {"bnb_4bit_quant_storage": kind}
+    packed, plain = pair(tmp_path, config, stored, **SHAPE | {"intermediate_size": 256})
+    model = load_model(packed, quantization="checkpoint")
+    assert {b.mlp.down.weight.kind for b in model.blocks} == {"nf4"}
+    found, expected = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (packed, plain))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected, rtol=0, atol=0.2)
+    second = load_model(packed, quantization="checkpoint", shard=Shard(1, 2))
+    whole, half = (each.blocks[0].mlp.gate_up.weight.dequant() for each in (model, second))
+    assert torch.equal(half, torch.cat([part[128:] for part in whole.split(256)]))
+
+
+@torch.no_grad()
 def test_rows_that_cut_blocks_are_refused_before_weights_load(tmp_path: Path) -> None:
     shape = SHAPE | {"hidden_size": 160, "head_dim": 40}
     packed, plain = pair(tmp_path, NF4, lambda _, w: quantize(w, "nf4"), **shape)
@@ -257,7 +280,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     ("config", "words"),
     [
         (NF4 | {"load_in_8bit": True}, "load_in_4bit"),
-        (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+        (NF4 | {"bnb_4bit_quant_storage": "float64"}, "bnb_4bit_quant_storage"),
         (hqq(nbits=5), "nbits"),
         (torchao("UIntXWeightOnlyConfig"), "quant_type"),
         (torchao("FqnToConfig", fqn_to_config={"_default": None}), "settings of some layers"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import toy_weights
 from checkpoints import Eager, Row, random_prompts, save_checkpoint
+from config_cases import llama
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -200,6 +201,17 @@ def test_settings_and_sizes_follow_the_checkpoint(tmp_path: Path) -> None:
     table = spec.vocab * spec.hidden * 4
     layers = weight_bytes(spec, "float32", None, 1) - table
     assert weight_bytes(spec, "float32", "checkpoint", 1) - table == layers / 16
+
+
+def test_numbers_that_a_device_does_not_keep_are_told() -> None:
+    """Groups of 16 are no group of any storage; with ``none`` it was asked for."""
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
+    config = llama(quantization_config=said)
+    for given, notes in ((None, 1), ("none", 0)):
+        found = resolve(Config(device="cpu", quantization=given), detect(), config).notes
+        assert sum("no storage for some or all quantized layers" in note for note in found) == notes
+    said["group_size"] = 32
+    assert not any("no storage" in note for note in resolve(Config(device="cpu"), detect(), config).notes)
 
 
 @pytest.mark.parametrize(
