@@ -512,10 +512,20 @@ def check_adapters(config: Config, device: str, generic: bool) -> None:
             if getattr(config, name) != getattr(plain, name):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora", param=name)
         return
+    names = dict.fromkeys(config.served_model_name or [config.model], "this is the model's name")
     for entry in config.lora_modules:
         name, equals, folder = entry.partition("=")
         if not (name and equals and folder):
             raise ConfigError(f"--lora-modules takes NAME=FOLDER, got {entry[:99]!r}", param="lora_modules")
+        if name in names:
+            raise ConfigError(f"--lora-modules {name[:99]}: {names[name]}", param="lora_modules")
+        names[name] = "two adapters have this name"
+    if config.max_cpu_loras is not None and len(config.lora_modules) > config.max_cpu_loras:
+        raise ConfigError(
+            f"--lora-modules: {len(config.lora_modules)} are more than --max-cpu-loras "
+            f"{config.max_cpu_loras}",
+            param="lora_modules",
+        )
     if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
         raise ConfigError(
             f"--max-cpu-loras {config.max_cpu_loras} is below --max-loras {config.max_loras}: an adapter on "

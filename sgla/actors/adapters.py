@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sgla.errors import (
     SglaError,
     UnsupportedField,
 )
+from sgla.hub.adapter import CONFIG, read_config
 from sgla.messages import Control, Keep
 
 MOST_NAME, MOST_PATH = 256, 4096  # characters
@@ -43,13 +45,17 @@ class Adapter(msgspec.Struct, kw_only=True, eq=False):
 
 
 def check_folders(config: Config) -> None:
-    """Raise ConfigError for what is no adapter, for which nobody should have to load a model. Hosts that Ray
-    chooses look for themselves."""
+    """Raise ConfigError for adapters that are none, or that say of themselves what is refused, for which
+    nobody should have to load a model. Hosts that Ray chooses look for themselves."""
     for name, _, folder in (entry.partition("=") for entry in config.lora_modules):
-        if config.executor != "ray" and not os.path.isfile(os.path.join(folder, "adapter_config.json")):
-            raise ConfigError(
-                f"--lora-modules {name}: {folder} has no adapter_config.json", param="lora_modules"
-            )
+        if config.executor == "ray":
+            continue
+        if not os.path.isfile(os.path.join(folder, CONFIG)):
+            raise ConfigError(f"--lora-modules {name}: {folder} has no {CONFIG}", param="lora_modules")
+        try:
+            read_config(Path(folder), config.max_lora_rank)
+        except InvalidAdapter as error:
+            raise ConfigError(f"--lora-modules {name}: {error.message}", param="lora_modules") from error
 
 
 class AdapterTable:
@@ -74,12 +80,12 @@ class AdapterTable:
         behind = (asked[len(base) + 1 :] for base in names if asked.startswith(f"{base}:"))
         return next((self.loaded[name] for name in (asked, *behind) if name in self.loaded), None)
 
-    def named(self, name: str) -> Adapter:
+    def named(self, name: str, param: str = "lora_path") -> Adapter:
         """Raises UnsupportedField, ModelNotFound."""
         self._require()
         if name not in self.loaded:
             there = ", ".join(list(self.loaded)[:20]) or "none"
-            raise ModelNotFound(f"adapter {name[:200]!r} is not loaded; there are {there}", param="lora_path")
+            raise ModelNotFound(f"adapter {name[:200]!r} is not loaded; there are {there}", param=param)
         return self.loaded[name]
 
     def check(self, number: int) -> None:
@@ -144,7 +150,7 @@ class AdapterTable:
 
     async def unload(self, name: str) -> None:
         """No new request may have it; it is gone when those that are open are done."""
-        adapter = self.named(name)
+        adapter = self.named(name, "lora_name")
         del self.loaded[name]
         await self._works.whole(self._drop(adapter))
 
@@ -187,7 +193,8 @@ class AdapterTable:
         """Raises InvalidField for a name that cannot be loaded."""
         config, limit = self._config, self._config.max_cpu_loras
         if not 0 < len(name) <= MOST_NAME or not name.isprintable():
-            raise InvalidField(f"lora_name must have 1 to {MOST_NAME} characters", param="lora_name")
+            text = f"lora_name must have 1 to {MOST_NAME} characters that can be printed"
+            raise InvalidField(text, param="lora_name")
         if name in (config.served_model_name or [config.model]):
             raise InvalidField(f"{name!r} is the model's name", param="lora_name")
         if name in self.loaded or name in self._coming:
@@ -215,13 +222,13 @@ def inside(folder: str, folders: list[str], param: str, flag: str) -> Path:
             f"{param} has {len(folder)} characters; at most {MOST_PATH} are taken", param=param
         )
     try:
-        path = Path(folder).resolve()
-        below = any(path.is_relative_to(Path(own).resolve()) for own in folders)
-    except (OSError, ValueError) as error:
+        path = Path(realpath(folder))
+        below = any(path.is_relative_to(realpath(own)) for own in folders)
+    except ValueError as error:
         raise InvalidField(f"{param} is no folder: {error}", param=param) from None
     if not below:
         raise InvalidField(
-            f"{param} must be a folder inside of those of {flag}, with which the server was started",
+            f"{param} must be a folder inside of what {flag} says, with which the server was started",
             param=param,
         )
     return path

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
+from os.path import join
 from typing import Any
 
 from aiohttp import web
 
+from sgla.actors.adapters import inside
 from sgla.actors.placing import counts_of
 from sgla.actors.resting import Clear, named_parts
 from sgla.errors import InvalidField, NotFound
@@ -199,24 +200,14 @@ async def is_sleeping(request: web.Request) -> web.Response:
     return json_response({"is_sleeping": request[ASKED].ingress.phase == "sleeping"})
 
 
-@cache
-def resolved(folder: str) -> Path:
-    return Path(folder).resolve()
-
-
 @operation("SGLang, vLLM: record what the workers do", ProfileRequest, optional=True)
 async def start_profile(request: web.Request) -> web.Response:
     """Record what the workers do, until ``/stop_profile`` or for ``num_steps``. The traces go to a folder
     that the server's owner chose, or into one inside of it."""
     server = request[ASKED]
     fields = await optional_intake(request, PROFILE)
-    owned = resolved(server.config.profile_folder)
-    folder = (owned / fields.output_dir).resolve() if fields.output_dir else owned
-    if not folder.is_relative_to(owned):
-        raise InvalidField(
-            "output_dir must be a folder inside of --profile-folder, which the server was started with",
-            param="output_dir",
-        )
+    owned = server.config.profile_folder
+    folder = inside(join(owned, fields.output_dir or ""), [owned], "output_dir", "--profile-folder")
     args = {"folder": str(folder), "steps": fields.num_steps or MOST_PROFILED}
     return json_response(await server.ingress.control(Control(verb="profile_start", args=args)))
 

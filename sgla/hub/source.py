@@ -251,8 +251,10 @@ def read_json(path: Path, most: int = MAX_JSON) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply", param="model") from None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", param="model") from error
 
 
 def read_object(path: Path, most: int = MAX_JSON) -> dict[str, Any]:

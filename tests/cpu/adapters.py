@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sgla.loading.adapter import CONFIG, WEIGHTS, Piece
+from sgla.hub.adapter import CONFIG
+from sgla.loading.adapter import WEIGHTS, Piece
 from sgla.messages import Copy, int32
 from sgla.worker.cpu import CpuRunner
 

@@ -22,8 +22,9 @@ from tiny import Transcript, make_core, run, run_executor, submit, tiny_config
 from sgla.actors.adapters import Adapter, AdapterTable
 from sgla.config import Config
 from sgla.errors import ConfigError, InvalidAdapter
+from sgla.hub.adapter import CONFIG, PATTERNS, LoraConfig, _compiled
 from sgla.hub.source import open_source
-from sgla.loading.adapter import CONFIG, PATTERNS, WEIGHTS, LoraConfig, _compiled
+from sgla.loading.adapter import WEIGHTS
 from sgla.messages import Control, Submit
 from sgla.quant.weight import Weight, pack
 from sgla.resolve import resolve
@@ -252,7 +253,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank": (lambda f: _config(f, r=16), "r is 16, more than --max-lora-rank 8; start the server with"),
     "no rank": (lambda f: _config(f, r=0), "r is 0, not from 1 to 256"),
     "huge rank": (lambda f: _config(f, r=257), "r is 257, not from 1 to 256"),
-    "rank of a word": (lambda f: _config(f, rank_pattern={"q_proj": "8"}), r"rank_pattern\[q_proj\] is 8"),
+    "rank of a word": (
+        lambda f: _config(f, rank_pattern={"q_proj": "8"}),
+        r"rank_pattern\[q_proj\] is '8', not from",
+    ),
     "slow pattern": (lambda f: _config(f, rank_pattern={"(a+)+b": 4}), "is no plain name of a module"),
     "alpha": (lambda f: _config(f, lora_alpha=NAN), "lora_alpha is nan, not a number"),
     "alpha of 400 digits": (lambda f: _config(f, lora_alpha=10**400), "not a number of at most 1e.30"),
@@ -260,7 +264,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "half an escape": (lambda f: _config(f, rank_pattern={"q_proj\\": 4}), "is no plain name of a module"),
     "no group": (lambda f: _config(f, alpha_pattern={r"\1": 4}), "is no plain name of a module"),
     "other rank": (lambda f: _config(f, r=2), r"lora_[AB] has shape .*, expected"),
-    "no config": (lambda f: (f / CONFIG).unlink(), "adapter_config.json is not valid JSON"),
+    "no config": (lambda f: (f / CONFIG).unlink(), "adapter_config.json cannot be read: No such file"),
     "a pipe": (lambda f: ((f / CONFIG).unlink(), os.mkfifo(f / CONFIG)), "adapter_config.json is no file"),
     "no json": (lambda f: (f / CONFIG).write_text("{"), "adapter_config.json is not valid JSON"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),

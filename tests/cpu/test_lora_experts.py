@@ -17,8 +17,9 @@ from test_lora import adapted, check_equal, logprobs, numbers, runner_of, wanted
 from tiny import Transcript, run_executor, tiny_config
 
 from sgla.errors import InvalidAdapter
+from sgla.hub.adapter import CONFIG
 from sgla.hub.source import open_source
-from sgla.loading.adapter import CONFIG, WEIGHTS
+from sgla.loading.adapter import WEIGHTS
 from sgla.messages import Control
 
 RANK, ALPHA, TARGETS = 3, 6, ["q_proj", "o_proj", "experts"]

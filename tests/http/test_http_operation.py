@@ -290,7 +290,10 @@ def await_task(request: Any) -> Any:
     return asyncio.ensure_future(answer())
 
 
-async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
+async def test_profiles_go_to_the_servers_folder(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     site = await serve(profile_folder="traces")
     folder = Path("traces").resolve()
     for body, args in (
@@ -299,7 +302,10 @@ async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
         ({"output_dir": str(folder / "c")}, {"folder": str(folder / "c"), "steps": MOST_PROFILED}),
     ):
         assert await site.post("/start_profile", body) == (200, {"verb": "profile_start", **args})
-    for body in ({"output_dir": "/etc"}, {"output_dir": "../a"}, {"output_dir": "a\0"}, {"num_steps": 0}):
+    folder.mkdir()
+    (folder / "loop").symlink_to("loop")
+    outside = [{"output_dir": name} for name in ("/etc", "../a", "a\0", "loop/../../a", "x" * 5000)]
+    for body in (*outside, {"num_steps": 0}):
         status, reply = await site.post("/start_profile", body)
         assert (status, reply["error"]["param"]) == (400, next(iter(body)))
     assert (await site.post("/stop_profile", b""))[1] == {"verb": "profile_stop"}

@@ -28,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     for name in ("one", "two", "three"):
         (root / name).mkdir()
-        (root / name / "adapter_config.json").write_text("{}")
+        (root / name / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     return root
 
 
@@ -164,7 +164,9 @@ async def test_what_cannot_be_loaded_is_refused(tiny_model: Path, folders: Path,
             assert (await failed(local, path, body))[:2] == (400, "invalid_adapter"), outside
         (folders / "link").symlink_to("/etc")
         assert (await failed(local, path, {"lora_name": "x", "lora_path": f"{folders}/link"}))[0] == 400
-        assert (await failed(local, path, {"lora_name": "x", "lora_path": "a\0b"}))[0] == 400
+        (folders / "loop").symlink_to("loop")
+        for name in ("a\0b", f"{folders}/loop"):
+            assert (await failed(local, path, {"lora_name": "x", "lora_path": name}))[0] == 400
         body = {"lora_name": "x", "lora_path": str(folders)}
         assert (await failed(local, path, body))[:2] == (400, "invalid_adapter")
         for name in ("tiny", "", "a\nb", "x" * 300):
@@ -195,6 +197,34 @@ async def test_an_adapter_of_the_settings_must_be_one(
         with pytest.raises(ConfigError, match="--lora-modules x: .* has no adapter_config"):
             async with local_server(model=str(tiny_model), lora_modules=[f"x={folder}"]):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("said", "names", "message"),
+    [
+        ({"peft_type": "LORA", "use_dora": True}, ["x"], "--lora-modules x: .* DoRA is not supported"),
+        ({"peft_type": "LORA", "r": 32}, ["x"], "--lora-modules x: .* start the server with --max-lora-rank"),
+        ({"peft_type": "LORA"}, ["x", "y", "x"], "--lora-modules x: two adapters have this name"),
+        ({"peft_type": "LORA"}, ["tiny"], "--lora-modules tiny: this is the model's name"),
+        ({"peft_type": "LORA"}, list("abc"), "--lora-modules: 3 are more than --max-cpu-loras 2"),
+    ],
+)
+async def test_what_the_settings_say_of_adapters_is_refused_before_the_model_is_loaded(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, Any],
+    names: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("sgla.actors.system.make_local", None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    settings = {"served_model_name": ["tiny"], "max_loras": 2, "max_cpu_loras": 2}
+    with pytest.raises(ConfigError, match=message):
+        async with local_server(
+            model=str(tiny_model), lora_modules=[f"{name}={tmp_path}" for name in names], **settings
+        ):
+            pass
 
 
 def test_the_python_api_has_adapters(tiny_model: Path, folders: Path) -> None:
