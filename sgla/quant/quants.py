@@ -257,6 +257,23 @@ class Int4Bytes(Grouped):
         return Quants(q, 8 - middle / scale.masked_fill(scale == 0, 1.0), scale)
 
 
+class Int4Tiles(Grouped):
+    """torchao's ``tile_packed_to_4d``, the order of PyTorch's tensor core products: packed int32
+    ``[n / 8, k / 128, 32, 4]`` of numbers from 0 to 15, whose eight rows and four words of 32 channels each
+    are taken apart here; scales and what 8 means ``[groups, n, 2]``. Both are padded."""
+
+    def quants(self, rows: range) -> Quants:
+        first, k = rows.start // 8, self.shape[1]
+        words = self.packed.values(range(first, -(-rows.stop // 8)))
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+        q = (words[..., None] >> shifts & 15).to(torch.uint8).view(len(words), -1, 8, 4, 4, 2, 4)
+        q = q.permute(0, 2, 1, 4, 6, 3, 5).reshape(8 * len(words), -1)
+        constants = self.scales.values(columns=rows)[: -(-k // self.group)].float()
+        scale, middle = constants[..., 0].T, constants[..., 1].T
+        zero = 8 - middle / scale.masked_fill(scale == 0, 1.0)
+        return Quants(q[rows.start - 8 * first :][: len(rows), :k].contiguous(), zero, scale)
+
+
 class Int4Rows(Grouped):
     """The same numbers, with scales ``[n, groups]`` alone."""
 

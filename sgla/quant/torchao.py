@@ -1,9 +1,10 @@
 """Checkpoints of torchao, as transformers writes them to safetensors. Loads no torch.
 
-Beside ``X._weight_qdata`` there are ``X._weight_scale`` and, of integers, ``X._weight_zero_point``. What
-activations are to be rounded to is not honoured. Layers may have settings of their own, by their names or by
-expressions (``FqnToConfig``). (torchao 0.18: prototype/safetensors, and the tensors'
-``dequantize``; packing of int4: FBGEMM's ``pack_int4`` and ``int4_row_quantize_zp``.)
+Beside ``X._weight_qdata`` there are ``X._weight_scale`` and, of integers, ``X._weight_zero_point``, or of
+int4 in tiles (``tile_packed_to_4d``) both in ``X._weight_scale_and_zero``. What activations are to be rounded
+to is not honoured. Layers may have settings of their own, by their names or by expressions (``FqnToConfig``).
+(torchao 0.18: prototype/safetensors, and the tensors' ``dequantize``; packing of int4: FBGEMM's ``pack_int4``
+and ``int4_row_quantize_zp``, PyTorch's ``int4mm.cu``.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Type(NamedTuple):
-    """``tensor``: int8 with a scale for each row, ints in groups, int4 in bytes, or e4m3."""
+    """``tensor``: int8 with a scale for each row, ints in groups, int4 in bytes or tiles, or e4m3."""
 
     tensor: str
     storage: str
@@ -41,6 +42,7 @@ _TYPES = {
     "Int8DynamicActivationIntxWeightConfig": _Type("intx", "int8", True),
     "Int4WeightOnlyConfig": _Type("int4", "int4"),
 }
+_TILES, _GROUPS_OF_TILES = "tile_packed_to_4d", (32, 64, 128, 256)
 _ROUNDED = "the checkpoint was made for activations of 8 bits, which are not rounded here"
 
 
@@ -89,15 +91,20 @@ class TorchAo(Method):
         if not isinstance(kind, str) or kind not in _TYPES:
             raise c.error("quant_type", f"a default of {', '.join(_TYPES)}, not {shown(kind)}")
         self.type = _TYPES[kind]
-        packing = _value(data, "int4_packing_format") or "plain"
-        if self.type.tensor == "int4" and str(packing).lower() != "plain":
-            raise c.error("quant_type", f"int4 with int4_packing_format plain, not {shown(packing)}")
+        packing = str(_value(data, "int4_packing_format") or "plain").lower()
+        if self.type.tensor == "int4" and packing not in ("plain", _TILES):
+            wanted = f"int4 with int4_packing_format plain or {_TILES}"
+            raise c.error("quant_type", f"{wanted}, not {shown(packing)}")
         self.bits, self.storage = 4 if self.type.tensor == "int4" else 8, self.type.storage
         self.symmetric = self.type.tensor == "int8"
         group = data.get("group_size", 128 if self.type.tensor == "int4" else 32)
         if self.type.tensor == "intx":
             group = self._intx(data, group)
-        self._on_gpus = self._storage_of_gpus(group if type(group) is int else 0)
+        self._group = group if type(group) is int and group > 0 else 0
+        self._tiles = self.type.tensor == "int4" and packing == _TILES
+        if self._tiles and self._group not in _GROUPS_OF_TILES:
+            raise c.error("quant_type", f"{_TILES} with a group_size of {_GROUPS_OF_TILES}")
+        self._on_gpus = self._storage_of_gpus(self._group)
         self.devices = devices([self.storage, self._on_gpus])
         self.notes = (_ROUNDED,) if self.type.rounds else ()
         if self.type.tensor == "fp8":
@@ -120,6 +127,12 @@ class TorchAo(Method):
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         name, four = f"{module}._weight", self.type.tensor == "int4"
+        if self._tiles:
+            rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024  # as they are padded
+            return {
+                f"{name}_qdata": Held((rows // 8, columns // 128, 32, 4), ("I32",)),
+                f"{name}_scale_and_zero": Held((columns // self._group, rows, 2), SCALES),
+            }
         types = ("F8_E4M3",) if self.type.tensor == "fp8" else ("I8", "U8") if four else ("I8",)
         zeros = SCALES if four else ("I8",)
         return {
@@ -133,6 +146,9 @@ class TorchAo(Method):
         from sgla.quant.scaled import Scaled
 
         name = f"{module}._weight"
+        if self._tiles:
+            parts = stored[f"{name}_qdata"], None, stored[f"{name}_scale_and_zero"]
+            return quants.Int4Tiles(*parts, (n, k), 4, self._group)
         numbers, scale, zeros = (stored.get(f"{name}_{part}") for part in ("qdata", "scale", "zero_point"))
         assert numbers is not None
         assert scale is not None

@@ -65,6 +65,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "hqq, axis 0": (hqq(axis=0), ""),
     "torchao int8": (torchao("Int8WeightOnlyConfig"), "q8_0"),
     "torchao int4": (torchao("Int4WeightOnlyConfig", group_size=32), "int4"),
+    "torchao int4 in tiles": (
+        torchao(
+            "Int4WeightOnlyConfig",
+            group_size=32,
+            int4_packing_format={"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"},
+        ),
+        "int4",
+    ),
     "torchao intx": (torchao("IntxWeightOnlyConfig"), "int8"),
     "torchao intx, 4 bits": (intx(4, "SYMMETRIC"), "q4_0"),
     "torchao intx, 3 bits, asymmetric": (intx(3, "ASYMMETRIC"), "int4"),
@@ -81,6 +89,7 @@ ON_GPUS = {
     "hqq, 8 bits": "int8m64",
     "torchao int8": "int8g128",
     "torchao int4": "int4m32",
+    "torchao int4 in tiles": "int4m32",
     "torchao intx": "int8g32",
     "torchao intx, 4 bits": "int4g32",
     "torchao intx, 3 bits, asymmetric": "int4g32",
@@ -161,6 +170,8 @@ def of_torchao(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
         wide = [t.float().T.repeat_interleave(32, 1) for t in (scale, middle)]
         parts = {"_weight_qdata": packed, "_weight_scale": scale, "_weight_zero_point": middle}
         return parts, q * wide[0] + wide[1]
+    if name.endswith("tiles"):
+        return tiles(n, k)
     groups = 1 if name.endswith("int8") else k // 32
     half = 8 if "4 bits" in name else 4 if "3 bits" in name else 128
     q = torch.randint(-half, half, (n, k), dtype=torch.int8)
@@ -172,6 +183,25 @@ def of_torchao(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     return parts, (q - wide[1]) * wide[0]
 
 
+def tiles(n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+    """PyTorch, native/cuda/int4mm.cu: _convert_weight_to_int4pack, of a matrix that is padded first."""
+    rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
+    q = torch.nn.functional.pad(torch.randint(0, 16, (n, k)), (0, columns - k, 0, rows - n))
+    packed = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64)
+    for lane in range(32):
+        for word in range(4):
+            for place, step in enumerate((0, 8, 16, 24, 1, 9, 17, 25)):
+                at = 32 * word + 2 * (lane % 4) + step
+                packed[:, :, lane, word] |= q[lane // 4 :: 8, at::128] << 4 * place
+    constants = torch.stack(
+        [torch.rand(columns // 32, rows) / 32 + 0.01, torch.randn(columns // 32, rows) / 16]
+    )
+    both = constants.permute(1, 2, 0).bfloat16().contiguous()
+    scale, middle = both[: k // 32, :n].float().repeat_interleave(32, 0).unbind(-1)
+    words = (packed - (packed >> 31 << 32)).to(torch.int32)
+    return {"_weight_qdata": words, "_weight_scale_and_zero": both}, (q[:n, :k] - 8) * scale.T + middle.T
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_means_its_matrix(name: str) -> None:
     """int4 and int8 have minima in float16, q8_0 scales."""
@@ -180,7 +210,9 @@ def test_every_layout_means_its_matrix(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["nf4, nested", "bitsandbytes int8", "hqq", "torchao int4"])
+@pytest.mark.parametrize(
+    "name", ["nf4, nested", "bitsandbytes int8", "hqq", "torchao int4", "torchao int4 in tiles"]
+)
 def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) -> None:
     packed, plain = pair(tmp_path, CASES[name][0], lambda _, w: quantize(w, name), **SHAPE)
     resolved = resolve(Config(device="cpu"), detect(), packed.config)
@@ -284,7 +316,8 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         (hqq(nbits=5), "nbits"),
         (torchao("UIntXWeightOnlyConfig"), "quant_type"),
         (torchao("FqnToConfig", fqn_to_config={"_default": None}), "settings of some layers"),
-        (torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"), "tile_packed_to_4d"),
+        (torchao("Int4WeightOnlyConfig", int4_packing_format="preshuffled"), "preshuffled"),
+        (torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d", group_size=16), "64, 128"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from safetensors.torch import save_file
 from sgla.dist import Shard
 from sgla.hub.source import open_source
 from sgla.layers.build import Build
+from sgla.loading.checkpoint import FileTensor
 from sgla.loading.load import load_model, model_of
 from sgla.loading.stacks import of_experts
 from sgla.model.read import read_decoder
+from sgla.quant.quants import Int4Tiles
 from sgla.quant.weight import Weight
 
 MODELS = Path(__file__).parents[2] / "bench/models"
@@ -121,6 +124,16 @@ def test_packed_checkpoints_are_the_same_numbers(tmp_path: Path, method: str) ->
         assert tensor.is_cuda, name
         numbers, held = tensor.cpu().float(), on_cpu[name].float()
         assert name.endswith("cos_sin") or torch.allclose(numbers, held, rtol=1 / 128, atol=1e-3), name
+
+
+def test_tiles_of_torchao_lie_as_torch_packs_them() -> None:
+    q = torch.randint(0, 16, (96, 1024), device="cuda", dtype=torch.int32)
+    pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
+    packed = FileTensor(torch.ops.aten._convert_weight_to_int4pack(pairs, 8), (12, 8, 32, 4), "I32", None)
+    constants = FileTensor(torch.ones(32, 96, 2, device="cuda"), (32, 96, 2), "F32", None)
+    on_cpu = replace(packed, view=packed.view.cpu()), None, replace(constants, view=constants.view.cpu())
+    found = Int4Tiles(*on_cpu, (96, 1024), 4, 32).quants(range(11, 83))
+    assert torch.equal(found.q.int(), q[11:83].cpu())
 
 
 @pytest.mark.parametrize("turned", [False, True])
