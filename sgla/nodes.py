@@ -44,7 +44,7 @@ def ranks_of(config: Config, node: int | None = None) -> range:
 
 def answering(config: Config) -> int:
     """The rank that steps have their results from: the first of the last stage."""
-    return (config.pp - 1) * config.tp
+    return (config.pp - 1) * config.tp * config.cp
 
 
 def address(config: Config) -> tuple[str, int]:

@@ -10,10 +10,13 @@ from sgla.kernels.rehearsal import under_way
 
 
 class Context:
-    """``rank`` of ``size`` of these, in ``group``: those of the same part of the weights."""
+    """``rank`` of ``size`` of these, in ``group``: those of the same part of the weights. ``all``: the ranks
+    of the stage, if there are several stages."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
-        self.rank, self.size, self._group = rank, size, group
+    def __init__(
+        self, rank: int, size: int, group: dist.ProcessGroup | None, all: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank, self.size, self._group, self.all = rank, size, group, all
 
     def gather(self, x: Tensor, counts: list[int]) -> list[Tensor]:
         """What each rank has: x uint8[n, w] of this one, as many rows as ``counts`` says of each."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sgla.dist.meeting import TIMEOUT, is_far, open_store
-from sgla.dist.shard import Shard, shard_in, shard_of
+from sgla.dist.shard import Shard, shard_of
 from sgla.errors import ConfigError
 from sgla.kernels.device import describe
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
@@ -76,7 +76,7 @@ def join_gpus(
         device_id=torch.device("cuda", gpu),  # connects now, while the store exists
     )
     dist.barrier()
-    shard = shard_of(rank, size, stages) if contexts == 1 else shard_in(rank, size, contexts)
+    shard = shard_of(rank, size, stages, contexts)
     if shard.size == 1:
         return Joined(shard, "")
     first = shard.number - shard.rank - local.start

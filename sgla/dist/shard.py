@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -74,14 +74,19 @@ class Shard:
     @property
     def number(self) -> int:
         """Of the rank, among those of all stages."""
-        at = 0 if self.pipe is None else self.pipe.stage
-        return self.rank + self.size * (at if self.context is None else self.context.rank)
+        return self._first + self.rank + self.size * (0 if self.context is None else self.context.rank)
+
+    @property
+    def _first(self) -> int:
+        """The number of the first rank of its stage."""
+        stage = 0 if self.pipe is None else self.pipe.stage
+        return stage * self.size * (1 if self.context is None else self.context.size)
 
     @property
     def count(self) -> int:
         """Of the ranks of all stages."""
-        sets = 1 if self.pipe is None else self.pipe.stages
-        return self.size * (sets if self.context is None else self.context.size)
+        stages = 1 if self.pipe is None else self.pipe.stages
+        return self.size * stages * (1 if self.context is None else self.context.size)
 
     @property
     def samples(self) -> bool:
@@ -176,7 +181,7 @@ class Shard:
     def broadcast(self, x: Tensor, source: int = 0) -> None:
         """Overwrite x with rank ``source``'s, in place; with a ``context`` on all of its ranks."""
         if self.context is not None:
-            dist.broadcast(x, source)
+            dist.broadcast(x, self._first + source, self.context.all)
         elif self.size > 1:
             dist.broadcast(x, source + self.number - self.rank, self.group)
 
@@ -185,8 +190,8 @@ class Shard:
 def join(
     rank: int, size: int, store: str, stages: int = 1, timeout: float = TIMEOUT, contexts: int = 1
 ) -> Iterator[Shard]:
-    """Meet the other ranks over gloo and leave at the end. Each of the ``stages``, or of the ``contexts``, has
-    as many.
+    """Meet the other ranks over gloo and leave at the end. Each of the ``stages`` has as many, and of these
+    each of the ``contexts``.
 
     ``store``: see ``open_store``. ``timeout`` in seconds holds for each collective.
     """
@@ -202,25 +207,30 @@ def join(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        yield shard_of(rank, size, stages) if contexts == 1 else shard_in(rank, size, contexts)
+        yield shard_of(rank, size, stages, contexts)
     finally:
         dist.destroy_process_group()
 
 
-def shard_of(rank: int, size: int, stages: int) -> Shard:
-    """The part of rank ``rank`` of all, who have met: those of a stage lie side by side."""
-    if stages == 1:
+def shard_of(rank: int, size: int, stages: int, contexts: int = 1) -> Shard:
+    """The part of rank ``rank`` of all, who have met: those of a stage lie side by side, and of these those of
+    a set, of which there are ``contexts`` with the same layers each."""
+    if stages == contexts == 1:
         return Shard(rank, size)
-    width = size // stages
-    groups = [dist.new_group(list(range(at, at + width))) for at in range(0, size, width)]
-    stage = rank // width
-    return Shard(rank % width, width, pipe=Pipe(stage, stages, width, rank), group=groups[stage])
+    each = size // stages  # ranks of a stage
+    width = each // contexts
+    stage, own, at = rank // each, rank % each // width, rank % width
+    pipe = Pipe(stage, stages, each, rank) if stages > 1 else None
+    sets = _groups(range(first, first + width) for first in range(0, size, width))
+    if contexts == 1:
+        return Shard(at, width, pipe=pipe, group=sets[rank // width])
+    firsts = range(0, size, each)
+    alike = _groups(range(first + i, first + each, width) for first in firsts for i in range(width))
+    all = _groups(range(first, first + each) for first in firsts)[stage] if stages > 1 else None
+    context = Context(own, contexts, alike[stage * width + at], all)
+    return Shard(at, width, pipe=pipe, group=sets[rank // width], context=context)
 
 
-def shard_in(rank: int, size: int, contexts: int) -> Shard:
-    """As ``shard_of``, with so many sets of ranks that have the same model each."""
-    width = size // contexts
-    sets = [dist.new_group(list(range(at, at + width))) for at in range(0, size, width)]
-    across = [dist.new_group(list(range(at, size, width))) for at in range(width)]
-    own, at = divmod(rank, width)
-    return Shard(at, width, group=sets[own], context=Context(own, contexts, across[at]))
+def _groups(ranks: Iterable[range]) -> list[dist.ProcessGroup]:
+    """All ranks make all of them."""
+    return [dist.new_group(list(each)) for each in ranks]

@@ -12,8 +12,6 @@ from sgla.model.spec import ModelSpec
 
 # Settings that it is not together with, and why; all others are.
 REFUSED = {
-    "pp": "stages have not been tried with it",
-    "nnodes": "its ranks are on one host",
     "dp_attention": "its ranks have caches of their own",
     "deterministic": "sums depend on how a step is shared out",
     "speculative_algorithm": "the rank that guesses is not the one that has the token",
@@ -51,7 +49,12 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
         obstacle = _of_model(spec)
     if obstacle:
         raise ConfigError(f"--cp {config.cp} cannot be honoured {obstacle}; use --tp", param="cp")
-    check_apart(config, "--cp", REFUSED)
+    refused = dict(REFUSED)
+    if device != "cpu":
+        refused["pp"] = "stages have not been tried with it on GPUs"
+    if config.pp % config.nnodes:
+        refused["nnodes"] = "ranks of a stage are on one host"
+    check_apart(config, "--cp", refused)
 
 
 def _of_model(spec: ModelSpec) -> str | None:

@@ -60,7 +60,7 @@ def _joined(parts: list[Any]) -> Int32s:
 
 class ContextForward:
     """A forward pass that is ``plain`` for steps that are not shared out. Batches of others are made by
-    ``batch``. ``kept``: see ``make_forward``."""
+    ``batch``. ``kept``: see ``make_forward``; ``hands_on``: another stage has the layers behind."""
 
     def __init__(
         self,
@@ -71,9 +71,10 @@ class ContextForward:
         tables: SlotTables,
         kept: KeptHidden | None,
         count: int,
+        hands_on: bool = False,
     ) -> None:
         self._plain, self._model, self._kv, self._context = plain, model, kv, context
-        self._tables, self._kept, self._count = tables, kept, count
+        self._tables, self._kept, self._count, self._hands_on = tables, kept, count, hands_on
 
     def batch(self, columns: Columns) -> ForwardBatch:
         """The tensors of a step, or of this rank's part of it."""
@@ -91,6 +92,8 @@ class ContextForward:
         if batch.divided is None:
             return self._plain(batch)
         with threads(self._count), using(_Exchanging(self._context)):
+            if self._hands_on:
+                return self._model.forward(batch, self._kv)
             hidden = self._model.forward(batch, self._kv, batch.sample_rows)
             hidden = self._context.join(hidden, batch.divided.rows, batch.divided.count)
             if self._kept is not None:

@@ -95,7 +95,7 @@ class CpuRunner(CpuWeights):
     def _hand_on(self, step: int, columns: Columns) -> StepResult:
         """A step of a stage that is not the last, in the parts that the last one computes it in."""
         for part in cut(columns, self._most_logits):
-            self._forward(build(part, self.tables))
+            self._forward(self._batch(part))
         self.profiler.step()
         return StepResult(step=step, tokens=b"")
 

@@ -128,8 +128,8 @@ class CpuModel(Runner):
             self._together = Together(plain, self.shard.lockstep, self.tables)
             return self._together, ""
         if (context := self.shard.context) is not None:
-            plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
-            shared = self._own, context, self.tables, self._kept, threads
+            plain, note = self._make_plain(limits, threads, native, hook)
+            shared = self._own, context, self.tables, self._kept, threads, not self.shard.samples
             self._divided = ContextForward(plain, self.model, *shared)
             return self._divided, note
         if self.config.dcp > 1:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_stages import MODELS, one, requests, scores
-from tiny import Transcript, run, run_executor, tiny_config, tiny_source
+from tiny import Transcript, make_core, run, run_executor, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.errors import ConfigError, UnsupportedField
@@ -29,7 +29,9 @@ from sgla.worker.context import part_of, shares
 async def through(source: Any, wanted: Any, **changes: Any) -> Transcript:
     executor = ForkedExecutor(tiny_config(**changes), source)
     try:
-        return await run_executor(executor, await executor.start(lambda progress: None), wanted)
+        facts, count = await executor.start(lambda progress: None), changes.get("pp", 1)
+        core = make_core(facts, stages=count, depth=count + 1) if count > 1 else None
+        return await run_executor(executor, facts, wanted, core)
     finally:
         await executor.close()
 
@@ -44,6 +46,9 @@ async def through(source: Any, wanted: Any, **changes: Any) -> Transcript:
         pytest.param("windows", {"cp": 2}, marks=pytest.mark.slow),
         pytest.param("mixture", {"cp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.slow),
         ("latent", {"cp": 2, "tp": 2}),
+        ("mixture", {"cp": 2, "pp": 2}),
+        pytest.param("latent", {"cp": 2, "pp": 2, "native_kernels": True}, marks=pytest.mark.slow),
+        pytest.param("dense, tied", {"cp": 3, "pp": 2, "tp": 2}, marks=pytest.mark.slow),
     ],
 )
 async def test_prompts_that_ranks_share_out_equal_those_of_one(model: str, changes: dict[str, Any]) -> None:
@@ -87,7 +92,7 @@ def test_ranks_attend_to_about_as_much() -> None:
 @pytest.mark.parametrize(
     "name",
     """
-    pp nnodes dp_attention deterministic speculative_algorithm enable_lora kv_disk kv_host_bytes
+    nnodes dp_attention deterministic speculative_algorithm enable_lora kv_disk kv_host_bytes
     kv_host_ratio kv_store role encode_url logits_processors cpu_offload_gb enable_torch_compile
     enable_return_routed_experts
     """.split(),  # noqa: SIM905
@@ -123,6 +128,9 @@ def test_other_devices_and_models() -> None:
             check_cp(Config(cp=2), device, spec, vectors)
     with pytest.raises(ConfigError, match="--kv-cache-dtype int4"):
         check_cp(Config(cp=2, kv_cache_dtype="int4"), "cuda", spec, False)
+    with pytest.raises(ConfigError, match="--pp cannot be honoured with --cp: .* on GPUs"):
+        check_cp(Config(cp=2, pp=2), "cuda", spec, False)
+    check_cp(Config(cp=2, pp=2, nnodes=2), "cpu", spec, False)
 
 
 def test_who_holds_what_is_known_before_anything_loads() -> None:
@@ -131,6 +139,10 @@ def test_who_holds_what_is_known_before_anything_loads() -> None:
     found = [(held.stage, held.tp_rank, held.layers) for held in ranks]
     assert found == [(0, i % 2, (0, 1)) for i in range(4)]
     assert len({held.weights for held in ranks}) == 1
+    ranks = mesh(tiny_config(pp=2, cp=2), tiny_source().config)
+    assert [(held.stage, held.tp_rank, held.layers) for held in ranks] == [
+        (stage, 0, (stage, stage)) for stage in (0, 0, 1, 1)
+    ]
 
 
 async def test_a_lost_rank_is_told() -> None:
