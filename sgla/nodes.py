@@ -42,9 +42,10 @@ def ranks_of(config: Config, node: int | None = None) -> range:
     return range(first, first + each)
 
 
-def answering(config: Config) -> int:
-    """The rank that steps have their results from: the first of the last stage."""
-    return (config.pp - 1) * config.tp * config.cp
+def answering(config: Config) -> range:
+    """The ranks that steps have their results from: the first of the last stage, or all of it."""
+    first = (config.pp - 1) * config.tp * config.cp
+    return range(first, first + (config.tp if config.dp_attention else 1))
 
 
 def address(config: Config) -> tuple[str, int]:

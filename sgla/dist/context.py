@@ -10,13 +10,25 @@ from sgla.kernels.rehearsal import under_way
 
 
 class Context:
-    """``rank`` of ``size`` of these, in ``group``: those of the same part of the weights. ``all``: the ranks
-    of the stage, if there are several stages."""
+    """``rank`` of ``size`` of these, in ``group``: those of the same part of the weights. ``all``: who
+    computes the same steps, of whom ``first`` has that number among all ranks."""
 
     def __init__(
-        self, rank: int, size: int, group: dist.ProcessGroup | None, all: dist.ProcessGroup | None = None
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        all: dist.ProcessGroup | None = None,
+        first: int = 0,
     ) -> None:
-        self.rank, self.size, self._group, self.all = rank, size, group, all
+        self.rank, self.size, self._group = rank, size, group
+        self._all, self._first = all, first
+
+    @property
+    def alone(self) -> Context:
+        """Of ranks whose steps are those of these alone."""
+        number = dist.get_rank() if self._group is None else dist.get_global_rank(self._group, 0)
+        return Context(self.rank, self.size, self._group, self._group, number)
 
     def gather(self, x: Tensor, counts: list[int]) -> list[Tensor]:
         """What each rank has: x uint8[n, w] of this one, as many rows as ``counts`` says of each."""
@@ -36,6 +48,10 @@ class Context:
         whole = x.new_zeros(count, x.shape[1])
         whole[rows] = x
         return self.sum(whole)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Overwrite x with that of the rank ``source`` of all, in place."""
+        dist.broadcast(x, self._first + source, self._all)
 
     def sum(self, x: Tensor) -> Tensor:
         """Over the ranks, in place."""

@@ -31,17 +31,17 @@ class OwnExchange(Protocol):
 
 
 class Lockstep:
-    """``rank`` of ``size`` that share MLPs and experts out. ``idle``: it has no tokens, and what it computes
-    is thrown away."""
+    """``rank`` of ``size`` that share MLPs and experts out, in ``group``. ``idle``: it has no tokens, and what
+    it computes is thrown away."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self._group = rank, size, group
         self.idle = False
 
     def go_on(self, more: bool) -> bool:
         """Whether some rank has ``more`` to compute. All ask at once."""
         told = torch.tensor([more], dtype=torch.int32)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        dist.all_reduce(told, dist.ReduceOp.MAX, self._group)
         return bool(told)
 
     def share(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -50,13 +50,14 @@ class Lockstep:
         counts = self.of_all(0 if self.idle else len(x))
         if not any(counts):
             return x
-        y = scattered(part(gathered(x, counts, self.rank)), counts, self.rank)
+        y = part(gathered(x, counts, self.rank, self._group))
+        y = scattered(y, counts, self.rank, self._group)
         return x.new_zeros(x.shape) if self.idle else y
 
     def of_all(self, own: int) -> list[int]:
         """Tokens of each rank, if this one has ``own``."""
         told = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(told, torch.tensor([own]))
+        dist.all_gather(told, torch.tensor([own]), self._group)
         return [int(count) for count in told]
 
 
@@ -73,8 +74,8 @@ class PlannedLockstep(Lockstep):
         exchange: OwnExchange | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(rank, size)
-        self._exchange, self._group = exchange, group
+        super().__init__(rank, size, group)
+        self._exchange = exchange
 
     def of_all(self, own: int) -> list[int]:
         return [own] * self.size if self.counts is None else list(self.counts)

@@ -74,13 +74,10 @@ class Shard:
     @property
     def number(self) -> int:
         """Of the rank, among those of all stages."""
-        return self._first + self.rank + self.size * (0 if self.context is None else self.context.rank)
-
-    @property
-    def _first(self) -> int:
-        """The number of the first rank of its stage."""
-        stage = 0 if self.pipe is None else self.pipe.stage
-        return stage * self.size * (1 if self.context is None else self.context.size)
+        at = 0 if self.pipe is None else self.pipe.stage
+        if self.context is not None:
+            at = at * self.context.size + self.context.rank
+        return self.rank + self.size * at
 
     @property
     def count(self) -> int:
@@ -181,7 +178,7 @@ class Shard:
     def broadcast(self, x: Tensor, source: int = 0) -> None:
         """Overwrite x with rank ``source``'s, in place; with a ``context`` on all of its ranks."""
         if self.context is not None:
-            dist.broadcast(x, self._first + source, self.context.all)
+            self.context.broadcast(x, source)
         elif self.size > 1:
             dist.broadcast(x, source + self.number - self.rank, self.group)
 
@@ -227,7 +224,7 @@ def shard_of(rank: int, size: int, stages: int, contexts: int = 1) -> Shard:
     firsts = range(0, size, each)
     alike = _groups(range(first + i, first + each, width) for first in firsts for i in range(width))
     all = _groups(range(first, first + each) for first in firsts)[stage] if stages > 1 else None
-    context = Context(own, contexts, alike[stage * width + at], all)
+    context = Context(own, contexts, alike[stage * width + at], all, stage * each)
     return Shard(at, width, pipe=pipe, group=sets[rank // width], context=context)
 
 

@@ -162,8 +162,7 @@ _early: dict[tuple[int, str, bool], Rank] = {}
 
 def _roles(config: Config, runner: str) -> list[tuple[int, str, bool]]:
     """What makes each ``Rank`` of this host."""
-    every = config.dp_attention
-    return [(number, runner, every or number == answering(config)) for number in ranks_of(config)]
+    return [(number, runner, number in answering(config)) for number in ranks_of(config)]
 
 
 def spawn_early(config: Config) -> None:
@@ -198,7 +197,7 @@ class ProcsExecutor:
         self._ends = Ends(config.local_ranks)
         self._moved: list[Moved] = []  # to hand on
         self._told = -1  # readable while they wait, where no rank of this host answers
-        self._parts: list[deque[StepResult]] | None = None  # of each rank, where all answer
+        self._parts: list[deque[StepResult]] | None = None  # of each rank that answers, where several do
         self._any: select.epoll | None = None  # readable while one of them has answered
         self._store = -1  # where the ranks of all hosts find each other; rank 0 listens on it
         self._commands = 0
@@ -215,7 +214,7 @@ class ProcsExecutor:
         elif self._config.ranks > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="sgla-")
         if self._config.dp_attention:
-            self._parts, self._any = [deque() for _ in ranks_of(self._config)], select.epoll()
+            self._parts, self._any = [deque() for _ in answering(self._config)], select.epoll()
         for role in _roles(self._config, self._runner):
             rank = _early.pop(role, None) or Rank(*role)
             self._ranks.append(rank)
@@ -350,16 +349,15 @@ class ProcsExecutor:
             rank.plans.push(record)
 
     @property
-    def _answering(self) -> Rank | None:
-        """None where that rank is on another host."""
-        number = answering(self._config)
-        return next((rank for rank in self._ranks if rank.number == number), None)
+    def _answering(self) -> list[Rank]:
+        """None where the one that does is on another host."""
+        return [rank for rank in self._ranks if rank.number in answering(self._config)]
 
     def results_fd(self) -> int:
         if self._any is not None:
             return self._any.fileno()
-        rank = self._answering
-        return self._told if rank is None or rank.results is None else rank.results.fileno()
+        found = [rank.results for rank in self._answering if rank.results is not None]
+        return found[0].fileno() if found else self._told
 
     def drain(self) -> list[StepResult | Moved]:
         if self._gone:
@@ -367,8 +365,8 @@ class ProcsExecutor:
         if self._parts is not None:
             return self._joined(self._parts)
         results: list[StepResult | Moved] = []
-        if (rank := self._answering) is not None:
-            results += self._steps(rank)
+        if answers := self._answering:
+            results += self._steps(answers[0])
         elif self._moved:
             os.eventfd_read(self._told)
         results += self._moved
@@ -376,8 +374,8 @@ class ProcsExecutor:
         return results
 
     def _joined(self, parts: list[deque[StepResult]]) -> list[StepResult | Moved]:
-        """The steps that all ranks have answered, in order."""
-        for rank, own in zip(self._ranks, parts):
+        """The steps that all who answer have answered, in order."""
+        for rank, own in zip(self._answering, parts):
             own += self._steps(rank)
         whole = [[own.popleft() for own in parts] for _ in range(min(map(len, parts)))]
         return [

@@ -12,7 +12,6 @@ from sgla.model.spec import ModelSpec
 
 # Settings that it is not together with, and why; all others are.
 REFUSED = {
-    "dp_attention": "its ranks have caches of their own",
     "deterministic": "sums depend on how a step is shared out",
     "speculative_algorithm": "the rank that guesses is not the one that has the token",
     "enable_lora": "adapters have not been tried with it",
@@ -51,7 +50,7 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
         raise ConfigError(f"--cp {config.cp} cannot be honoured {obstacle}; use --tp", param="cp")
     refused = dict(REFUSED)
     if device != "cpu":
-        refused["pp"] = "stages have not been tried with it on GPUs"
+        refused |= dict.fromkeys(("pp", "dp_attention"), "they have not been tried together on GPUs")
     if config.pp % config.nnodes:
         refused["nnodes"] = "ranks of a stage are on one host"
     check_apart(config, "--cp", refused)

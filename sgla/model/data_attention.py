@@ -11,8 +11,6 @@ from sgla.model.spec import ModelSpec
 
 # Settings that it is not together with, and why; all others are.
 REFUSED = {
-    "pp": "stages have not been tried with it",
-    "cp": "its ranks share a cache",
     "nnodes": "its ranks are on one host",
     "speculative_algorithm": "ranks would have to verify as many guesses at a time",
     "enable_lora": "places of adapters are of one scheduler",
@@ -52,4 +50,7 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         obstacle = f"by {spec.architecture}"
     if obstacle:
         raise ConfigError(f"--dp-attention cannot be honoured {obstacle}", param="dp_attention")
-    check_apart(config, "--dp-attention", REFUSED)
+    refused = dict(REFUSED)
+    if device != "cpu":
+        refused |= dict.fromkeys(("pp", "cp"), "they have not been tried together on GPUs")
+    check_apart(config, "--dp-attention", refused)

@@ -48,7 +48,8 @@ def stages_of(config: Config, spec: ModelSpec) -> list[ModelSpec]:
     device = "cuda" if config.device == "cuda" else "cpu"
     quantization, dtype = spec.quantized(config.quantization, device), _dtype(config)
     alone = (replace(spec, stage=range(layer, layer + 1)) for layer in range(spec.layers))
-    sizes = [weight_bytes(layer, dtype, quantization, config.tp, device) for layer in alone]
+    shares = config.tp, device, config.heads_over
+    sizes = [weight_bytes(layer, dtype, quantization, *shares) for layer in alone]
     stages = [replace(spec, stage=layers) for layers in cut(sizes, config.pp)]
     _check_groups(config, stages)
     return stages
@@ -57,7 +58,8 @@ def stages_of(config: Config, spec: ModelSpec) -> list[ModelSpec]:
 def fullest(config: Config, spec: ModelSpec) -> ModelSpec:
     """The stage that keeps most of a token, which bounds how many there can be."""
     dtype = config.kv_dtype(_dtype(config))
-    return max(stages_of(config, spec), key=lambda stage: token_bytes(state_of(stage, config.tp), dtype))
+    each = config.heads_over
+    return max(stages_of(config, spec), key=lambda stage: token_bytes(state_of(stage, each), dtype))
 
 
 def _dtype(config: Config) -> str:
@@ -118,7 +120,7 @@ def _check_groups(config: Config, stages: Sequence[ModelSpec]) -> None:
     dtype, kinds = config.kv_dtype(_dtype(config)), []
     for stage in stages:
         context = config.context_length or stage.context_len
-        groups = kv_groups(state_of(stage, config.tp), context, dtype)
+        groups = kv_groups(state_of(stage, config.heads_over), context, dtype)
         kinds.append([(group.window, group.unit_bytes > 0) for group in groups])
     if any(kind != kinds[0] for kind in kinds):
         raise _refused(

@@ -122,16 +122,21 @@ class CpuModel(Runner):
         """``hook``: see ``make_forward``. Also a note for the start-up report."""
         threads = self.place.threads
         hook = hook or (_nobody if self._counting else None)
-        if self.shard.lockstep is not None:
-            torch.set_num_threads(threads)
-            plain = eager_forward(self.model, self._own, self._kept, hook)
-            self._together = Together(plain, self.shard.lockstep, self.tables)
-            return self._together, ""
-        if (context := self.shard.context) is not None:
-            plain, note = self._make_plain(limits, threads, native, hook)
-            shared = self._own, context, self.tables, self._kept, threads, not self.shard.samples
-            self._divided = ContextForward(plain, self.model, *shared)
-            return self._divided, note
+        context, lockstep = self.shard.context, self.shard.lockstep
+        if lockstep is not None or context is not None:
+            if lockstep is None:
+                plain, note = self._make_plain(limits, threads, native, hook)
+            else:
+                torch.set_num_threads(threads)
+                plain, note = self._leave, ""
+                if self.shard.samples:
+                    plain = eager_forward(self.model, self._own, self._kept, hook)
+            if context is not None:
+                shared = self._own, context, self.tables, self._kept, threads, not self.shard.samples
+                plain = self._divided = ContextForward(plain, self.model, *shared)
+            if lockstep is not None:
+                plain = self._together = Together(plain, lockstep, self.tables)
+            return plain, note
         if self.config.dcp > 1:
             plain = eager_forward(self.model, self._own, self._kept, hook)
             return sharing(plain, self.shard, threads), ""
@@ -164,10 +169,13 @@ class CpuModel(Runner):
     def _make_plain(
         self, limits: ProgramLimits, threads: int, native: bool, hook: Callable[[Tensor], None] | None
     ) -> tuple[Forward, str]:
-        """Of a stage that is not the last: what it hands on."""
         if not self.shard.samples:
-            return compiled(lambda batch: self.model.forward(batch, self._own), limits, threads, native)
+            return compiled(self._leave, limits, threads, native)
         return make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
+
+    def _leave(self, batch: ForwardBatch) -> Tensor:
+        """Of a stage that is not the last: what it hands on."""
+        return self.model.forward(batch, self._own)
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         """What the pooler wants: the hidden states of all tokens, or of the last one of each prompt."""

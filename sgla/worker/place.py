@@ -61,7 +61,9 @@ class Cpu:
         shard = self._group.enter_context(join(rank, size, store, config.pp, timeout, config.cp))
         self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
-            self.shard = Shard(lockstep=Lockstep(rank, size), mlps=self.shard)
+            lockstep = Lockstep(shard.rank, shard.size, shard.group)
+            context = None if shard.context is None else shard.context.alone
+            self.shard = Shard(pipe=shard.pipe, lockstep=lockstep, mlps=self.shard, context=context)
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
 
     def free(self) -> int:

@@ -92,7 +92,7 @@ def test_ranks_attend_to_about_as_much() -> None:
 @pytest.mark.parametrize(
     "name",
     """
-    nnodes dp_attention deterministic speculative_algorithm enable_lora kv_disk kv_host_bytes
+    nnodes deterministic speculative_algorithm enable_lora kv_disk kv_host_bytes
     kv_host_ratio kv_store role encode_url logits_processors cpu_offload_gb enable_torch_compile
     enable_return_routed_experts
     """.split(),  # noqa: SIM905
@@ -128,8 +128,9 @@ def test_other_devices_and_models() -> None:
             check_cp(Config(cp=2), device, spec, vectors)
     with pytest.raises(ConfigError, match="--kv-cache-dtype int4"):
         check_cp(Config(cp=2, kv_cache_dtype="int4"), "cuda", spec, False)
-    with pytest.raises(ConfigError, match="--pp cannot be honoured with --cp: .* on GPUs"):
-        check_cp(Config(cp=2, pp=2), "cuda", spec, False)
+    for name, config in (("pp", Config(cp=2, pp=2)), ("dp-attention", Config(cp=2, dp_attention=True))):
+        with pytest.raises(ConfigError, match=f"--{name} cannot be honoured with --cp: .* on GPUs"):
+            check_cp(config, "cuda", spec, False)
     check_cp(Config(cp=2, pp=2, nnodes=2), "cpu", spec, False)
 
 

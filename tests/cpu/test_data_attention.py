@@ -33,10 +33,13 @@ def parted(facts: Facts, count: int = 2, **limits: Any) -> PartedCore:
 @asynccontextmanager
 async def ranks(source: Any, **changes: Any) -> AsyncIterator[Callable[..., Any]]:
     """Runs requests through two ranks, with a scheduler that lasts."""
-    executor = ForkedExecutor(tiny_config(tp=2, dp_attention=True, **changes), source)
+    executor, stages = (
+        ForkedExecutor(tiny_config(tp=2, dp_attention=True, **changes), source),
+        changes.get("pp", 1),
+    )
     try:
         facts = await executor.start(lambda progress: None)
-        core = parted(facts)
+        core = parted(facts, **({"stages": stages, "depth": stages + 1} if stages > 1 else {}))
 
         async def through(wanted: Any) -> Transcript:
             return await run_executor(executor, facts, wanted, core)
@@ -52,6 +55,13 @@ async def ranks(source: Any, **changes: Any) -> AsyncIterator[Callable[..., Any]
     [
         ("mixture", {}),
         ("latent", {"ep": 2}),
+        ("mixture", {"ep": 2, "pp": 2}),
+        ("mixture", {"cp": 2}),
+        pytest.param("latent", {"cp": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param("dense, tied", {"cp": 2}, marks=pytest.mark.slow),
+        pytest.param("mixture", {"cp": 2, "pp": 2}, marks=pytest.mark.slow),
+        pytest.param("latent", {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("dense, tied", {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("mixture", {"ep": 2}, marks=pytest.mark.slow),
         pytest.param("dense, tied", {}, marks=pytest.mark.slow),
         pytest.param("states", {}, marks=pytest.mark.slow),
@@ -180,7 +190,7 @@ def test_what_cannot_be_is_refused_before_anything_loads(settings: dict[str, Any
 @pytest.mark.parametrize(
     "name",
     """
-    pp cp nnodes speculative_algorithm enable_lora kv_disk kv_host_bytes kv_host_ratio kv_store
+    nnodes speculative_algorithm enable_lora kv_disk kv_host_bytes kv_host_ratio kv_store
     kv_events_config role encode_url logits_processors enable_return_routed_experts cpu_offload_gb
     enable_torch_compile
     """.split(),  # noqa: SIM905

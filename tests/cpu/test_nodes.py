@@ -313,8 +313,9 @@ async def test_experts_on_two_nodes_equal_one_rank() -> None:
 
 
 @pytest.mark.slow
-async def test_stages_of_two_ranks_on_two_nodes_equal_one_rank() -> None:
-    await equal("dense", tp=2, pp=2)
+@pytest.mark.parametrize("changes", [{"tp": 2}, {"cp": 2}])
+async def test_stages_of_two_ranks_on_two_nodes_equal_one_rank(changes: dict[str, Any]) -> None:
+    await equal("dense", pp=2, **changes)
 
 
 WAIT = 6.0  # seconds: ranks wait so long for each other at the start, too
@@ -358,7 +359,7 @@ def test_ranks_of_nodes() -> None:
     config = settings(pp=4, tp=2)
     assert [list(ranks_of(config, node)) for node in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert ranks_of(replace(config, node_rank=1)) == range(4, 8)
-    assert answering(config) == 6
+    assert answering(config) == range(6, 7)
     assert config.local_ranks == 4
     assert settings(pp=1, dp=4, tp=2).local_ranks == 2
     assert ranks_of(Config(tp=3)) == range(3)

@@ -32,10 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 APART = {  # pairs that do not go together
     ("--tp", "--nnodes"),  # but for --pp, --ep or --dp
-    ("--pp", "--cp"),
-    ("--pp", "--dp-attention"),
-    ("--cp", "--dp-attention"),
-    ("--cp", "--nnodes"),
+    ("--cp", "--nnodes"),  # but for --pp
     ("--dp-attention", "--nnodes"),
 }
 SECRET = {"kv_transfer_secret": "s"}
@@ -128,7 +125,8 @@ def test_settings_are_those_that_there_are() -> None:
     ],
 )
 async def test_four_ranks_equal_one(model: str, changes: dict[str, Any]) -> None:
-    """Other products are in ``test_context.py``, ``test_shared_cache.py`` and ``test_nodes.py``."""
+    """Other products are in ``test_context.py``, ``test_data_attention.py``, ``test_shared_cache.py`` and
+    ``test_nodes.py``."""
     source, wanted = tiny_source(**MODELS[model]), requests(model)
     expected, stages = run(one(source), wanted), changes.get("pp", 1)
     executor = ForkedExecutor(tiny_config(**changes), source)
