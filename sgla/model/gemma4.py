@@ -186,7 +186,7 @@ class Gemma4(Decoder):
 
     ignored = tuple(
         prefix + part
-        for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+        for part in ("vision_tower.", "vision_embedder.", "audio_tower.", "embed_vision.", "embed_audio.")
         for prefix in ("", "model.")
     )
 

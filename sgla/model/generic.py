@@ -78,6 +78,7 @@ HONOURED = {"scaling", "softcap", "s_aux", "sliding_window"}
 IDLE = {
     *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"),
     *("output_hidden_states", "output_router_logits", "return_dict", "training", "deterministic"),
+    "logits_to_keep",
 }
 EXPERTS = ["hidden_states", "top_k_index", "top_k_weights"]  # what transformers' experts are given
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the largest logit, what rounding may change
@@ -433,7 +434,7 @@ def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrained
                 if isinstance(value, int) and not 0 <= value <= most:
                     raise refusal(f"{name} is {str(value)[:20]}; at most {most}")
     try:
-        return own.from_dict(dict(config))
+        return own.from_dict(own._decode_special_floats(config))
     except Exception as error:
         raise refusal(f"its configuration is refused: {first_line(error)}") from error
 
