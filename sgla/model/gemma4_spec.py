@@ -64,9 +64,12 @@ def _whole(c: Reader, kinds: list[bool], head_dim: int, kv_heads: int) -> tuple[
         return c.integer("global_head_dim", HEAD_DIM), kv_heads
     tables = c.table(PER_LAYER)
     own: Mapping[str, Any] = next(iter(tables.values()), {})
-    whole = {str(i) for i, slides in enumerate(kinds) if not slides}
+    # The numbers of layers, which transformers writes with as many digits as the last one has.
+    named = {int(key) for key in tables if key.isdecimal() and len(key) < 9}
+    whole = {i for i, slides in enumerate(kinds) if not slides}
     known = isinstance(own, dict) and own.keys() <= {"head_dim", "num_key_value_heads"}
-    if not known or tables.keys() != whole or any(table != own for table in tables.values()):
+    alike = len(named) == len(tables) and all(table == own for table in tables.values())
+    if tables and not (known and alike and named == whole):  # none: all layers have the same heads
         wanted = "one table of head_dim and num_key_value_heads for all layers without a window"
         raise c.error(PER_LAYER, wanted)
     p = Reader(c.architecture, {"head_dim": head_dim, "num_key_value_heads": kv_heads, **own})

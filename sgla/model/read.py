@@ -138,10 +138,10 @@ def _text(architecture: str, outer: Family | None, config: Mapping[str, Any]) ->
     check_keys(architecture, outer, config)
     whole = Reader(architecture, {**outer.defaults, **config})
     text, tied = whole.table("text_config", nulls=True), whole.flag("tie_word_embeddings")
-    if outer.either_ties:
-        tied = tied or text.get("tie_word_embeddings") is True
-    elif text.get("tie_word_embeddings", tied) != tied:
-        raise ConfigError("config.json: tie_word_embeddings is another one in text_config", param="model")
+    inside = text.get("tie_word_embeddings", False)
+    if not isinstance(inside, bool):
+        raise Reader(f"{architecture}, text_config", text).error("tie_word_embeddings", "true or false")
+    tied = tied or (inside and outer.either_ties)  # else it says nothing, as in transformers
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
     beside = {key: whole.values[key] for key in outer.beside}
     return {**text, **dtype, **beside, "tie_word_embeddings": tied}

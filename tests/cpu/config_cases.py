@@ -395,6 +395,9 @@ def gemma3(**changes: Any) -> Config:
     return {key: value for key, value in config.items() if value is not ...}
 
 
+GEMMA4_WHOLE = ["full_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
 def gemma4(text: Config, **changes: Any) -> Config:
     """As published, without towers: the language model's keys stand in ``text_config``."""
     small = {
@@ -801,6 +804,13 @@ RUN: dict[str, Case] = {
     "gemma-4, saved anew": Case(
         gemma4({"global_head_dim": 64, "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}})
     ),
+    "gemma-4 of eleven layers, saved anew": Case(
+        gemma4(
+            {"num_hidden_layers": 11, "layer_types": ["sliding_attention"] * 7 + GEMMA4_WHOLE}
+            | {"per_layer_config": {f"{i:02}": {"head_dim": 32} for i in (7, 8, 10)}}
+        )
+    ),
+    "gemma-4 of equal heads, saved anew": Case(gemma4({"global_head_dim": 64, "per_layer_config": {}})),
     "opt-125m": Case(
         {
             "_remove_final_layer_norm": False,
@@ -2468,7 +2478,7 @@ REFUSED: dict[str, Case] = {
         "truncate",
     ),
     "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
-    "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
+    "ties inside that are none": Case(gemma3_vision({"tie_word_embeddings": "no"}), "tie_word_embeddings"),
     "GLM-5 that begins with what nobody picked": Case(
         decoder("GlmMoeDsaForCausalLM", "glm_moe_dsa", num_key_value_heads=4)
         | {"indexer_types": ["shared", "full", "shared"]},

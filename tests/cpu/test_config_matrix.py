@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import json
 import re
 from dataclasses import fields
@@ -45,6 +46,8 @@ from sgla.ledger import ledger
 from sgla.loading.load import load_model
 from sgla.model.config_keys import HARMLESS
 from sgla.model.families import FAMILIES
+from sgla.model.families.heard import HEARD
+from sgla.model.families.pictured import PICTURED
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
 from sgla.model.registry import family_of, is_encoder
@@ -128,6 +131,61 @@ def test_what_runs_equals_transformers(name: str, tmp_path: Path, machine: Machi
     )
     stacked = sum(1 for key, _ in hf.named_parameters() if key.endswith("mm_input_projection_weight"))
     assert stacked or abs(weight_bytes(model.spec, "float32", None, 1) / 4 / counted - 1) < 0.02
+
+
+ANEW_OTHERWISE = {"glm that rotates all dims"}  # transformers, too, reads what it has written otherwise
+# With fp8 it saves no method, and layers that guess are not in its files.
+ANEW = {
+    name: case
+    for name, case in EQUAL.items()
+    if name not in ANEW_OTHERWISE and "quantization_config" not in case.config
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n % 8 > 0)) for n, name in enumerate(ANEW)]
+)
+def test_what_transformers_saves_anew_is_read_as_before(name: str, tmp_path: Path) -> None:
+    """Who trains a model further has a config.json of transformers' making."""
+    import transformers
+
+    config, written = ANEW[name].config, ANEW[name].twin or ANEW[name].config
+    architecture = written.get("architectures", config["architectures"])[0]
+    if is_encoder(architecture):
+        return
+    path, before = tmp_path / "config.json", read_spec(config)
+    path.write_text(json.dumps({"model_type": family_of(architecture).types[0]} | written))
+    settings = transformers.AutoConfig.from_pretrained(tmp_path)
+    settings.architectures = [architecture]
+    settings.save_pretrained(tmp_path)
+    after = read_spec(json.loads(path.read_text()))
+    unlike = {key.name for key in fields(before) if getattr(before, key.name) != getattr(after, key.name)}
+    assert unlike <= {"architecture", "predictors", "notes"}
+
+
+BESIDE_TOWERS = {
+    family.outer.types[0]: next((n for n in (*family.also, name) if "ForConditional" in n), name)
+    for name, family in (FAMILIES | PICTURED | HEARD).items()
+    if family.outer is not None and name not in ("Mistral4ForCausalLM", "PaliGemma2ForConditionalGeneration")
+}
+# Whose default sizes are none, or which has an output layer of its own in its files in any case.
+UNSIZED = {"diffusion_gemma", "glm4v_moe", "minicpmv4_6", "qwen2_5_omni_thinker", "voxtral"}
+
+
+@pytest.mark.parametrize("kind", sorted(BESIDE_TOWERS.keys() - UNSIZED))
+def test_embeddings_are_tied_where_transformers_ties_them(kind: str) -> None:
+    """Whatever stands in both tables: transformers' classes have other defaults in one than in the other, and
+    write both."""
+    import transformers
+
+    plain = transformers.AutoConfig.for_model(kind).to_dict() | {"architectures": [BESIDE_TOWERS[kind]]}
+    for outside, inside in itertools.product((None, True, False), repeat=2):
+        config = copy.deepcopy(plain)
+        for table, tied in ((config, outside), (config["text_config"], inside)):
+            table.pop("tie_word_embeddings", None)
+            table |= {} if tied is None else {"tie_word_embeddings": tied}
+        expected = getattr(transformers.AutoConfig.for_model(**config), "tie_word_embeddings", False)
+        assert read_spec(config).tied == expected, (outside, inside)
 
 
 def test_a_file_with_towers_is_read_as_it_was_published() -> None:

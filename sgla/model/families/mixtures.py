@@ -411,7 +411,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=(*KV_HEADS, "norm_topk_prob"),
         mixture="sgla.model.mixture_spec:deepseek_v3",
-        windows=listed(late),
+        windows=listed(late, optional=True),
         qk_norm="head",
         gguf=(Gguf("dots1", tensors=BALANCED, gating=(SIGMOID,)),),
     ),

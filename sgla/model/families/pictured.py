@@ -168,7 +168,7 @@ _GLM4V = replace(
     fixed={**DENSE["Glm4ForCausalLM"].fixed, "attention_bias": True},
     nulls=KV_HEADS,
     qkv_bias=True,
-    outer=Family(("glm4v",), _TOWER | _GLM_TOKENS),
+    outer=Family(("glm4v",), _TOWER | _GLM_TOKENS, either_ties=True),
     sections=True,
     gguf=(),
 )
@@ -181,7 +181,11 @@ _GLM4V_MOE = replace(
         "max_position_embeddings": 65536,
         "attention_bias": True,
     },
-    outer=Family(("glm4v_moe",), _TOWER | _GLM_TOKENS | {"image_token_id": 151363, "video_token_id": 151364}),
+    outer=Family(
+        ("glm4v_moe",),
+        _TOWER | _GLM_TOKENS | {"image_token_id": 151363, "video_token_id": 151364},
+        either_ties=True,
+    ),
     sections=True,
     predictor=None,
     qk_norm="",
@@ -243,7 +247,9 @@ PICTURED = {
         gguf=(),
     ),
     "LlavaForConditionalGeneration": replace(
-        _LLAMA, outer=Family(("llava",), _TOWER | _LLAVA), texts={"mistral": "MistralForCausalLM"}
+        _LLAMA,
+        outer=Family(("llava",), _TOWER | _LLAVA, either_ties=True),
+        texts={"mistral": "MistralForCausalLM"},
     ),
     "LlavaNextForConditionalGeneration": replace(
         _LLAMA,
@@ -252,7 +258,7 @@ PICTURED = {
     ),
     "LlavaOnevisionForConditionalGeneration": replace(
         DENSE["Qwen2ForCausalLM"],
-        outer=Family(("llava_onevision",), _TOWER | _TILES | _ONEVISION),
+        outer=Family(("llava_onevision",), _TOWER | _TILES | _ONEVISION, either_ties=True),
         pooled=False,
         gguf=(),
     ),
