@@ -210,6 +210,7 @@ def test_the_name_of_a_file_tells_its_quantization() -> None:
     names = {
         "a.Q4_1.gguf": "Q4_1",
         "gemma-3-270m-q4_k_m.gguf": "Q4_K_M",
+        "a-NVFP4.gguf": "NVFP4",
         "model.gguf": "",
         "a.safetensors": "",
     }

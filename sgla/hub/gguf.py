@@ -25,7 +25,7 @@ from sgla.hub.gguf_deltas import heads_in_order
 from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
 from sgla.hub.gguf_keys import CHARSMAP, POOLED, RANKED, SQUEEZED, read_sampling, read_vocabulary, token_id
 from sgla.hub.gguf_layout import HFTensor, Layout
-from sgla.hub.gguf_model import GGUFModel
+from sgla.hub.gguf_model import FACTORS, GGUFModel
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT
 from sgla.hub.quantized import parts_of
 
@@ -175,10 +175,14 @@ class GGUFFile:
         }
 
     def _rope_factors(self, table: GGUFTensor) -> list[float]:
-        if type_name(table.type) != "F32":
-            raise WeightError(f"{table.name} has type {type_name(table.type)}, not F32")
         if prod(table.shape) > MOST_FACTORS:
             raise WeightError(f"{table.name} has shape {list(table.shape)}, which is no table of a head")
+        return self._positive(table)
+
+    def _positive(self, table: GGUFTensor) -> list[float]:
+        """Its numbers, which are above 0. Raises WeightError."""
+        if type_name(table.type) != "F32":
+            raise WeightError(f"{table.name} has type {type_name(table.type)}, not F32")
         part = self._homes[table.name]
         values = np.frombuffer(part.map, "<f4", prod(table.shape), part.header.data + table.offset)
         if not (np.isfinite(values) & (values > 0)).all():
@@ -268,6 +272,7 @@ class GGUFFile:
         if block > 1 and width == 1 and (len(targets) > 1 or self._is_permuted(targets[0])):
             raise WeightError(f"{self.path}: {tensor.name} has type {kind.name}, whose values have no order")
         each = "{e}" in targets[0].name
+        factors = self._factors(tensor, shapes[0][0] if each else 1) if kind.name == "NVFP4" else [1.0]
         rows = prod(tensor.shape) // width
         part = self._homes[tensor.name]
         start = part.header.data + tensor.offset
@@ -293,9 +298,18 @@ class GGUFFile:
                     own = self._halves_apart(own, "q" if target.dims[0] == "q" else "k")
                 own = own.reshape(1, -1) if len(shape) == 1 else own
                 flat = (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
-                yield LazyTensor(
-                    target.name.replace("{e}", str(e)), kind.name, flat, own, self._shift(target), columns
-                )
+                name, shift = target.name.replace("{e}", str(e)), self._shift(target)
+                factor = factors[e % len(factors)]
+                yield LazyTensor(name, kind.name, flat, own, shift, columns, factor)
+
+    def _factors(self, tensor: GGUFTensor, count: int) -> list[float]:
+        """By what a matrix in NVFP4 is multiplied, or each of ``count`` experts'. Raises WeightError."""
+        table = self._tensors.get(f"{tensor.name.removesuffix('.weight')}{FACTORS[0]}")
+        if table is None:
+            return [1.0]
+        if prod(table.shape) not in (1, count):
+            raise WeightError(f"{self.path}: {table.name} has shape {list(table.shape)}, expected {[count]}")
+        return self._positive(table)
 
     def _order(self, target: HFTensor) -> NDArray[np.int64] | None:
         """Where the rows or columns of HF's tensor lie in the file's, if not in order."""

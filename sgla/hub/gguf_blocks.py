@@ -17,7 +17,7 @@ class LazyTensor:
 
     ``blocks`` uint8 ``[n, bytes of a row]``:
     memory-mapped, rows possibly reordered; ``type_name`` as ``Q4_1``. ``columns``: which of the file's each
-    column is, those of a group of 32 together.
+    column is, those of a group of 32 together. ``factor``: of a matrix in NVFP4, what all is multiplied by.
     """
 
     name: str
@@ -26,12 +26,15 @@ class LazyTensor:
     blocks: NDArray[np.uint8]
     shift: float = 0.0
     columns: NDArray[np.int64] | None = None
+    factor: float = 1.0
 
     def numpy(self, rows: range | None = None) -> NDArray[np.float32]:
         """The values as a new float32 array: ``rows`` of the first dim, or all."""
         values = self._decode(rows or range(self.shape[0])).astype(np.float32, copy=self.type_name == "F32")
         if self.shift:
             values += np.float32(self.shift)
+        if self.factor != 1.0:
+            values *= np.float32(self.factor)
         return values
 
     def _decode(self, rows: range) -> NDArray[np.float32]:
@@ -77,6 +80,18 @@ class LazyTensor:
         quants, *constants = found
         scale, minimum = (values[:, self.columns[::32] // 32] for values in constants)
         return quants[:, self.columns], scale, minimum
+
+    def numbers(self, rows: range) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Of a matrix in NVFP4: codes of four bits ``[n, k]``, and a scale of each 16, e4m3 without a sign
+        ``[n, k / 16]``."""
+        blocks = self.blocks[rows.start : rows.stop].reshape(len(rows), -1, 36)
+        scale = blocks[..., :4].reshape(len(rows), -1) & np.uint8(127)
+        pairs = blocks[..., 4:].reshape(len(rows), -1, 8)
+        codes = np.concatenate([pairs & np.uint8(15), pairs >> 4], axis=-1).reshape(len(rows), -1)
+        scale[scale == 127] = 0  # no number, which counts as none
+        if self.columns is not None:
+            codes, scale = codes[:, self.columns], scale[:, self.columns[::16] // 16]
+        return codes, scale
 
     def _quants(self, rows: range) -> Quants | None:
         if self.type_name in ("IQ4_NL", "IQ4_XS"):
@@ -172,6 +187,7 @@ _KEPT = {
     "IQ4_NL": "iq4_nl",
     "IQ4_XS": "iq4_nl",
     "MXFP4": "e2m1",
+    "NVFP4": "nvfp4",
     "Q4_0": "q4_0",
     "Q4_1": "int4",
     "Q4_K": "int4",

@@ -14,7 +14,7 @@ from sgla.hub.gguf_classes import CLASSES, DENSE, TYPES, of_encoder
 from sgla.hub.gguf_deltas import delta_sizes, deltas, layer_widths
 from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
 from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides, stream_sizes, streams
-from sgla.hub.gguf_header import GGUFTensor
+from sgla.hub.gguf_header import GGUFTensor, type_name
 from sgla.hub.gguf_heads import heads, latent, latent_sizes
 from sgla.hub.gguf_keys import PICKS, RANKED, read_keys
 from sgla.hub.gguf_layout import (
@@ -35,6 +35,7 @@ from sgla.hub.gguf_mimo import wider, wider_sizes
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
+FACTORS = (".scale", ".input_scale")  # ends of names
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 # Of each pair files have one tensor or both others.
 _HALVES = {
@@ -298,11 +299,12 @@ class GGUFModel:
             raise WeightError(f"the tensors do not fit a {self.architecture} model: " + "; ".join(complaints))
 
     def _left_out(self, name: str) -> bool:
-        """Whether a tensor is not used: that of a layer that guesses further tokens, or what a reranker may
-        answer, which is in the output layer too."""
+        """Whether a tensor is none of the model's: that of a layer that guesses further tokens, what a
+        reranker may answer, which is in the output layer too, or a factor of another one."""
         if name == CLASSES:
             return self.layout.judges and self.keys.get("pooling_type") == RANKED
-        return name.startswith("blk.") and name.split(".")[1] in self._guessing
+        guesses = name.startswith("blk.") and name.split(".")[1] in self._guessing
+        return guesses or _is_factor(name, self._tensors)
 
     @cached_property
     def _guessing(self) -> frozenset[str]:
@@ -404,6 +406,12 @@ class GGUFModel:
         if stored.given and not self.sizes[stored.given]:
             return False
         return all(self.sizes[dim] for tensor in stored.tensors for dim in tensor.dims)
+
+
+def _is_factor(name: str, tensors: Mapping[str, GGUFTensor]) -> bool:
+    """Of a matrix in NVFP4, or of what it is multiplied by."""
+    matrix = tensors.get(f"{name.rpartition('.')[0]}.weight")
+    return name.endswith(FACTORS) and matrix is not None and type_name(matrix.type) == "NVFP4"
 
 
 def _windows(layout: Layout, keys: Mapping[str, Any], window: int | None, layers: int) -> dict[str, Any]:

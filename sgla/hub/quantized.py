@@ -11,7 +11,7 @@ from sgla.errors import ConfigError
 PREFERRED = "Q4_K_M"  # where a repository has several and none is named
 HOSTS = ("hf.co/", "huggingface.co/", "https://hf.co/", "https://huggingface.co/")
 QUANTIZATION = re.compile(
-    r"(?:^|[._-])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|B?F16|F32|FP16|MXFP4\w*))$", re.IGNORECASE
+    r"(?:^|[._-])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|B?F16|F32|FP16|(?:MX|NV)FP4\w*))$", re.IGNORECASE
 )
 PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 MOST_PARTS = 1024

@@ -18,6 +18,7 @@ from sgla.model.latent_spec import LatentSpec
 from sgla.model.mamba_spec import BesideSpec, FirstMambaSpec, MambaSpec
 from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
+from sgla.quant.e2m1 import NVFP4
 from sgla.quant.formats import common
 from sgla.quant.gguf import kept_on
 from sgla.quant.groups import GROUP, Groups
@@ -246,6 +247,10 @@ class Blocks:
         """Types in groups of 32 have the same constants as ours, so where these are wide enough for their
         quants they are taken over as they are."""
         made, bits = storage(kind), self.tensor.bits
+        if kind == self.tensor.kept == NVFP4.kind:
+            codes, scale = map(torch.from_numpy, self.tensor.numbers(rows))
+            factor = torch.full((len(rows),), self.tensor.factor)
+            return NVFP4.of(codes, scale.view(torch.float8_e4m3fn), factor).cut(columns)
         if bits is not None and issubclass(made, Integers) and made.group == GROUP and bits <= made.bits:
             return self._integers(made, bits, rows).cut(columns)
         if bits is None or not (

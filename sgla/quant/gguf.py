@@ -9,7 +9,7 @@ from sgla.quant.formats import FORMATS
 from sgla.quant.method import Method
 
 # The storage of GPUs for what a CPU keeps in one of its own.
-_ON_GPUS = {"": "", "q4_0": "int4g32", "int4": "int4m32", "int5": "int8m32"}
+_ON_GPUS = {"": "", "q4_0": "int4g32", "int4": "int4m32", "int5": "int8m32", "nvfp4": "nvfp4"}
 
 
 def kept_on(kind: str, device: str) -> str:

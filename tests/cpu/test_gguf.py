@@ -571,17 +571,21 @@ def test_quants_of_nested_blocks_are_kept(ours: Any, kind: Type) -> None:
         (Type.Q5_1, "int5", "int5"),
         (Type.IQ4_NL, "iq4_nl", "iq4_nl"),
         (Type.Q8_0, "q8_0", "q8_0"),
+        (Type.NVFP4, "nvfp4", "nvfp4"),
         (Type.F16, "bf16", "bf16"),
     ],
 )
 def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: Path) -> None:
-    hf = save_checkpoint(tmp_path, "llama", hidden_size=96, head_dim=32, num_attention_heads=6)
+    sizes = {"hidden_size": 192, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 6}
+    hf = save_checkpoint(tmp_path, "llama", **sizes)
     source = open_source(convert(hf, tmp_path / "model.gguf", quantized=kind))
     resolved = resolve(Config(device="cpu"), model=source.config).config
     assert resolved.quantization == (None if kind == Type.F16 else "gguf")
     model = load_model(source, "bfloat16", resolved.quantization)
     found = (model.blocks[0].attention.qkv.weight.kind, model.embed.weight.kind)
     assert found == (linear, table)
+    rows, native = (Eager(model, native=each).generate(random_prompts([5]), 3) for each in (False, True))
+    assert [row.tokens for row in native] == [row.tokens for row in rows]
     given = resolve(Config(device="cpu", quantization="none"), model=source.config).config
     assert given.quantization is None
 

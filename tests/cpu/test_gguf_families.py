@@ -151,7 +151,7 @@ def write(
     for name, values in tensors.items():
         if quantized is not None and re.search(packed, name):
             kind = wide.get(name.split(".", 2)[-1], quantized)
-            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, blocks_of(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()
@@ -159,6 +159,14 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def blocks_of(values: np.ndarray, kind: Type) -> np.ndarray:
+    """A matrix in a type; in NVFP4, which the package does not quantize, random blocks of its shape."""
+    if kind != Type.NVFP4:
+        return quantize(values, kind)
+    shape = *values.shape[:-1], values.shape[-1] // 64 * 36
+    return np.random.default_rng(values.size).integers(0, 40, shape, dtype=np.uint8)
 
 
 def converted(
@@ -1314,8 +1322,55 @@ def test_stacks_of_quantized_experts(
         torch.testing.assert_close(Eager(packed).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-3)
 
 
+@torch.no_grad()
+def test_matrices_in_nvfp4_have_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As converters of ModelOpt's checkpoints write them: one of a matrix, one of each expert's, and those of
+    activations, which are not rounded."""
+    arch, model_type, layout, keys = MIXTURES["qwen3moe"]
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+    hf = save_checkpoint(tmp_path, model_type, **layout | sizes)
+    packed = r"(_exps|attn_q|attn_output)\.weight"
+    generator = np.random.default_rng(0)
+
+    def factors(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if re.search(packed, name)]:
+            stem, count = name.removesuffix(".weight"), len(tensors[name]) if "_exps" in name else 1
+            tensors[f"{stem}.scale"] = generator.uniform(0.5, 2.0, count).astype(np.float32)
+            tensors[f"{stem}.input_scale"] = np.ones(count, np.float32)
+
+    def meant(tensors: dict[str, np.ndarray]) -> None:
+        factors(tensors)
+        for name in [name for name in tensors if re.search(packed, name)]:
+            values = dequantize(blocks_of(tensors[name], Type.NVFP4), Type.NVFP4)
+            scale = tensors.pop(name.replace(".weight", ".scale"))
+            tensors.pop(name.replace(".weight", ".input_scale"))
+            tensors[name] = values * scale.reshape(-1, *[1] * (values.ndim - 1))
+
+    file = tmp_path / "packed.gguf"
+    write(tmp_path, hf, arch, Type.NVFP4, change=factors, packed=packed, **keys).rename(file)
+    generator = np.random.default_rng(0)
+    plain = write(tmp_path, hf, arch, change=meant, **keys)
+    expected = Eager(load_model(open_source(plain))).prompt_logprobs(PROMPTS)
+    floats, kept = (load_model(open_source(file), "float32", kind) for kind in (None, "gguf"))
+    last = kept.blocks[-1]
+    assert {last.mlp.gate_up.kind, last.mlp.down.kind, last.attention.out.weight.kind} == {"nvfp4"}
+    for model in (floats, kept):
+        torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected, rtol=0, atol=1e-4)
+    rows, native = (Eager(kept, native=each).generate(PROMPTS, 6) for each in (False, True))
+    assert [row.tokens for row in native] == [row.tokens for row in rows]
+    monkeypatch.setattr(load, "_device_kind", lambda: "cuda")
+    assert load_model(open_source(file), "float32", "gguf").blocks[-1].mlp.down.kind == "nvfp4"
+
+    def wrong(tensors: dict[str, np.ndarray]) -> None:
+        factors(tensors)
+        tensors["blk.0.attn_q.scale"] = np.ones(2, np.float32)
+
+    with pytest.raises(WeightError, match=r"blk.0.attn_q.scale has shape \[2\], expected \[1\]"):
+        load_model(open_source(write(tmp_path, hf, arch, Type.NVFP4, change=wrong, packed=packed, **keys)))
+
+
 @pytest.mark.parametrize("name", ["qwen3.5 moe", "qwen3-next"])
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q5_1, Type.TQ1_0])
+@pytest.mark.parametrize("kind", [Type.NVFP4, Type.Q4_0, Type.Q5_1, Type.TQ1_0])
 @torch.no_grad()
 def test_quantized_delta_nets(name: str, kind: Type, tmp_path: Path) -> None:
     """Whose heads are brought in HF's order: as the same numbers in a file of floats."""
@@ -1328,7 +1383,7 @@ def test_quantized_delta_nets(name: str, kind: Type, tmp_path: Path) -> None:
     def decoded(tensors: dict[str, np.ndarray]) -> None:
         for tensor in tensors:
             if re.search(packed, tensor):
-                tensors[tensor] = dequantize(quantize(tensors[tensor], kind), kind)
+                tensors[tensor] = dequantize(blocks_of(tensors[tensor], kind), kind)
 
     plain, file = write(tmp_path, hf, arch, change=decoded, **keys), tmp_path / "packed.gguf"
     write(tmp_path, hf, arch, kind, packed=packed, **keys).rename(file)
