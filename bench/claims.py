@@ -1,6 +1,6 @@
 """What speedups that descriptions of inference servers name are here, where nothing else measures them.
 
-    python bench/claims.py [--model bench/models/qwen3-8b bench/models/qwen3-0.6b] [--rows 1,8,64]
+    python bench/claims.py [--parts attention,experts,graphs] [--model FOLDER ...] [--rows 1,8,64]
 
 ``graphs``: milliseconds of a decode step at 640 tokens of context as a graph, and launched kernel by kernel.
 ``attention``: microseconds of 4,096 tokens with 32 heads of 128, by plain products and a softmax, and by the
@@ -120,12 +120,15 @@ def main() -> None:
     models = ["bench/models/qwen3-8b", "bench/models/qwen3-0.6b"]
     parser.add_argument("--model", nargs="*", default=models)
     parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--parts", default="attention,experts,graphs")
     args = parser.parse_args()
+    parts = args.parts.split(",")
     with torch.inference_mode():
-        attention()
-        for tokens in (64, 4096):
+        if "attention" in parts:
+            attention()
+        for tokens in (64, 4096) if "experts" in parts else ():
             experts(tokens)
-    for model in args.model:
+    for model in args.model if "graphs" in parts else ():
         graphs(model, [int(count) for count in args.rows.split(",")])
 
 
