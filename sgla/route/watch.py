@@ -1,7 +1,8 @@
 """Looks at workers: whether they are ready, which models they have, and whether they make steps.
 
 A port that answers shows that a process lives, not that anything comes out of it: of servers whose metrics
-count steps, these are watched. Other engines are taken at the word of their ``/health``.
+show steps, these are watched. SGLang's do so now and then alone, so it is taken at the word of its
+``/health``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,28 @@ log = logging.getLogger(__name__)
 MOST = 8 << 20  # bytes of an answer that are read
 RESTS = "sleeping", "updating"  # phases of a server of ours that somebody has told it
 MODELS_SECONDS = 10.0  # between two times that a worker is asked for its models
-STEPS = re.compile(r"^sgla:steps_total(?:\{[^}]*\})? (\S+)$", re.M)
-RUNNING = re.compile(r"^sgla:num_running_reqs(?:\{[^}]*\})? (\S+)$", re.M)
-TOKENS = re.compile(r"^(?:sgla|sglang):max_total_num_tokens(?:\{[^}]*\})? (\S+)$", re.M)
+
+
+def samples(*names: str) -> re.Pattern[str]:
+    """What finds the values of these metrics."""
+    return re.compile(rf"^(?:{'|'.join(names)})(?:\{{[^}}]*\}})? (\S+)$", re.M)
+
+
+# Of each engine what changes with its steps, and the requests that need some; the first that is there counts.
+PROGRESS = (
+    (samples("sgla:steps_total"), samples("sgla:num_running_reqs")),
+    (samples("llamacpp:n_decode_total"), samples("llamacpp:requests_processing")),
+    (
+        samples(
+            "vllm:iteration_tokens_total_count",
+            "vllm:prompt_tokens_total",
+            "vllm:generation_tokens_total",
+            "vllm:kv_cache_usage_perc",
+        ),
+        samples("vllm:num_requests_running"),
+    ),
+)
+TOKENS = samples("sgla:max_total_num_tokens"), samples("sglang:max_total_num_tokens")
 BLOCKS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.M)
 
 
@@ -132,7 +152,12 @@ def cards_of(text: str) -> Cards | None:
 
 def read_metrics(text: str) -> Look:
     """Steps and the size of the KV cache, where Prometheus' text has them."""
-    steps, running, tokens = (number(pattern, text) for pattern in (STEPS, RUNNING, TOKENS))
+    tokens = next((found for each in TOKENS if (found := number(each, text)) is not None), None)
+    steps = running = None
+    for made, needing in PROGRESS:
+        if (steps := number(made, text)) is not None:
+            running = number(needing, text)
+            break
     if tokens is None and (found := BLOCKS.search(text)):
         labels = dict(re.findall(r'(\w+)="(\d{1,9})"', found[1]))
         tokens = float(labels.get("block_size", 0)) * float(labels.get("num_gpu_blocks", 0))
@@ -140,10 +165,10 @@ def read_metrics(text: str) -> Look:
 
 
 def number(pattern: re.Pattern[str], text: str) -> float | None:
-    """What the pattern's group is; None if it is not there, or not finite."""
-    found = pattern.search(text)
+    """The sum of what the pattern's group is; None if it is not there, or not finite."""
+    found = pattern.findall(text)
     try:
-        value = float(found[1]) if found else None
+        value = sum(map(float, found)) if found else None
     except ValueError:
         return None
     return value if value is not None and abs(value) < 1e18 else None

@@ -310,9 +310,26 @@ def test_a_worker_that_rests_is_not_down() -> None:
 def test_metrics_of_engines_are_read() -> None:
     ours = 'sgla:steps_total{model_name="m"} 7.0\nsgla:num_running_reqs{model_name="m"} 2.0\n'
     assert read_metrics(ours + "sgla:max_total_num_tokens 100.0") == Look(steps=7, busy=True, tokens=100)
+    both = 'sgla:max_total_num_tokens 100.0\nsglang:max_total_num_tokens{tp_rank="0"} 100.0'
+    assert read_metrics(both) == Look(tokens=100)
     vllm = 'vllm:cache_config_info{block_size="16",x="y",num_gpu_blocks="10"} 1.0'
     assert read_metrics(vllm) == Look(tokens=160)
     assert read_metrics(vllm.replace("16", "9" * 400)) == Look()  # no number of a size
+    llama = (
+        "# TYPE llamacpp:n_decode_total counter\nllamacpp:n_decode_total 332\nllamacpp:requests_processing 1"
+    )
+    assert read_metrics(llama) == Look(steps=332, busy=True)
+    assert read_metrics(ours + llama).steps == 7, "an engine's own count goes before what it has for others"
+    # A long prompt is read in steps that end without a token: the cache fills up meanwhile.
+    lines = (
+        'vllm:iteration_tokens_total_count{engine="0"} 4.0',
+        'vllm:iteration_tokens_total_count{engine="1"} 2.0',
+        'vllm:generation_tokens_total{engine="0"} 10.0',
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25',
+        'vllm:num_requests_running{engine="0"} 0.0',
+        'vllm:num_requests_running{engine="1"} 1.0',
+    )
+    assert read_metrics("\n".join(lines)) == Look(steps=16.25, busy=True)
     assert read_metrics("sgla:steps_total nonsense\nsgla:num_running_reqs inf") == Look()
 
 
