@@ -152,7 +152,7 @@ def cards_of(text: str) -> Cards | None:
 
 def read_metrics(text: str) -> Look:
     """Steps and the size of the KV cache, where Prometheus' text has them."""
-    tokens = next((found for each in TOKENS if (found := number(each, text)) is not None), None)
+    tokens = next((size for each in TOKENS if (size := number(each, text)) is not None), None)
     steps = running = None
     for made, needing in PROGRESS:
         if (steps := number(made, text)) is not None:
