@@ -16,6 +16,12 @@ Line = dict[str, Any]
 Save = Callable[[Any, str], None]
 COLOURS = "#3f6fd8", "#e08a3c", "#7aa874", "#8a8a8a", "#b05fb0"
 PHASES = "import", "weights", "kernels", "warmup", "graphs"
+LIMITED = {  # workload -> field of its lines, and of its limit
+    "W7": ("turns_s", "limit_turns_s"),
+    "W8": ("in_tok_s", "limit_in_tok_s"),
+    "W9": ("goodput", "limit_rate"),
+    "W10": ("out_tok_s", "limit_out_tok_s"),
+}
 CONTEXTS = [1 << n for n in range(9, 18)]
 
 
@@ -26,16 +32,32 @@ def axes_of(pyplot: Any, title: str, height: float = 3.2) -> tuple[Any, Any]:
     return figure, axes
 
 
+def of_users(lines: Sequence[Line], names: dict[str, str]) -> list[tuple[str, float]]:
+    """Workloads whose lines bring their limit: medians of the share, of W9 the rate with the most chats."""
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for line in lines:
+        model = line["model"].rpartition("/")[2]
+        field, bound = LIMITED.get(line["w"], ("", ""))
+        if model in names and bound in line:
+            size = f" {line['bs']} x {line['tokens']:,}" if line["w"] == "W8" else ""
+            found[line["w"], size, model].append(line[field] / line[bound])
+    return [
+        (f"{workload}{size}, {names[model]}", max(values) if workload == "W9" else median(values))
+        for (workload, size, model), values in sorted(found.items(), key=lambda item: int(item[0][0][1:]))
+    ]
+
+
 def shares(pyplot: Any, save: Save, found: dict[str, dict[str, float]], limit: dict[str, dict[str, float]],
-           names: dict[str, str], more: set[str]) -> None:  # fmt: skip
-    """``more``: workloads of which more is better."""
+           names: dict[str, str], more: set[str], users: list[tuple[str, float]]) -> None:  # fmt: skip
+    """``more``: workloads of which more is better. ``users``: those of ``of_users``."""
     rows = [
         (f"{workload}, {names[model]}", value / bound if workload in more else bound / value)
         for workload, bounds in limit.items()
         if isinstance(bounds, dict)
         for model, bound in bounds.items()
         if model in names and (value := found.get(workload, {}).get(model))
-    ][::-1]
+    ]
+    rows = [*rows, *users][::-1]
     figure, axes = axes_of(pyplot, "Share of what the chip could do at most", 0.24 * len(rows) + 0.9)
     drawn = axes.barh([name for name, _ in rows], [100 * share for _, share in rows], color=COLOURS[0])
     axes.bar_label(drawn, [f"{100 * share:.0f} %" for _, share in rows], fontsize=7, padding=2)

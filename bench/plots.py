@@ -32,7 +32,7 @@ BEGIN, END = "<!-- begin: bench/plots.py -->\n", "<!-- end: bench/plots.py -->\n
 # Commits before the last one that changed speed on a GPU by more than machines differ, tags and parts that
 # try nothing out, and the default of settings: any other line counts, so that none is left out by hand.
 EARLIER = {None, "72b433b", "25e55c8", "3fd89e9", "6d09d02", "e78cfc8"}
-TAGS = {None, "old", "new", "by turns on one GPU", "slow GPU", "documents", "wide", "chat"}
+TAGS = {None, "old", "new", "by turns on one GPU", "slow GPU", "documents", "wide", "whole", "chat", "agents"}
 DEFAULTS = {"device": "cuda", "step_tokens": 8448}
 SERVED = {"--device", "--context-length"}  # arguments of a server that leave it at its defaults
 MODELS = {
@@ -276,7 +276,8 @@ def draw(figures: Figures, peers: dict[str, Figures], folder: Path) -> None:
     documents = [line for line in plain_lines() if line["w"] == "W8" and "commit" in line]
     eight = [line for line in [*gpu, *documents] if Path(line["model"]).name == "qwen3-8b"]
     more = {name for name, (field, _, _) in WORKLOADS.items() if field.endswith("tok_s")}
-    more_plots.shares(pyplot, save, figures, peers[LIMIT], MODELS, more)
+    users = more_plots.of_users(gpu, MODELS)
+    more_plots.shares(pyplot, save, figures, peers[LIMIT], MODELS, more, users)
     more_plots.contexts(pyplot, save, eight, str(ROOT / "bench/models/qwen3-8b"))
     more_plots.starts(pyplot, save, gpu, MODELS)
     more_plots.levels(pyplot, save, lines("cpu-xeon-amx-2c.jsonl"), LEVELS, bars)

@@ -192,6 +192,23 @@ def test_a_median_takes_all_plain_lines_since_speed_changed(monkeypatch: pytest.
     assert plots.medians(plots.gpu_runs()) == {"W1": {"qwen3-8b": 2.0}}
 
 
+def test_shares_of_what_users_send_are_of_the_limits_in_their_lines() -> None:
+    import more_plots
+
+    line = {"model": "bench/models/qwen3-8b", "w": "W9", "goodput": 90.0, "limit_rate": 100.0}
+    document = {"model": "qwen3-8b", "w": "W8", "bs": 8, "tokens": 32768, "in_tok_s": 1.0}
+    lines = [
+        {**line, "w": "W10", "out_tok_s": 6.0, "limit_out_tok_s": 10.0},
+        {**line, "w": "W10", "out_tok_s": 6.0},
+        line,
+        {**line, "goodput": 80.0},
+        {**line, "model": "gpt-oss-20b"},
+        *({**document, "limit_in_tok_s": limit} for limit in (2.0, 4.0, 5.0)),
+    ]
+    found = more_plots.of_users(lines, {"qwen3-8b": "Qwen3-8B"})
+    assert found == [("W8 8 x 32,768, Qwen3-8B", 0.25), ("W9, Qwen3-8B", 0.9), ("W10, Qwen3-8B", 0.6)]
+
+
 def test_what_an_attack_may_not_bring_about_is_named() -> None:
     import attack
 
