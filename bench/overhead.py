@@ -3,6 +3,8 @@ tokens, of which a chunk has several where it cannot keep up.
 
     python bench/overhead.py --streams 256 --step-ms 6
 
+    python bench/overhead.py --alone 200   # requests of one token, one at a time; the worker takes no time
+
 Server and client are separate processes. ``idle`` is the share of its time that the worker waited for plans
 while all streams were running, out of the server's own step metrics.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
 import random
@@ -33,6 +36,7 @@ from sgla.observe.machine import detect
 
 STALL_SECONDS = 20
 LOOK = 0.1  # seconds between two looks at the server's metrics
+GAP = 0.05  # seconds between requests that come alone
 TOKENS = "generation_tokens_total"
 
 
@@ -127,6 +131,25 @@ async def reach(url: str, tokens: int, everything: asyncio.Future[Any]) -> dict[
     return found
 
 
+def alone(args: argparse.Namespace, url: str) -> dict[str, Any]:
+    """Milliseconds from a POST to the whole answer of one token, each some time after the one before."""
+    rng, found = random.Random(0), []
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    for _ in range(args.alone):
+        body = {"model": args.model, "prompt": tokens(rng, args.input_len), "max_tokens": 1}
+        time.sleep(GAP)
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        found.append(1e3 * (time.perf_counter() - begun))
+        if answer.status != 200:
+            raise SystemExit(f"the server answered {answer.status}")
+    found.sort()
+    return {f"{name}ms": round(found[int(q * (len(found) - 1))], 2)
+            for name, q in (("q1_", 0.25), ("", 0.5), ("p99_", 0.99))}  # fmt: skip
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -138,7 +161,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--step-ms", type=float, default=6.0)
+    parser.add_argument("--step-ms", type=float, help="default: 6, with --alone 0")
+    parser.add_argument("--alone", type=int, default=0, metavar="N", help="N requests one at a time instead")
     parser.add_argument("--input-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--model", default="demo", help="its tokenizer is used")
@@ -146,6 +170,8 @@ def main() -> None:
         "--server-args", nargs=argparse.REMAINDER, default=[], help="last: more arguments for the server"
     )
     args = parser.parse_args()
+    if args.step_ms is None:
+        args.step_ms = 0.0 if args.alone else 6.0
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     url, log = f"http://127.0.0.1:{free_port()}", Path(tempfile.gettempdir()) / "overhead-server.log"
     command = [
@@ -154,13 +180,13 @@ def main() -> None:
         "--max-running-requests", str(args.streams), "--log-level", "warning", *args.server_args,
     ]  # fmt: skip
     with Server(command, url, "/health/ready", log) as server:
-        numbers = uvloop.run(drive(args, url, server.process.pid))
+        numbers = alone(args, url) if args.alone else uvloop.run(drive(args, url, server.process.pid))
     head = {
         "engine": "sgla",
         "version": __version__,
         "machine": detect().label(),
         "model": f"fake, {args.step_ms} ms a step",
-        "w": f"overhead-{args.streams}x{args.output_len}",
+        "w": "overhead-alone" if args.alone else f"overhead-{args.streams}x{args.output_len}",
         "args": " ".join(args.server_args),
     }
     print(lines.line(head | numbers))

@@ -204,12 +204,16 @@ def draw(figures: Figures, peers: dict[str, Figures], folder: Path) -> None:
 
     matplotlib.use("svg")
     # The same file from the same figures; text as text, in a grey that can be read on white and on black.
-    matplotlib.rcParams.update(
-        {"svg.hashsalt": "sgla", "svg.fonttype": "none", "savefig.transparent": True, "font.size": 9}
-        | dict.fromkeys(
-            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808080"
-        )
+    settings: Any = {
+        "svg.hashsalt": "sgla",
+        "svg.fonttype": "none",
+        "savefig.transparent": True,
+        "font.size": 9,
+    }
+    settings |= dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808080"
     )
+    matplotlib.rcParams.update(settings)
     from matplotlib import pyplot
 
     def save(figure: Any, name: str) -> None:

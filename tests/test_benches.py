@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,37 @@ def test_a_median_takes_all_plain_lines_since_speed_changed(monkeypatch: pytest.
     monkeypatch.setattr(plots, "lines", lambda name: [*ours, *others])
     assert plots.gpu_runs() == {"W1": {"qwen3-8b": [1.0, 2.0, 4.0]}}
     assert plots.medians(plots.gpu_runs()) == {"W1": {"qwen3-8b": 2.0}}
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_requests_that_come_alone_are_timed_if_they_are_answered(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import overhead
+
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    monkeypatch.setattr(overhead, "GAP", 0.0)
+    args = argparse.Namespace(alone=3, model="m", input_len=4)
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        if status == 200:
+            assert [*overhead.alone(args, url)] == ["q1_ms", "ms", "p99_ms"]
+            assert [(body["max_tokens"], len(body["prompt"])) for body in asked] == [(1, 4)] * 3
+        else:
+            with pytest.raises(SystemExit, match="503"):
+                overhead.alone(args, url)
+        server.shutdown()
 
 
 def test_shares_of_what_users_send_are_of_the_limits_in_their_lines() -> None:
