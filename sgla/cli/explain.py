@@ -32,8 +32,8 @@ from sgla.model.sizes import Parameters, parameters, short_count
 from sgla.model.vision.served import told
 from sgla.observe.machine import Machine, detect
 from sgla.processes import tied
-from sgla.resolve import MOST_RANKS, Resolved, resolve
-from sgla.route.replicas import shares
+from sgla.resolve import MOST_RANKS, Resolved, check, resolve
+from sgla.route.replicas import alone, shares
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,12 +46,13 @@ def run(args: argparse.Namespace) -> int:
         return kernels(config, machine)
     why: list[str] = []
     config = settled(config, why.append, machine, download=False)
-    whole, config = config, msgspec.structs.replace(config, dp=1)
+    check(config)
+    whole, config = config, alone(config)
     source = model_source(config)
     model = source.config if source else None
     draft = draft_config(config)
     pooled = source is not None and read_pooling(source, config.task) is not None
-    resolved = resolve(config, part_of(machine, whole.dp), model, pooled, draft)
+    resolved = resolve(config, part_of(machine, of_host(whole)), model, pooled, draft)
     if whole.dp > 1:
         resolved = replicated(resolved, whole, machine)
     rows = ledger(resolved.config, model, draft) if model else {}
@@ -73,6 +74,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def of_host(config: Config) -> int:
+    """Servers on one host."""
+    return config.dp // config.nnodes if config.dp > 1 else 1
+
+
 def part_of(machine: Machine, replicas: int) -> Machine:
     """What each of so many servers has of the machine's cores."""
     return msgspec.structs.replace(
@@ -85,7 +91,10 @@ def part_of(machine: Machine, replicas: int) -> Machine:
 def replicated(resolved: Resolved, config: Config, machine: Machine) -> Resolved:
     """With who holds what of ``--dp`` servers. Raises ConfigError where there are too few GPUs."""
     parts = shares(config, resolved.config.device, machine)
-    told = [f"replica {i}: {part}" for i, part in enumerate(parts)]
+    names = [f"replica {i}" for i in range(config.dp)]
+    if config.nnodes > 1:
+        names = [f"node {i // len(parts)}, {name}" for i, name in enumerate(names)]
+    told = [f"{name}: {parts[i % len(parts)]}" for i, name in enumerate(names)]
     return msgspec.structs.replace(
         resolved,
         config=msgspec.structs.replace(resolved.config, dp=config.dp),

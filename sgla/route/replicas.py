@@ -71,9 +71,10 @@ def shares(config: Config, device: str, machine: Machine) -> list[Share]:
     return [Share(cores=tuple(cores[i * each : (i + 1) * each] if each else cores)) for i in range(count)]
 
 
-def of_replica(config: Config, host: str = LOCAL, router: str = LOCAL) -> Config:
-    """Settings of each: one server, which the router reaches at ``host``, and which believes the ``router``
-    who its clients are."""
+def alone(config: Config) -> Config:
+    """One of the servers, by itself."""
+    if config.dp == 1:
+        return config
     return msgspec.structs.replace(
         config,
         dp=1,
@@ -82,6 +83,14 @@ def of_replica(config: Config, host: str = LOCAL, router: str = LOCAL) -> Config
         dist_init_addr=None,
         dist_secret=None,
         dist_secret_file=None,
+    )
+
+
+def of_replica(config: Config, host: str = LOCAL, router: str = LOCAL) -> Config:
+    """Settings of each: one server, which the router reaches at ``host``, and which believes the ``router``
+    who its clients are."""
+    return msgspec.structs.replace(
+        alone(config),
         host=host,
         port=0,
         ssl_certfile=None,

@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess
 
+from sgla.cli import main
 from sgla.cli.explain import part_of, replicated
 from sgla.config import Config
 from sgla.device import H200
@@ -90,6 +91,25 @@ def test_explain_says_who_holds_what(monkeypatch: pytest.MonkeyPatch) -> None:
     told = replicated(resolved, config, machine)
     assert (told.config.dp, told.config.threads, told.reasons["dp"]) == (2, 2, "given")
     assert told.notes[-2:] == ["replica 0: cores 0, 1", "replica 1: cores 2, 3"]
+    told = replicated(resolved, msgspec.structs.replace(config, nnodes=2, dp=4), machine)
+    assert told.notes[-2:] == ["node 1, replica 2: cores 0, 1", "node 1, replica 3: cores 2, 3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dp", "4"], "node 1, replica 3: "),
+        (["--dp", "3"], "--dp 3: each host has as many"),
+        (["--dp", "4", "--grpc-port", "1"], "--grpc-port cannot be honoured with --dp 4"),
+    ],
+)
+def test_explain_refuses_what_serve_does(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLA_DEMO", "packaged")
+    hosts = ["--nnodes", "2", "--dist-init-addr", "10.0.0.1", "--dist-secret", "s"]
+    main(["explain", "--device", "cpu", *hosts, *flags])
+    assert words in "".join(capsys.readouterr())
 
 
 def test_settings_of_router_and_replica() -> None:
