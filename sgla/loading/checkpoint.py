@@ -164,11 +164,14 @@ class FileTensor:
     first_row: int = 0  # of what ``place`` has
     device: torch.device = HOST
 
-    def dense(self, rows: range | None = None) -> Tensor:
+    def check_floats(self) -> None:
         if self.type not in FLOATS:
             raise ValueError(
                 f"it holds {self.type} (a quantized checkpoint?), expected one of {', '.join(FLOATS)}"
             )
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        self.check_floats()
         return self.values(rows)
 
     def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:

@@ -249,6 +249,8 @@ def load_weights(
     see ``Declared.load``. Raises WeightError."""
     tensors = _stream(source, build, seed, rename, mend)
     jobs = _fitting(build.table, tensors, architecture, tied, ignored)
+    if build.checkpoint is PLAIN:
+        _check_floats(jobs)
     if sound and build.checkpoint is PLAIN and source.kind != "gguf":
         jobs = {name: Sound(tensor) for name, tensor in jobs.items()}
     _run(build.table, jobs, on_progress or (lambda progress: None))
@@ -488,6 +490,16 @@ def _fitting(
         why = f"; {parts[0]} is a quantized layer's, which quantization_config does not tell" if parts else ""
         raise WeightError(f"the weights do not fit {architecture}: " + "; ".join(complaints) + why)
     return jobs
+
+
+def _check_floats(jobs: Mapping[str, SourceTensor]) -> None:
+    """Raise WeightError for a tensor of numbers that layers do not have, before any is read."""
+    for name, job in jobs.items():
+        if isinstance(job, FileTensor):
+            try:
+                job.check_floats()
+            except ValueError as error:
+                raise WeightError(f"tensor {name} cannot be read: {error}") from None
 
 
 def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnProgress) -> None:

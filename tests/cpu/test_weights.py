@@ -56,11 +56,13 @@ def test_errors_name_the_tensors(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_integers_is_refused_by_name(tmp_path: Path) -> None:
+    """Before any tensor is read."""
     save_checkpoint(tmp_path, "llama")
-    name = "model.layers.2.mlp.up_proj.weight"
+    name, seen = "model.layers.2.mlp.up_proj.weight", []
     edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(96, 48, dtype=torch.int8)}))
     with pytest.raises(WeightError, match=rf"{name} cannot be read: it holds I8 "):
-        load_model(open_source(tmp_path))
+        load_model(open_source(tmp_path), on_progress=seen.append)
+    assert not [progress for progress in seen if progress.done]
 
 
 def test_known_buffers_and_a_tied_head_may_be_present(tmp_path: Path) -> None:
