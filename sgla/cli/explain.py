@@ -32,7 +32,7 @@ from sgla.model.sizes import Parameters, parameters, short_count
 from sgla.model.vision.served import told
 from sgla.observe.machine import Machine, detect
 from sgla.processes import tied
-from sgla.resolve import MOST_RANKS, Resolved, check, resolve
+from sgla.resolve import MOST_RANKS, Resolved, resolve
 from sgla.route.replicas import alone, shares
 
 
@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
         return kernels(config, machine)
     why: list[str] = []
     config = settled(config, why.append, machine, download=False)
-    check(config)
     whole, config = config, alone(config)
     source = model_source(config)
     model = source.config if source else None
