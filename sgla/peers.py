@@ -28,6 +28,7 @@ import numpy as np
 
 from sgla import clock
 from sgla.errors import ConfigError
+from sgla.sockets import notice_loss
 from sgla.version import __version__
 
 PROTOCOL = 5
@@ -41,8 +42,6 @@ AGAIN = 1.0  # seconds between tries to connect to a server that was lost
 BEAT = 2.0  # seconds between signs of life of a server that others ask
 SILENCE = 10.0  # seconds without any after which it is taken for lost: it has stopped, though its host lives
 RETRY = 0.1  # seconds after which a listener that lacks descriptors or threads goes on
-# A host that is gone without a word is found out within 11 s.
-ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
 _SIZES = struct.Struct("<IQ")
 
 
@@ -190,10 +189,7 @@ class Channel:
         self._until: float | None = clock.now() + PATIENCE  # the greeting has to be over
         self._decode = msgspec.msgpack.Decoder(Message).decode
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in ALIVE.items():
-            if hasattr(socket, option):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        notice_loss(sock)
 
     def use(self, secret: str, mine: bytes, theirs: bytes) -> None:
         """From here on each side shows with each frame that it knows the ``secret``."""

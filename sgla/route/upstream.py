@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from sgla.errors import BadRequest
 from sgla.route.wire import HEAD_END, Answer, Body
+from sgla.sockets import notice_loss
 
 HEAD_BYTES = 64 << 10  # of an answer's headers
 HELD_BYTES = 64 << 10  # of an answer that wait for a client
@@ -58,6 +59,7 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        notice_loss(transport.get_extra_info("socket"))
 
     @property
     def closed(self) -> bool:

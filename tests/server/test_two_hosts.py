@@ -9,15 +9,19 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from server_process import ServerProcess, serving
 from two_hosts import FAKE, Network, NodeProcess, loopback, namespaces, none_left
+
+from sgla.processes import tied
 
 PIPELINE = ("--pp", "2", "--device", "cpu")
 MODEL = (*PIPELINE, "--kv-cache-bytes", "64M", "--no-prefix-cache")
@@ -244,6 +248,43 @@ def test_a_cut_cable_takes_no_replica_of_node_0_along(cable: Network) -> None:
     first.signal(signal.SIGTERM)
     assert ended(first) == [0]
     assert none_left(cable)
+
+
+@pytest.mark.slow
+def test_a_router_notices_that_the_host_of_a_worker_is_gone(cable: Network) -> None:
+    """No connection is closed. An answer that has begun ends."""
+    there = ["ip", "netns", "exec", cable.second.name]
+    worker = ServerProcess(*FAKE, "--device", "cpu", "--host", cable.second.address, prefix=there)
+    here = ["ip", "netns", "exec", cable.first.name, sys.executable, "-m", "sgla", "route", "--port", "0"]
+    router = None
+    try:
+        worker.wait_listening()
+        url = f"http://{cable.second.address}:{worker.port}"
+        router = subprocess.Popen(tied([*here, "--worker", url]), stdout=subprocess.PIPE, text=True)
+        assert router.stdout is not None
+        port = int(router.stdout.readline().split("http://127.0.0.1:")[1].split()[0])
+        front: Any = SimpleNamespace(host=cable.first, port=port)
+        with cable.first.inside():
+            until_answered(port)
+        rest = stream(front)
+        cable.cut()
+        assert b"worker_died" in rest.get(timeout=30)
+    finally:
+        worker.process.kill()
+        worker.stop()
+        if router is not None:
+            router.kill()
+            router.wait()
+
+
+def until_answered(port: int) -> None:
+    for _ in range(600):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/health")
+        if connection.getresponse().status == 200:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the router has no worker")
 
 
 def text(server: ServerProcess) -> Any:
