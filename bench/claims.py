@@ -1,7 +1,10 @@
 """What speedups that descriptions of inference servers name are here, where nothing else measures them.
 
-    python bench/claims.py [--parts attention,experts,graphs] [--model FOLDER ...] [--rows 1,8,64]
+    python bench/claims.py [--parts arithmetic,attention,experts,graphs] [--model FOLDER ...] [--rows 1,8,64]
 
+``arithmetic``, without a GPU: how many times fewer steps requests take if each makes room for the next, than
+in batches of 256 that end with their longest, by the outputs of chats (W9) and of W1; and the tokens of pages
+of 16 that a chat takes, beside room for the longest one.
 ``graphs``: milliseconds of a decode step at 640 tokens of context as a graph, and launched kernel by kernel.
 ``attention``: microseconds of 4,096 tokens with 32 heads of 128, by plain products and a softmax, and by the
 kernel that serves. ``experts``: of 128 experts of 768 x 2048, of which a token takes 8, one after the other,
@@ -11,6 +14,7 @@ and by the kernels that serve. One JSON line each; random weights.
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from typing import Any
 import lines
 import step
 import torch
+import traffic
 from gpu_kernels import BF16, time_us
 
 from sgla.attention.base import cut
@@ -32,6 +37,19 @@ from sgla.quant.plain import BF16 as WEIGHTS
 from sgla.worker.cuda import CudaRunner
 
 CONTEXT, STEPS = 640, 50
+PAGE, MANY = 16, 4096  # tokens, requests
+
+
+def arithmetic() -> None:
+    chats = traffic.chats(0, MANY)
+    mixed = random.Random(0)
+    found = {
+        "fewer_steps_chats": traffic.fewer_steps([out for _, out in chats]),
+        "fewer_steps_w1": traffic.fewer_steps([mixed.randint(100, 1024) for _ in range(MANY)]),
+        "page_tokens": round(sum(-(-sum(chat) // PAGE) * PAGE for chat in chats) / MANY, 1),
+        "longest_tokens": traffic.CHAT_IN[-1] + traffic.CHAT_OUT[-1],
+    }
+    lines.emit({"bench": "claims", "what": "arithmetic"} | found)
 
 
 def graphs(model: str, rows: list[int]) -> None:
@@ -120,9 +138,11 @@ def main() -> None:
     models = ["bench/models/qwen3-8b", "bench/models/qwen3-0.6b"]
     parser.add_argument("--model", nargs="*", default=models)
     parser.add_argument("--rows", default="1,8,64")
-    parser.add_argument("--parts", default="attention,experts,graphs")
+    parser.add_argument("--parts", default="arithmetic,attention,experts,graphs")
     args = parser.parse_args()
     parts = args.parts.split(",")
+    if "arithmetic" in parts:
+        arithmetic()
     with torch.inference_mode():
         if "attention" in parts:
             attention()

@@ -14,6 +14,7 @@ DOCUMENT_OUT = 256
 SYSTEM, QUESTION, ANSWER = 2000, 300, 64  # tokens of an agent: with its tools; of its task; of a call
 # ShareGPT's lengths, roughly: medians and spreads of a lognormal distribution, cut at these ends.
 CHAT_IN, CHAT_OUT = (70, 1.4, 4, 2048), (150, 0.9, 4, 1024)
+BATCH = 256  # rows, where batches are counted
 TTFT_MS, ITL_MS = 500.0, 25.0  # what W9 asks for
 
 SAMPLING: list[dict[str, Any]] = [
@@ -72,6 +73,13 @@ def chats(seed: int, count: int) -> list[tuple[int, int]]:
 
 def _length(draw: random.Random, median: float, spread: float, least: int, most: int) -> int:
     return min(most, max(least, round(median * draw.lognormvariate(0, spread))))
+
+
+def fewer_steps(outputs: Sequence[int]) -> float:
+    """By how much steps are fewer where a row that ends makes room for another, than where a batch ends with
+    its longest output."""
+    batches = [outputs[i : i + BATCH] for i in range(0, len(outputs), BATCH)]
+    return round(sum(map(max, batches)) / (sum(outputs) / BATCH), 2)
 
 
 def settings(count: int) -> list[dict[str, Any]]:

@@ -195,6 +195,12 @@ def test_a_median_takes_all_plain_lines_since_speed_changed(monkeypatch: pytest.
     assert plots.medians(plots.gpu_runs()) == {"W1": {"qwen3-8b": 2.0}}
 
 
+def test_steps_of_batches_that_wait_for_their_longest() -> None:
+    import traffic
+
+    assert traffic.fewer_steps([1] * 255 + [257] + [2] * 256) == round((257 + 2) / (2 + 2), 2)
+
+
 @pytest.mark.parametrize("status", [200, 503])
 def test_requests_that_come_alone_are_timed_if_they_are_answered(
     status: int, monkeypatch: pytest.MonkeyPatch
