@@ -43,8 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibration(source: ModelSource, file: Path, texts: int, method: str) -> object:
     """Of the first ``texts`` pieces of a file. Raises ConfigError."""
-    with changing_files():
+    try:
         text = file.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--calibrate {file} cannot be read: {error.strerror}") from error
     tokens = _tokenizer(source).encode(text)[: texts * LENGTH]
     length = min(LENGTH, len(tokens))
     if not tokens:

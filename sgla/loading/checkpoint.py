@@ -33,6 +33,7 @@ PREFIXES = (
 _CACHE_SCALE = re.compile(r"\blayers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale$")
 
 HOST = torch.device("cpu")
+HEADS = 4096  # that a layer may have
 
 
 def canonical(name: str) -> str:
@@ -76,8 +77,13 @@ def joined(stored: dict[str, FileTensor], build: Build) -> Iterator[tuple[str, S
     for raw, tensor in stored.items():
         if (name := canonical(raw)) in build.table or not method.unused(name, tensor):
             yield raw, tensor
-        elif (scale := _CACHE_SCALE.search(name)) and prod(tensor.shape) == 1:
-            build.cache_scales[int(scale[1]), scale[2]] = float(tensor.dense().flatten()[0])
+        elif (scale := _CACHE_SCALE.search(name)) and _is_scale(tensor):
+            build.cache_scales[int(scale[1]), scale[2]] = float(tensor.dense().max())
+
+
+def _is_scale(tensor: FileTensor) -> bool:
+    """Whether it may have a layer's number, or one of each head, of which the largest serves all."""
+    return tensor.type in FLOATS and 0 < prod(tensor.shape) <= HEADS
 
 
 def cache_scales(build: Build, layers: int) -> list[tuple[float, float]] | None:

@@ -51,6 +51,8 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     producer = c.get("producer")
     if kind is None and isinstance(producer, Mapping) and producer.get("name") == "modelopt":
         kind = "modelopt"
+    if kind is None and {"bits", "group_size"} <= c.keys():
+        kind = "mlx"  # which says it so
     if not isinstance(kind, str) or kind not in _METHODS:
         raise unsupported(kind or "unnamed", c)
     made: Method = resolve_name(_METHODS[kind])(c)

@@ -243,7 +243,11 @@ def test_scales_of_the_kv_cache_are_those_of_the_file(name: str, tmp_path: Path)
     model = load_model(open_source(tmp_path), quantization="fp8")
     assert model.cache_scales == [(0.5, 0.125), (0.75, 0.375)]
     last = f"model.layers.1.{name.format('v', 'v')}"
-    for wrong in (None, torch.tensor([0.0]), torch.tensor([float("inf")]), torch.ones(4)):
+    heads = torch.tensor([0.25, 0.375]).view(2, 1, 1)  # llm-compressor's attn_head
+    save_file(tensors | {last: heads}, file, {"format": "pt"})
+    assert load_model(open_source(tmp_path), quantization="fp8").cache_scales == [(0.5, 0.125), (0.75, 0.375)]
+    integers, nothing = torch.ones(1, dtype=torch.int8), torch.ones(0)
+    for wrong in (None, torch.tensor([0.0]), torch.tensor([float("nan"), 1.0]), integers, nothing):
         changed = {key: tensor for key, tensor in tensors.items() if key != last}
         save_file(changed if wrong is None else changed | {last: wrong}, file, {"format": "pt"})
         assert load_model(open_source(tmp_path), quantization="fp8").cache_scales is None

@@ -175,6 +175,10 @@ def test_flags_that_do_not_go_together_are_refused(
     for flags, words in (
         (["--format", "w4a16", "--method", "gptq"], "go together"),
         (["--format", "fp8", "--method", "gptq", "--calibrate", "x"], "--method rounds integers"),
+        (
+            ["--format", "int8", "--method", "gptq", "--calibrate", str(tmp_path / "no")],
+            f"--calibrate {tmp_path / 'no'} cannot be read: No such file or directory\n",
+        ),
     ):
         assert main([*given, *flags]) == 2
         assert words in capsys.readouterr().err

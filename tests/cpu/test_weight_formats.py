@@ -203,6 +203,12 @@ def test_settings_and_sizes_follow_the_checkpoint(tmp_path: Path) -> None:
     assert weight_bytes(spec, "float32", "checkpoint", 1) - table == layers / 16
 
 
+def test_files_of_mlx_are_refused_by_name() -> None:
+    """Which say bits and groups, and no method."""
+    with pytest.raises(ConfigError, match="the method 'mlx' is not supported"):
+        resolve(Config(device="cpu"), detect(), llama(quantization_config={"group_size": 64, "bits": 4}))
+
+
 def test_numbers_that_a_device_does_not_keep_are_told() -> None:
     """Groups of 16 are no group of any storage; with ``none`` it was asked for."""
     said = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
