@@ -175,6 +175,37 @@ def test_numbers_of_the_readme_are_those_of_the_page() -> None:
     assert [number for number in found if number not in page] == []
 
 
+def test_other_pages_name_todays_medians() -> None:
+    import plots
+
+    figures = plots.medians(plots.gpu_runs())
+
+    def shown(workload: str, *models: str) -> str:
+        digits = plots.WORKLOADS[workload][2]
+        return " / ".join(f"{figures[workload][model]:,.{digits}f}" for model in models)
+
+    readme, page, todo = (
+        " ".join((BENCH.parent / name).read_text().split())
+        for name in ("README.md", "docs/performance.md", "docs/open.md")
+    )
+    for workload in ("W1", "W2", "W3"):
+        assert f"**{shown(workload, 'qwen3-0.6b', 'qwen3-8b')}** |" in readme, workload
+    for workload in ("W1", "W2"):
+        assert f"the same with Llama-3.1-8B | **{shown(workload, 'llama-3.1-8b')}** |" in readme
+        assert f"**{shown(workload, 'qwen3-30b-a3b')}**, **" in readme
+    assert f"in common: s, Qwen3-8B | **{shown('W4', 'qwen3-8b')}** |" in readme
+    assert f"256 out, Qwen3-8B: tok/s | **{shown('W6', 'qwen3-8b')}** |" in readme
+    goals = page.partition("## Goals that are missed")[2].partition("## ")[0]
+    for goal, workload, model in (
+        ("W3 of Qwen3-8B: 44,500 tok/s", "W3", "qwen3-8b"),
+        ("W5 of 256 rows, Qwen3-8B: 12.3 ms", "W5 256", "qwen3-8b"),
+        ("W1 of Qwen3-0.6B: 31,000 tok/s", "W1", "qwen3-0.6b"),
+        ("W2 of Qwen3-0.6B: 0.35 ms", "W2", "qwen3-0.6b"),
+    ):
+        assert f"| {goal} | {shown(workload, model)}" in goals
+        assert shown(workload, model) in todo, goal
+
+
 def test_a_median_takes_all_plain_lines_since_speed_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     import plots
 
