@@ -31,6 +31,9 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as SENSING
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as ENCODING
+from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES as HEARING
 from transformers.utils import logging
 
 from sgla.dist import Shard
@@ -348,7 +351,7 @@ def class_of(config: dict[str, Any], folder: Path, trusted: bool) -> tuple[type[
     """The class of a causal language model, perhaps with towers, and where the checkpoint's own code has it.
     Raises ConfigError."""
     name, auto = architecture_of(config), config.get("auto_map")
-    known = (*CAUSAL.values(), *SEEING.values())
+    known = [one for table in (CAUSAL, SEEING, SENSING, ENCODING, HEARING) for one in table.values()]
     names = {n for one in known for n in ([one] if isinstance(one, str) else one)}
     if name not in names:
         name = lent(config.get("model_type")) or name

@@ -22,6 +22,8 @@ from tiny import make_core, over_two_ranks, run, submit, tiny_config
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as SENSING
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as ENCODING
 
 from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
@@ -99,6 +101,12 @@ SIGHTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "glm_ocr": ({"head_dim": 16, "rope_parameters": SECTIONS}, DEEP, {}),
+    "granite_speech": (
+        {},
+        {},
+        {"encoder_config": {"hidden_dim": 32, "num_layers": 1, "num_heads": 2, "dim_head": 16}}
+        | {"projector_config": TOWER | {"model_type": "blip_2_qformer", "encoder_hidden_size": 32}},
+    ),
     "got_ocr2": ({}, TOWER | {"image_size": 32, "patch_size": 16, "output_channels": 32}, {}),
     "paddleocr_vl": ({"head_dim": 16, "rope_parameters": SECTIONS}, TOWER, {}),
     # Windows have other numbers of heads, and experts are a loop over those that are chosen.
@@ -130,9 +138,10 @@ HALF_KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def save_sighted(folder: Path, kind: str) -> PreTrainedModel:
     text, tower, more = (SIGHTED | HALF_KNOWN)[kind]
     own = {"model_type": AutoConfig.for_model(kind).get_text_config().model_type}
-    config = AutoConfig.for_model(kind, text_config=own | SMALL | text, vision_config=tower, **more)
+    towers = {"vision_config": tower} if tower else {}
+    config = AutoConfig.for_model(kind, text_config=own | SMALL | text, **towers, **more)
     torch.manual_seed(0)
-    hf: PreTrainedModel = getattr(transformers, SEEING[kind])(config).eval()
+    hf: PreTrainedModel = getattr(transformers, (SEEING | SENSING)[kind])(config).eval()
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             parameter.normal_(1.0 if "norm" in name and parameter.dim() == 1 else 0.0, 0.15)
@@ -141,13 +150,17 @@ def save_sighted(folder: Path, kind: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "step3p7")) for kind in SIGHTED]
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("step3p7", "granite_speech")))
+        for kind in SIGHTED
+    ],
 )
 @torch.no_grad()
 def test_a_model_with_towers_reads_text(kind: str, tmp_path: Path) -> None:
     hf = save_sighted(tmp_path, kind)
     source = seen(tmp_path)
-    assert "it reads text alone, without its vis" in source.config[FACTS]["notes"][0]
+    assert "it reads text alone, without its " in source.config[FACTS]["notes"][0]
     model = load_model(source)
     assert isinstance(model, Generic)
     found = Eager(model, native=True).prompt_logprobs(PROMPTS)
@@ -449,6 +462,7 @@ def test_both_reasons_are_told_where_neither_computes_it(
         ("mamba", {}, "keeps states of its own"),
         ("bamba", {}, "keeps states of its own"),  # whose file has an infinite number
         ("bart", {}, "an encoder and cross-attention"),
+        ("t5", {}, "an encoder and cross-attention"),
         ("bloom", {}, "no interface for attention"),
         ("bert", {}, "neither causal nor a sliding window"),
         ("llama4_text", {"attention_chunk_size": 64}, "neither causal nor a sliding window|does not run"),
@@ -464,7 +478,7 @@ def test_what_it_cannot_do_right_is_refused(
     made = AutoConfig.for_model(model_type, **{"num_hidden_layers": 3} | changes)
     config = json.loads(made.to_json_string(use_diff=False))
     with pytest.raises(ConfigError, match=message):
-        probe(config | {"architectures": [CAUSAL[model_type]]}, tmp_path)
+        probe(config | {"architectures": [(ENCODING | CAUSAL)[model_type]]}, tmp_path)
 
 
 @pytest.mark.parametrize("name", REFUSED)
