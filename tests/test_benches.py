@@ -204,6 +204,12 @@ def test_other_pages_name_todays_medians() -> None:
     ):
         assert f"| {goal} | {shown(workload, model)}" in goals
         assert shown(workload, model) in todo, goal
+    several = re.findall(r"\| Qwen3-(8B|30B-A3B) \| `--[tp]p[^|]*\| ([\d,]+) \| ([\d.]+) \|", page)
+    for model, made, times in several:
+        one = figures["W1"][f"qwen3-{model.lower()}"]
+        assert times == f"{int(made.replace(',', '')) / one:.2f}", (model, made)
+    assert len(several) == 6
+    assert f"| {several[0][2]} ({several[0][1]}) |" in goals
 
 
 def test_a_median_takes_all_plain_lines_since_speed_changed(monkeypatch: pytest.MonkeyPatch) -> None:
