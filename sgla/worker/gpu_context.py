@@ -59,6 +59,11 @@ class Divides:
         self._tables.prepare_extend(slots, starts, first, longest, room[0], room[1], where)
         return where
 
+    def hand_on(self, forward: RecordedForward, columns: Columns) -> None:
+        """Of a stage that is not the last."""
+        with self._ops.attending(Brings(self._context, self._ops.attend)):
+            forward.hidden(self._batch(columns))
+
     def hidden(self, forward: RecordedForward, columns: Columns, wanted: Int32s | None) -> Tensor:
         """The final hidden states of the tokens ``wanted`` int32[S] of the step, or of all, the same on every
         rank."""

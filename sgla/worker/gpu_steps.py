@@ -249,9 +249,13 @@ class GpuSteps:
             batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
             if self.pictures is not None:
                 batch.media = media or self.pictures.media(slots, starts, q_lens)
-            if not self.shard.samples:
+        own = Columns(slots, starts, q_lens, host[0], units)
+        if not self.shard.samples:
+            if isinstance(divides, Divides):
+                divides.hand_on(self.forward, own)
+            else:
                 self.forward.hidden(batch)
-                return Launched(batch.ids, 0, [], None, None)
+            return Launched(at, 0, [], None, None)
         whole = whole or bool(wanted.prompt_spans or wanted.brought)
         whole = whole or (self.pooler is not None and self.pooler.whole)
         routed = any(span.experts for span in wanted.brought)
@@ -263,7 +267,6 @@ class GpuSteps:
             if self.hidden is not None:
                 self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         else:
-            own = Columns(slots, starts, q_lens, host[0], units)
             hidden = divides.hidden(self.forward, own, None if whole else host[0])
         experts = _chosen(self.model, len(hidden)) if routed else None
         picked = hidden[at[: count + len(tails)]] if whole else hidden

@@ -40,6 +40,7 @@ from sgla.kernels.gpu import program, regions
 from sgla.kernels.gpu.record import Record
 from sgla.kernels.placement import balance, balanced
 from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
+from sgla.nodes import answering
 from sgla.worker import gpu_context, gpu_halves, gpu_model, gpu_setup
 from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.start_cpu import cpu_runner
@@ -86,6 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "adapters in stages": (MODEL, 2, {"pp": 2, **ADAPTERS}),
     "parts of a prompt": (MODEL, 2, {"cp": 2}),
     "parts of a prompt, latent": (MODEL | LATENT, 2, {"cp": 2}),
+    "parts of a prompt in stages": (MODEL, 4, {"cp": 2, "pp": 2}),
     "parts of a cache": (FOUR_HEADS, 2, {"tp": 2, "dcp": 2, "prefill_attention_backend": "triton"}),
     "parts of layers": (EXPERTS, 2, {"tp": 2}),
     "rows shared out": (MODEL, 2, {"tp": 2, "sequence_parallel": True}),
@@ -145,11 +147,11 @@ class Replays:
 
 
 class Alike:
-    """An executor of one rank, which brings what all ranks have got: ``parts`` of each, or what the last
-    stage has."""
+    """An executor of one rank, which brings what all ranks have got: ``parts`` of each, or what that one has
+    which answers."""
 
     def __init__(self, runner: Any, parts: bool) -> None:
-        self._runner, self._parts, self._last = runner, parts, -1 if runner.shard.pipe is not None else 0
+        self._runner, self._parts, self._answers = runner, parts, answering(runner.config).start
         self._ends = Ends(dist.get_world_size())
         self._plans: deque[StepPlan] = deque()
 
@@ -165,7 +167,7 @@ class Alike:
             results, moved = zip(*told)
             if result is not None:
                 whole = StepResult(step=0, tokens=b"", parts=list(results))
-                found.append(whole if self._parts else results[self._last])
+                found.append(whole if self._parts else results[self._answers])
             found += [end for each in chain(*moved) if (end := self._ends.add(each)) is not None]
         return found
 
@@ -192,7 +194,7 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
         program.by_turns = partial(turned, shared, program.by_turns)
 
     def again() -> dict[str, Any]:
-        stages = {"stages": size, "depth": size + 1} if config.pp > 1 else {}
+        stages = {"stages": config.pp, "depth": config.pp + 1} if config.pp > 1 else {}
         stages["adapters"] = runner.facts.adapters
         make = partial(parted, runner.facts, size) if data else partial(make_core, runner.facts, **stages)
         return answers(runner, make, Alike(runner, data))

@@ -21,6 +21,7 @@ CASES = (
 SLOW = (
     "adapters in stages",
     "parts of a prompt, latent",
+    "parts of a prompt in stages",
     "parts of layers",
     "whole experts",
     "attention by data, states",
