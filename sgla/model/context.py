@@ -50,7 +50,7 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
         raise ConfigError(f"--cp {config.cp} cannot be honoured {obstacle}; use --tp", param="cp")
     refused = dict(REFUSED)
     if device != "cpu":
-        refused["dp_attention"] = "they have not been tried together on GPUs"
+        refused["dp_attention"] = "on GPUs ranks would not know how many tokens each has"
     if config.pp % config.nnodes:
         refused["nnodes"] = "ranks of a stage are on one host"
     check_apart(config, "--cp", refused)

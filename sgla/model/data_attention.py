@@ -52,5 +52,5 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         raise ConfigError(f"--dp-attention cannot be honoured {obstacle}", param="dp_attention")
     refused = dict(REFUSED)
     if device != "cpu":
-        refused |= dict.fromkeys(("pp", "cp"), "they have not been tried together on GPUs")
+        refused["cp"] = "on GPUs ranks would not know how many tokens each has"
     check_apart(config, "--dp-attention", refused)

@@ -103,7 +103,8 @@ class Gpu:
         shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local, contexts=config.cp)
         self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
-            self.shard = Shard(lockstep=PlannedLockstep(rank, size, self.shard.exchange), mlps=self.shard)
+            lockstep = PlannedLockstep(shard.rank, shard.size, shard.exchange, shard.group)
+            self.shard = Shard(pipe=shard.pipe, lockstep=lockstep, mlps=self.shard)
         if config.sequence_parallel:
             rows = SharedRows(shard.rank, shard.size, shard.exchange, shard.group)
             self.shard = replace(self.shard, rows=rows)

@@ -105,6 +105,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "whole experts": (EXPERTS, 2, {"tp": 2, "ep": 2}),
     "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),
     "attention by data": (EXPERTS, 2, {"tp": 2, "dp_attention": True}),
+    "attention by data in stages": (EXPERTS, 4, {"tp": 2, "pp": 2, "dp_attention": True}),
     "attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
 }
@@ -151,7 +152,7 @@ class Alike:
     which answers."""
 
     def __init__(self, runner: Any, parts: bool) -> None:
-        self._runner, self._parts, self._answers = runner, parts, answering(runner.config).start
+        self._runner, self._parts, self._answers = runner, parts, answering(runner.config)
         self._ends = Ends(dist.get_world_size())
         self._plans: deque[StepPlan] = deque()
 
@@ -166,8 +167,8 @@ class Alike:
             dist.all_gather_object(told, (result, self._runner.moved()))
             results, moved = zip(*told)
             if result is not None:
-                whole = StepResult(step=0, tokens=b"", parts=list(results))
-                found.append(whole if self._parts else results[self._answers])
+                own = [results[rank] for rank in self._answers]
+                found.append(StepResult(step=0, tokens=b"", parts=own) if self._parts else own[0])
             found += [end for each in chain(*moved) if (end := self._ends.add(each)) is not None]
         return found
 
@@ -196,7 +197,11 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     def again() -> dict[str, Any]:
         stages = {"stages": config.pp, "depth": config.pp + 1} if config.pp > 1 else {}
         stages["adapters"] = runner.facts.adapters
-        make = partial(parted, runner.facts, size) if data else partial(make_core, runner.facts, **stages)
+        make = (
+            partial(parted, runner.facts, config.tp, **stages)
+            if data
+            else partial(make_core, runner.facts, **stages)
+        )
         return answers(runner, make, Alike(runner, data))
 
     if config.cp > 1 or "num_experts" not in source.config:

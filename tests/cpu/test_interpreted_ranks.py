@@ -24,6 +24,7 @@ SLOW = (
     "parts of a prompt in stages",
     "parts of layers",
     "whole experts",
+    "attention by data in stages",
     "attention by data, states",
     "attention by data, whole experts",
     "rows shared out, latent",
