@@ -2799,6 +2799,8 @@ REFUSED: dict[str, Case] = {
             ("Phi3ForCausalLM", "phi3", "partial_rotary_factor", 0.1),
             ("Starcoder2ForCausalLM", "starcoder2", "mlp_type", "gated"),
             ("SmolLM3ForCausalLM", "smollm3", "no_rope_layers", [1, 0]),
+            ("GraniteSWAForCausalLM", "granite_swa", "layer_rope_theta", [1e4]),
+            ("GraniteMoeSWAForCausalLM", "granitemoe_swa", "layer_rope_theta", [1e4, True, 0]),
             ("SmolLM3ForCausalLM", "smollm3", "max_window_layers", 1),
             ("Cohere2ForCausalLM", "cohere2", "rotary_pct", 0.5),
             ("Cohere2ForCausalLM", "cohere2", "use_qk_norm", True),

@@ -91,6 +91,10 @@ LAYOUTS: dict[str, Layouts] = {
     "mistral": Layouts(other=WINDOW),
     "phi3": Layouts(other=WINDOW | {"rope_parameters": FAST | {"partial_rotary_factor": 0.5}}),
     "granite": Layouts({"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0}),
+    "granite_swa": Layouts(
+        WINDOW | {"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0} | TIED,
+        other=SLIDES | {"layer_rope_theta": [500.0, 0, 1e4], "rope_parameters": LINEAR},
+    ),
     "hyperclovax": Layouts({"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.3}),
     "smollm3": Layouts(other={"no_rope_layers": [0, 1, 1]}),
     "seed_oss": Layouts({"head_dim": 16}),
@@ -282,6 +286,10 @@ LAYOUTS: dict[str, Layouts] = {
     "glm4_moe": Layouts(ROUTED | {"head_dim": 8}, other={"use_qk_norm": True}),
     "dots1": Layouts(ROUTED | {"head_dim": 8}, other=WINDOW | {"max_window_layers": 1}),
     "granitemoe": Layouts({"num_local_experts": 5, "attention_multiplier": 0.2}),
+    "granitemoe_swa": Layouts(
+        WINDOW | {"num_local_experts": 5, "attention_multiplier": 0.2},
+        other=SLIDES | {"shared_intermediate_size": 64, "layer_rope_theta": [500.0, 0, 1e4]},
+    ),
     "granitemoeshared": Layouts({"num_local_experts": 5, "shared_intermediate_size": 64}),
     "ernie4_5_moe": Layouts({"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}),
     "solar_open": Layouts(ROUTED | {"head_dim": 8}),

@@ -75,6 +75,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "granite with windows": (
+        "granite_swa",
+        {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "sliding_window": 20,
+            "layer_rope_theta": [0, 500.0, 1e4],
+            "mlp_bias": True,
+        },
+    ),
     "hyperclovax": (
         "hyperclovax",
         {

@@ -138,6 +138,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite": ("granitemoe", GRANITE | {"attention_bias": True}),
+    "granite with windows": (
+        "granitemoe_swa",
+        GRANITE | {"sliding_window": 20, "layer_rope_theta": [0, 500.0, 1e4], "shared_intermediate_size": 64},
+    ),
     "granite shared": ("granitemoeshared", GRANITE | {"shared_intermediate_size": 64}),
     "ernie": (
         "ernie4_5_moe",

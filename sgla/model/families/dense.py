@@ -8,6 +8,7 @@ from sgla.model.families.keys import (
     DECODER,
     EXAONE,
     GRANITE,
+    GRANITE_SWA,
     HEAD_DIM,
     HUNYUAN,
     HUNYUAN_NORMS,
@@ -143,6 +144,21 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         gguf=(Gguf("granite", permuted=True),),
         nulls=KV_HEADS,
+    ),
+    "GraniteSWAForCausalLM": Family(
+        ("granite_swa",),
+        DECODER
+        | sizes(100352, 2560, 8192, 24, 20, 8192, 4)
+        | GRANITE
+        | BIASES
+        | GRANITE_SWA
+        | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        completed="sgla.model.granite_spec:with_bases",
+        windows=listed(but_first_of(4)),
+        sinks=True,
+        nulls=(*KV_HEADS, "layer_rope_theta"),
     ),
     "HyperCLOVAXForCausalLM": Family(
         ("hyperclovax",),

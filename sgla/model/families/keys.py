@@ -62,6 +62,7 @@ GRANITE = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
+GRANITE_SWA = {"sliding_window": 128, "layer_types": None, "layer_rope_theta": None}
 ROUTED = {
     "n_routed_experts": 256,
     "n_shared_experts": 1,

@@ -9,6 +9,7 @@ from sgla.model.families.keys import (
     DEEPSEEK_PREDICTOR,
     EXAONE,
     GRANITE,
+    GRANITE_SWA,
     HEAD_DIM,
     HUNYUAN,
     HUNYUAN_NORMS,
@@ -33,7 +34,16 @@ from sgla.model.gguf_words import (
     SOFTMAX,
     Gguf,
 )
-from sgla.model.windows import early, every, everywhere, full_among_windows, late, listed, switched
+from sgla.model.windows import (
+    but_first_of,
+    early,
+    every,
+    everywhere,
+    full_among_windows,
+    late,
+    listed,
+    switched,
+)
 
 MIXTRAL = (
     (".block_sparse_moe.", ".mlp."),
@@ -423,6 +433,22 @@ FAMILIES = {
         nulls=KV_HEADS,
         mixture="sgla.model.mixture_spec:mixtral",
         renamed=GRANITE_MOE,
+    ),
+    "GraniteMoeSWAForCausalLM": Family(
+        ("granitemoe_swa",),
+        DECODER
+        | sizes(32000, 4096, 11008, 32, 32, 2048)
+        | _GRANITE_EXPERTS
+        | GRANITE_SWA
+        | {"shared_intermediate_size": 0},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        completed="sgla.model.granite_spec:with_bases",
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=GRANITE_MOE,
+        windows=listed(but_first_of(4)),
+        sinks=True,
+        nulls=(*KV_HEADS, "layer_rope_theta"),
     ),
     "GraniteMoeSharedForCausalLM": Family(
         ("granitemoeshared",),
