@@ -1,10 +1,10 @@
 """Cost of the scheduler itself: time of ``plan`` + ``retire`` for a full batch of decode rows, without a
 model.
 
-    python bench/scheduler.py [--rows 256] [--steps 400] [--window 512]
+    python bench/scheduler.py [--rows 256] [--steps 400] [--window 512 [--shared]]
 
 Prints one JSON object: lowest quartiles, medians and 99th percentiles of CPU time in
-microseconds. Beside other work the quartiles tell most.
+microseconds, and of plans the mean. Beside other work the quartiles tell most.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from sgla.sched.limits import Limits
 STEP_TOKENS = 8192
 
 
-def make_core(rows: int, steps: int, prompt: int, window: int) -> Core:
+def make_core(rows: int, steps: int, prompt: int, window: int, shared: bool) -> Core:
     groups = [CacheGroup(pages=rows * (prompt + steps + 64) // 16 + 2)]
     if window:
         groups.append(CacheGroup(pages=rows * (window // 16 + 4) + 2, window=window))
+    if shared:  # as much, where five pages of the first are as large as one of the other
+        slabs = -(-groups[0].pages // 5) + groups[1].pages
+        groups = [CacheGroup(pages=1 + slabs * 5, slab=5), CacheGroup(1 + slabs, window, slab=1)]
     limits = Limits(
         slots=rows,
         groups=groups,
@@ -39,10 +42,10 @@ def make_core(rows: int, steps: int, prompt: int, window: int) -> Core:
         itl_target=0.05,
     )
     core = Core(limits)
-    shared = list(range(64))
+    common = list(range(64))
     for i in range(rows):
         rid = f"request-{i}"
-        tokens = shared + [(i * 7919 + j * 31) % 50000 for j in range(prompt - 64)]
+        tokens = common + [(i * 7919 + j * 31) % 50000 for j in range(prompt - 64)]
         core.offer(
             Submit(
                 rid=rid,
@@ -63,9 +66,9 @@ def result_of(plan: StepPlan) -> StepResult:
     return StepResult(step=plan.step, tokens=array("i", range(100, 100 + samples)).tobytes(), seconds=0.006)
 
 
-def measure(rows: int, steps: int, prompt: int, window: int) -> dict[str, float]:
+def measure(rows: int, steps: int, prompt: int, window: int, shared: bool) -> dict[str, float]:
     # The first must go on until the prompts of all have been read.
-    core = make_core(rows, steps + 2 * rows * prompt // STEP_TOKENS, prompt, window)
+    core = make_core(rows, steps + 2 * rows * prompt // STEP_TOKENS, prompt, window, shared)
     flights: deque[StepPlan] = deque()
     plans: list[float] = []
     retires: list[float] = []
@@ -88,6 +91,7 @@ def measure(rows: int, steps: int, prompt: int, window: int) -> dict[str, float]
         if steady:
             retires.append(time.thread_time() - begin)
     return {
+        "plan_mean_us": round(sum(plans) / len(plans) * 1e6, 1),
         "plan_q1_us": percentile(plans, 0.25),
         "plan_us": percentile(plans, 0.5),
         "plan_p99_us": percentile(plans, 0.99),
@@ -107,14 +111,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--window", type=int, default=0, help="tokens of a second cache group, 0: none")
+    parser.add_argument("--shared", action="store_true", help="both groups share one memory")
     args = parser.parse_args()
+    window = (f"-window-{args.window}" + "-shared" * args.shared) if args.window else ""
     line = {
         "engine": "sgla",
         "version": __version__,
         "machine": detect().label(),
         "model": "none",
-        "w": f"scheduler-{args.rows}" + (f"-window-{args.window}" if args.window else ""),
-        **measure(args.rows, args.steps, args.prompt, args.window),
+        "w": f"scheduler-{args.rows}{window}",
+        **measure(args.rows, args.steps, args.prompt, args.window, args.shared and args.window > 0),
     }
     print(lines.line(line))
 

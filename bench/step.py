@@ -55,12 +55,17 @@ def ints(values: Any) -> bytes:
 
 def pages_of(runner: CudaRunner, first: int, count: int) -> list[bytes]:
     """So many pages of each cache group. Groups of windows have fewer, which rows then share; of states a row
-    has one."""
-    places = first + np.arange(count)
-    return [
-        ints(1 + (places[:1] // count if group.every else places) % (group.pages - 1))
-        for group in runner.facts.groups
-    ]
+    has one. Of a memory that groups share each has a part."""
+    places, groups = first + np.arange(count), runner.facts.groups
+    found = []
+    for g, group in enumerate(groups):
+        begin, room = 0, group.pages - 1
+        if group.slab:
+            slabs = room // group.slab
+            begin = slabs * g // len(groups) * group.slab
+            room = slabs // len(groups) * group.slab
+        found.append(ints(1 + begin + (places[:1] // count if group.every else places) % room))
+    return found
 
 
 ROOM = 600  # tokens behind the context

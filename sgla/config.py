@@ -439,8 +439,9 @@ class EngineSettings(RankSettings, kw_only=True):
     window_ratio: Annotated[
         float | None,
         Doc(
-            description="room for tokens in layers with a sliding window, as a part of that in the others: "
-            "with less more tokens fit, and fewer requests run at a time (default: what "
+            description="room for tokens in layers with a sliding window, as a part of that in the others, "
+            "which does not change then: with less more tokens fit, and fewer requests run at a time "
+            "(default: one memory for all of these layers; where they cannot share one, what "
             "--max-running-requests use, at most three quarters of equal room)"
         ),
     ] = None

@@ -65,6 +65,8 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
         rows["states"] = pool.split(config.kv_cache_bytes)[-1]
     if any(group.window for group in pool.groups):
         rows["kv_tokens_without_windows"] = pool.whole(config.kv_cache_bytes)
+    if pool.slab is not None:
+        rows["kv_tokens_of_short_texts"] = pool.least(config.kv_cache_bytes)
     return rows | {"kv_tokens": pages * config.page_size}
 
 

@@ -746,13 +746,15 @@ class Dictation(msgspec.Struct, kw_only=True, frozen=True):
 class CacheGroup(msgspec.Struct, frozen=True):
     """Pages of layers that keep the same tokens: all, or of each request the last ``window``. Pages wholly
     behind a window go back to the pool while the request runs. Or, with ``every``, states: layers that make
-    one value of all tokens."""
+    one value of all tokens. With a ``slab`` groups of pages share one memory: then ``pages`` are what this
+    one has if it has all of that, which is so many pages a slab, behind the dummy page."""
 
     pages: int  # including the dummy page 0; or states, including the dummy state 0
     window: int = 0  # tokens that a token reads, itself included; 0: all
     page_bytes: int = 0  # of all its layers, on one rank
     # A text leaves a copy of its state in the prefix tree every so many tokens, whole pages; 0: no states.
     every: int = 0
+    slab: int = 0  # 0: it has a memory of its own
 
 
 class Tier(msgspec.Struct, frozen=True):

@@ -44,12 +44,15 @@ from sgla.model.stages import check_settings as check_stages
 from sgla.model.stages import fullest, stages_of
 from sgla.model.state import (
     Demand,
+    LayerState,
     Pool,
+    apart,
     kv_groups,
     shared_out,
     state_of,
     token_bytes,
     unit_bytes,
+    whole_heads,
     with_draft,
 )
 from sgla.model.whole_experts import check_experts, check_routed
@@ -194,6 +197,12 @@ def resolve(
             "--window-ratio is for models some of whose layers have a sliding window, which is shorter than "
             "the context: it changes nothing here"
         )
+    elif isinstance(spec, ModelSpec) and has_windows(done := filling.done(), spec):
+        reason = apart(done, spec, _kept(done, spec, guessing), done.kv_dtype(dtype))
+        if reason and done.window_ratio is None:
+            found.append(
+                f"layers with windows and the others have a memory each, whose sizes do not change: {reason}"
+            )
     if isinstance(spec, ModelSpec) and filling.reasons["context_length"] == WHAT_FITS:
         found.append(
             f"context cut from {min(LONGEST, spec.context_len)} to {filling.done().context_length} tokens, "
@@ -763,9 +772,16 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: Guessing | No
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache, config.window_ratio)
+    state = _kept(config, spec, guessing)
+    groups = kv_groups(state, context, dtype)
+    shared = whole_heads(config, spec, state, groups, dtype)
+    return Pool(groups, config.page_size, demand, shared)
+
+
+def _kept(config: Config, spec: ModelSpec, guessing: Guessing | None) -> list[LayerState]:
+    """What such a rank keeps, of each layer."""
     own = shared_out(state_of(fullest(config, spec), config.heads_over), config.dcp)
-    state = with_draft(own, draft_state(guessing, config.tp))
-    return Pool(kv_groups(state, context, dtype), config.page_size, demand)
+    return with_draft(own, draft_state(guessing, config.tp))
 
 
 def choose_threads(machine: Machine, ranks: int) -> Settled:

@@ -134,7 +134,7 @@ constexpr int PITCH = HD + 4, RESULT = WARPS * GROUP * PITCH + WARPS * 16;  // f
 constexpr float NEG = -1e30f, LOG2E = 1.4426950408889634f;
 
 struct Params {
-  // Bytes: 128 or fewer of a token, token of a page, their number, k or v, head and page.
+  // Bytes: 128 or fewer of a token, token of a page, their number, k or v, head and page (`page_heads`).
   TensorMap pages;
   TensorMap values;       // INT4: v alone, and `pages` is k
   const bf16* q;          // [R, q_stride]; FUSED: q heads, k heads, v heads of a row, else q heads
@@ -164,6 +164,7 @@ struct Params {
   long long page_stride, head_stride, scale_page, scale_head;
   int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: Hkv * SHARE
   int by_row, by_dim;
+  int page_heads;  // page_stride in heads of a page
   float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
   float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's
@@ -897,7 +898,7 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
             if (i >= several) break;
             const int at = stage + i - (stage + i >= STAGES ? STAGES : 0);
             const int token = (tile + i) % PAGE_TILES * TILE;
-            const int head = pages[i] * (p.kv_heads / SHARE) + x.head / SHARE;
+            const int head = pages[i] * p.page_heads + x.head / SHARE;
             const u32 to = memory.ring + at * STAGE_BYTES, bar = memory.full(at);
             barrier_expect(bar, STAGE_BYTES);
             copy_tile(to, p.pages, bar, token, head, policy);

@@ -63,7 +63,7 @@ constexpr int MERGERS = 256, SHARES = DECODE ? 1 : 4;  // threads of a block, bl
 
 struct Params {
   TensorMap q;                   // dims: column, head, token
-  TensorMap k, v;                // dims: column, token of a head of a page
+  TensorMap k, v;                // dims: column, token of a head of a page, and what lies between pages
   TensorMap k_beside, v_beside;  // dims: column of all KV heads, token; WHOLE: as of q
   bf16* out;                     // [T, Hq * HD]
   const int* page_table;
@@ -78,6 +78,7 @@ struct Params {
   int chunk;    // CHUNKED: blocks of keys
   float v_scale;  // of the pages' values
   int turns;      // of `order`
+  int page_rows;  // tokens of a head between the beginnings of pages
 };
 
 __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head,
@@ -233,7 +234,7 @@ struct Loader {
     for (int block = work.last; block >= work.first; --block) {
       const int token = block * BN + piece, next = page_of(token - BN);
       const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (PIECE * HD);
-      const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
+      const int row = page * p.page_rows + work.head * p.page_size + token % p.page_size;
       const u32 to = (values ? shared.v_raw : shared.k_raw) + there.stage * RAW_BYTES + piece * HD;
       barrier_wait(shared.k_raw_empty + there.stage * 8, there.parity ^ 1);
       barrier_wait(shared.v_raw_empty + there.stage * 8, there.parity ^ 1);
@@ -268,7 +269,7 @@ struct Loader {
     for (int block = work.last; block >= work.first; --block, slot.next()) {
       const int token = block * BN + piece, next = page_of(token - BN);
       const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
-      const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
+      const int row = page * p.page_rows + work.head * p.page_size + token % p.page_size;
       const u32 to = stage() + piece * 128, bar = expect(bytes);
       if (token < end) copy_2d(to, map, bar, half * 64, row);
       page = next;

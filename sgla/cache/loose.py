@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from sgla.cache.pages import PagePool
+from sgla.cache.slabs import Slabs
 
 
 class LoosePool(PagePool):
@@ -16,16 +17,18 @@ class LoosePool(PagePool):
     stand for none.
     """
 
-    __slots__ = ("_given", "_holds", "_idle", "_page", "_passed", "_retired", "_ticket")
+    __slots__ = ("_given", "_holds", "_idle", "_page", "_passed", "_retired", "_ticket", "now")
 
-    def __init__(self, total: int) -> None:
-        super().__init__(total)
+    def __init__(self, total: int, slabs: Slabs | None = None, group: int = 0) -> None:
+        super().__init__(total, slabs, group)
+        self.now = 0  # on the tree's clock
         self._retired: list[int] = []  # units that nobody gets, since there is no room for them
         self._given = 0  # tickets
         self._ticket = [0] * total  # of each unit
         self._page: dict[int, int] = {}  # the unit of each valid ticket
         self._holds = [0] * total
-        self._idle: OrderedDict[int, None] = OrderedDict()  # in the tree and held by nobody, longest first
+        # In the tree and held by nobody, longest first; since when.
+        self._idle: OrderedDict[int, int] = OrderedDict()
         self._passed: OrderedDict[int, None] = OrderedDict()  # those of them that were made and left behind
 
     @property
@@ -56,7 +59,7 @@ class LoosePool(PagePool):
                 self._ticket[page], self._page[self._given] = self._given, page
                 self._holds[page] = int(held)
                 if not held:
-                    self._idle[page] = None
+                    self._rest(page)
             tickets.append(self._given if page else 0)
         return tickets
 
@@ -75,7 +78,7 @@ class LoosePool(PagePool):
             if self._holds[page]:
                 continue
             if self._ticket[page]:
-                self._idle[page] = None
+                self._rest(page)
                 if passed:
                     self._passed[page] = None
             else:
@@ -104,21 +107,40 @@ class LoosePool(PagePool):
         long as these are half or more, else of all."""
         lost = []
         for _ in range(n):
-            half = 2 * len(self._passed) >= len(self._idle)
-            lost.append(next(iter(self._passed if half else self._idle)))
+            lost.append(next(iter(self._passed if self.half_passed else self._idle)))
             self._rouse(lost[-1])
         self._lose(lost)
+
+    @property
+    def half_passed(self) -> bool:
+        """Half or more of those that can be evicted were passed."""
+        return 2 * len(self._passed) >= len(self._idle)
+
+    @property
+    def oldest(self) -> int:
+        """Since when nobody has held the one longest unused; some are evictable."""
+        return next(iter(self._idle.values()))
+
+    def _rest(self, page: int) -> None:
+        """It is idle from now on."""
+        self._idle[page] = self.now
+        self.loosen((page,))
 
     def _rouse(self, page: int) -> None:
         """It is idle no more."""
         del self._idle[page]
         self._passed.pop(page, None)
+        self.fix((page,))
 
     def _lose(self, pages: list[int]) -> None:
         for page in pages:
             del self._page[self._ticket[page]]
             self._ticket[page] = 0
         self.free(pages)
+
+    def fixed(self) -> list[int]:
+        """Units that are not free and cannot be made so."""
+        return [page for page in self.out() if page not in self._idle]
 
     def check_holds(self, held: Sequence[int]) -> None:
         """``held``: the tree's units that requests hold, once for each. Raises AssertionError."""
@@ -132,6 +154,7 @@ class LoosePool(PagePool):
         assert idle.issuperset(self._passed), "a unit that was passed is not idle"
         assert all(self._out[page] for page in self._page.values()), "a unit of the tree is free"
         assert all(self._ticket[page] == ticket for ticket, page in self._page.items()), "tickets disagree"
+        assert list(self._idle.values()) == sorted(self._idle.values()), "idle units are out of order"
 
     def check_owners(self, owned: Sequence[int], held: Sequence[int]) -> None:
         """``owned``: units of requests; ``held``: those of the tree that somebody holds, which it may have

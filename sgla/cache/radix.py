@@ -55,6 +55,7 @@ class RadixCache(RadixTree):
         self.evictable = 0
         self.version = 0
         self._pool = pool
+        self._windows = windows
         self._groups = OtherGroups(page_size, windows, states)
         self._beside = bool(self._groups)  # something stands beside the pages
         self._leaves = Leaves(eviction)
@@ -103,8 +104,13 @@ class RadixCache(RadixTree):
         node, at, child, part = self._descend(node, namespace, tokens, start, limit, marks)
         return child or node, (at + part * self._width) // TOKEN_BYTES
 
-    def _touch(self, node: Node) -> None:
+    def _tick(self) -> None:
         self._clock += 1
+        for pool in self._windows:
+            pool.now = self._clock
+
+    def _touch(self, node: Node) -> None:
+        self._tick()
         leaf = node
         while node is not self.root:
             node.touched = self._clock
@@ -123,6 +129,7 @@ class RadixCache(RadixTree):
         while node is not stop:
             if not node.locks:
                 self.evictable -= len(node.pages)
+                self._pool.fix(node.pages)
             node.locks += 1
             assert node.parent is not None
             node = node.parent
@@ -135,6 +142,7 @@ class RadixCache(RadixTree):
             node.locks -= 1
             if not node.locks:
                 self.evictable += len(node.pages)
+                self._pool.loosen(node.pages)
             assert node.parent is not None
             node = node.parent
         self._offer(leaf)
@@ -178,7 +186,7 @@ class RadixCache(RadixTree):
         windows: Sequence[Sequence[int]],
         held: bool,
     ) -> Node:
-        self._clock += 1
+        self._tick()
         child = self._add(node, edge, tokens, pages, self._clock)
         child.level = self._leaves.level
         if self.events is not None:
@@ -187,6 +195,7 @@ class RadixCache(RadixTree):
             self._groups.put(child, windows, held)
         self.pages += len(pages)
         self.evictable += len(pages)
+        self._pool.loosen(pages)
         self.version += 1
         self._offer(child)
         return child
@@ -278,6 +287,14 @@ class RadixCache(RadixTree):
             self.lost += freed
         return freed
 
+    @property
+    def oldest(self) -> int:
+        """When the leaf that goes first was last used; behind all else if there is none, or it is kept."""
+        for node, _ in self._leaves.first(1):
+            if not node.kept:
+                return node.touched
+        return self._clock + 1
+
     def going(self, pages: int) -> list[tuple[Node, int]]:
         """What goes first where so many pages are evicted: leaves, and how many pages of their paths."""
         return self._leaves.first(pages)
@@ -309,6 +326,7 @@ class RadixCache(RadixTree):
         return self.pages == 0
 
     def _free(self, pages: Sequence[int]) -> None:
+        self._pool.fix(pages)
         self._pool.free(pages)
         if self.events is not None:
             self.events.removed(pages)
@@ -327,6 +345,11 @@ class RadixCache(RadixTree):
         self._leaves.push(node)
         if len(self._leaves) > 4 * self.nodes + 64:
             self._leaves.renew(leaf for leaf in self.walk() if leaf.is_leaf)
+
+    def locked(self, pages: Sequence[int]) -> list[int]:
+        """Those of ``pages`` that it cannot lose."""
+        evictable = {page for node in self.walk() if not node.locks for page in node.pages}
+        return [page for page in pages if page not in evictable]
 
     def check(self) -> None:
         """Counters, keys, locks and heap agree with the tree. O(nodes)."""

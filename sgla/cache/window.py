@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sgla.cache.loose import LoosePool
+from sgla.cache.slabs import Slabs
 
 
 class WindowPool(LoosePool):
@@ -11,9 +12,11 @@ class WindowPool(LoosePool):
 
     __slots__ = ("page_size", "window")
 
-    def __init__(self, total: int, window: int, page_size: int) -> None:
+    def __init__(
+        self, total: int, window: int, page_size: int, slabs: Slabs | None = None, group: int = 0
+    ) -> None:
         assert window > 0
-        super().__init__(total)
+        super().__init__(total, slabs, group)
         self.window = window
         self.page_size = page_size
 

@@ -262,6 +262,8 @@ def kv_line(rows: dict[str, int]) -> str:
     if "kv_cache" not in rows:
         return f"KV cache   {'the rest':>10}  less what the largest steps take; tokens {tokens}"
     found = f"{rows['kv_pages']} pages, {rows['kv_tokens']} tokens {tokens}"
+    if "kv_tokens_of_short_texts" in rows:
+        found += f" in one text, {rows['kv_tokens_of_short_texts']} in texts shorter than a window"
     if "kv_tokens_without_windows" in rows:
         found += f"; {rows['kv_tokens_without_windows']} tokens if layers with windows kept all"
     return f"KV cache   {size_text(rows['kv_cache']):>10}  {found}"

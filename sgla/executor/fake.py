@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -329,10 +329,20 @@ class FakeModel:
             assert 0 not in pages, "a row writes to the dummy page"
             assert written.isdisjoint(pages), "two rows write to one page"
             written.update(pages)
+            self._overwrite(g, pages)
             for position in range(start, end):
                 store[slot.pages[g][position // size]][position % size] = slot.chain[position]
             for position in range(end, end + wrong):
                 store[slot.pages[g][position // size]][position % size] = WRONG
+
+    def _overwrite(self, g: int, pages: Iterable[int]) -> None:
+        """What other groups had where these pages are."""
+        size = self.facts.groups[g].slab
+        for slab in {(page - 1) // size for page in pages} if size else ():
+            for other, store in enumerate(self._stores):
+                count = self.facts.groups[other].slab
+                for page in range(slab * count + 1, (slab + 1) * count + 1) if other != g else ():
+                    store[page] = [WRONG] * self.facts.page_size
 
     def _read(self, g: int, rows: list[FakeRow]) -> None:
         size, store, window = self.facts.page_size, self._stores[g], self.facts.groups[g].window

@@ -4,11 +4,13 @@ shared out between these. Loads no torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
+from sgla.config import Config
 from sgla.kernels.kept import int4_dims
 from sgla.layers.spec import StateTensor
+from sgla.model.sharing import TENSOR, Slab, least_pages, longest
 from sgla.model.sizes import BYTES
 from sgla.model.spec import ModelSpec
 
@@ -165,11 +167,15 @@ def kv_groups(state: Sequence[LayerState], context_len: int, dtype: str) -> list
 
 
 class Pool(NamedTuple):
-    """How a budget is shared out between cache groups. Pages of a window are never more than those of whole
-    histories, nor than are of use: for every row what it reads, as much again for prefixes in the tree, and a
-    step's tokens. Where that is too much, they are three quarters of what they would be if all groups had the
-    same number: then short requests, which fill no window, lose a quarter of their places, and long ones win
-    what the windows give up. Who knows that texts are long can say how many there are (``Demand.ratio``).
+    """How a budget is shared out between cache groups.
+
+    Groups of pages that share one memory (``sharing.py``) have all of it, each of them; between pages are a
+    multiple of ``shared`` bytes then. Else pages of a
+    window are never more than those of whole histories, nor than are of use: for every row what it reads, as
+    much again for prefixes in the tree, and a step's tokens. Where that is too much, they are three quarters
+    of what they would be if all groups had the same number: then short requests, which fill no window, lose a
+    quarter of their places, and long ones win what the windows give up. Who knows that texts are long can say
+    how many there are (``Demand.ratio``).
 
     States get half of the budget, as long as more than one for each row and one more is of use: for a
     checkpoint every so many tokens of those that the other half holds."""
@@ -177,6 +183,12 @@ class Pool(NamedTuple):
     groups: Sequence[KVGroup]
     page_size: int
     demand: Demand
+    shared: int = 0
+
+    @property
+    def slab(self) -> Slab | None:
+        """Of the memory that the groups share, if they do."""
+        return Slab.of(self.page_bytes, self.shared) if self.shared else None
 
     @property
     def page_bytes(self) -> list[int]:
@@ -195,7 +207,23 @@ class Pool(NamedTuple):
     def needed(self, context: int) -> int:
         """Bytes for one request of ``context`` tokens."""
         whole = pages_for(context, self.page_size)
-        return sum(b * min(whole, self._least(group)) for group, b in zip(self.groups, self.page_bytes))
+        pages = [min(whole, self._least(group)) for group in self.groups]
+        if (slab := self.slab) is not None:
+            return slab.count(pages) * slab.bytes
+        return sum(count * size for count, size in zip(pages, self.page_bytes))
+
+    def taken(self, pages: Sequence[int]) -> int:
+        """Bytes of so many pages of each group, with the dummies."""
+        if (slab := self.slab) is not None:
+            return slab.total(pages)
+        return sum(count * size for count, size in zip(pages, self.page_bytes))
+
+    def one(self, pages: Sequence[int]) -> int:
+        """Tokens that one request can have of so many pages of each group, without the dummies."""
+        if (slab := self.slab) is None:
+            return pages[0] * self.page_size
+        least = [self._least(group) for group in self.groups[1:]]
+        return longest(pages[0] // slab.pages[0], slab.pages, least) * self.page_size
 
     def split(self, budget: int) -> list[int]:
         """Pages of each group, without the dummies, in ``budget`` bytes or a page of each more; at the end
@@ -206,6 +234,9 @@ class Pool(NamedTuple):
         return [*self._pages(max(budget - states * self.page_bytes[-1], 1)), states]
 
     def _pages(self, budget: int) -> list[int]:
+        if (slab := self.slab) is not None:
+            slabs = max(pages_for(budget, slab.bytes), len(slab.pages))
+            return [slabs * count for count in slab.pages]
         sizes = [group.page_bytes(self.page_size) for group in self.groups if not group.unit_bytes]
         first, *others = sizes
         if not first:
@@ -237,10 +268,16 @@ class Pool(NamedTuple):
         return sum(group.token_bytes for group in self.groups)
 
     def tokens(self, budget: int) -> int:
-        """Tokens of whole histories that ``budget`` bytes hold for certain."""
+        """Tokens of whole histories that ``budget`` bytes hold: where groups share a memory, of one text."""
         if len(self.groups) == 1 and self.groups[0].token_bytes:
             return int(budget // self.groups[0].token_bytes)
-        return self.split(budget)[0] * self.page_size
+        return self.one(self.split(budget))
+
+    def least(self, budget: int) -> int:
+        """Tokens that it would hold of texts shorter than a window, where groups share a memory."""
+        assert self.slab is not None
+        each = sum(1 / count for count in self.slab.pages)
+        return int(self.split(budget)[0] // self.slab.pages[0] / each) * self.page_size
 
     def whole(self, budget: int) -> int:
         """Tokens that it would hold if layers with windows kept all, as others do."""
@@ -258,7 +295,47 @@ class Pool(NamedTuple):
         """Pages with which one request reads its prompt at full speed, or states."""
         if group.unit_bytes:
             return 2
-        return self._read(group) + self._step if group.window else 1 << 40
+        if not group.window:
+            return 1 << 40
+        return least_pages(group.window, self.demand.step_tokens, self.page_size)
+
+
+def apart(config: Config, spec: ModelSpec, state: Sequence[LayerState], dtype: str) -> str:
+    """Why cache groups of pages, of which there are several, have a memory each; "": they share one.
+    ``state``: of a rank; ``dtype``: of the KV cache."""
+    kept = [tensor for layer in state for tensor in layer.tensors]
+    host = config.kv_host_bytes is not None or config.kv_host_ratio is not None
+    heads, ranks = {layer.kv_heads for layer in spec.attention}, config.heads_over
+    found = {
+        "--window-ratio says how large": config.window_ratio is not None,
+        "with --pp ranks have other layers": config.pp > 1,
+        "with --dcp or --cp ranks have parts of the tokens": config.dcp > 1 or config.cp > 1,
+        "tiers copy pages of each": host or config.kv_disk is not None or config.kv_store is not None,
+        "servers with a --role copy pages of each": config.role != "both",
+        "layers that keep states are beside them": any(layer.unit for layer in state),
+        f"pages in {dtype} have scales": bool(scaled(kept, dtype)),
+        "layers keep more than keys and values": any(
+            tensor.dtype or tensor.name not in ("k", "v") for tensor in kept
+        )
+        or len(spec.keepers) > len(spec.attention_held),
+        "ranks have other numbers of heads": any(count > ranks and count % ranks for count in heads),
+        "pages are too small": any(
+            prod(tensor.shape) * config.page_size * BYTES[Stored.of(tensor, dtype).dtype] % TENSOR
+            for tensor in kept
+        ),
+    }
+    return next((reason for reason, true in found.items() if true), "")
+
+
+def whole_heads(
+    config: Config, spec: ModelSpec, state: Sequence[LayerState], groups: Sequence[KVGroup], dtype: str
+) -> int:
+    """Bytes of a head of a page, of which the GPU's copies see whole ones between pages, if ``groups`` share
+    one memory; 0: they do not. See ``apart``."""
+    if len(groups) < 2 or apart(config, spec, state, dtype):
+        return 0
+    kept = [tensor for layer in state for tensor in layer.tensors]
+    return lcm(*(int(config.page_size * t.shape[-1] * BYTES[Stored.of(t, dtype).dtype]) for t in kept))
 
 
 def pages_for(tokens: int, page_size: int) -> int:

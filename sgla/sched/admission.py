@@ -14,9 +14,11 @@ from sgla.sched.policy import Auto, order
 from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure, plus
 from sgla.sched.queues import Queues
-from sgla.sched.request import Request
+from sgla.sched.request import Request, State
 from sgla.sched.stats import Ledger
 from sgla.sched.step import Step
+
+ALONE = 256  # tokens behind those that it knows, that a request computes before others join it
 
 
 class Admission:
@@ -36,9 +38,16 @@ class Admission:
         self._prefill, self._hurry, self._ledger = prefill, hurry, ledger
         self._auto = Auto() if limits.policy == "auto" else None
         self._reserved: list[int] = []  # pages that running rows are expected to need, of each cache group
+        self._anew = False  # one request is to begin that keeps others from it
+        self._alone: Request | None = None  # it has begun
+        self._until = 0  # so many of its tokens are computed
 
     def admit(self, step: Step, budget: Budget, now: float) -> None:
         queues, memory, limits = self._queues, self._memory, self._limits
+        if self._alone is not None:
+            if self._alone.state is State.RUNNING and self._alone.planned < self._until:
+                return
+            self._alone = None
         waiting = queues.candidates()
         if not waiting or budget.tokens <= 0:
             return
@@ -82,6 +91,19 @@ class Admission:
                     continue
             if not self._admit_one(step, request, budget, i < last, now):
                 return
+            if self._anew and request.state is State.RUNNING:
+                self._alone, self._anew, self._until = request, False, request.known + ALONE
+                return
+
+    def begin_anew(self) -> None:
+        """Nobody can go on: of a memory that groups share each slab that one lacks has a page of another. So
+        all give theirs back, and one begins with all of it, alone for a while: it gets further each time."""
+        assert self._limits.groups[0].slab, "requests wait for nothing"
+        assert not self._anew, "a request does not fit into all of the memory"
+        for request in list(self._queues.running):
+            self._pressure.preempt(request)
+        self._memory.flush()
+        self._anew = True
 
     def _gather(self, requests: list[Request], budget: Budget) -> bool:
         """Nobody runs: the first ones, as many as one step has room for, begin together in it, and the

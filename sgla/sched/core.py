@@ -55,7 +55,7 @@ class Core:
         self._costs = CostModel(limits.itl_target, limits.step_tokens, asked=bool(limits.tiers))
         self._ledger = Ledger()
         self._queues = Queues(limits, self._memory, self._ledger)
-        self._pressure = Pressure(self._memory, self._queues, len(limits.groups), limits.reserve)
+        self._pressure = Pressure(self._memory, self._queues, limits.reserve)
         shared = limits, self._memory, self._queues, self._pressure
         self._hurry = Hurry(limits, self._costs)
         self._repeats = Repeats() if limits.searched_drafts and limits.drafts else None
@@ -157,9 +157,10 @@ class Core:
         if not (step.rows or step.copies or step.dropped):
             if memory.copies:  # of what was retracted just now, and this plan computes nothing
                 return self.plan(now, paused)
-            busy = queues.flights or memory.copying
-            assert busy or paused or not (queues.running or queues.waiting), "requests wait for nothing"
-            return None
+            if queues.flights or memory.copying or paused or not (queues.running or queues.waiting):
+                return None
+            self._admission.begin_anew()
+            return self.plan(now)
         for request in step.rows[step.decodes :]:
             memory.slide(request)
         if memory.recurrent is not None:
@@ -225,7 +226,7 @@ class Core:
                 continue
             drafts = self._drafts(request, most, step.number) if request.drafting else 0
             lacking = self._lacking(request, drafts)
-            if drafts and lacking > max(0, self._memory.room(request)):
+            if drafts and lacking > 0 and not self._memory.fits(request, lacking):
                 drafts, lacking = 0, self._lacking(request, 0)
             if lacking > 0:
                 if not self._pressure.grow(request, lacking):
@@ -355,7 +356,6 @@ class Core:
     def stats(self) -> Stats:
         """A copy of the counters, and the numbers of now."""
         queues, memory, last, page = self._queues, self._memory, self._last, self.limits.page_size
-        total, free, cached = memory.pool.total - 1, len(memory.pool), memory.cache.pages
         return replace(
             self._ledger.counts,
             running=len(queues.running),
@@ -364,11 +364,11 @@ class Core:
             retracted=sum(request.preemptions > 0 for request in queues.waiting),
             draining=len(queues.draining),
             in_flight=len(queues.flights),
-            pages_total=total,
-            pages_free=free,
-            pages_cached=cached,
+            pages_total=memory.pool.total - 1,
+            pages_free=memory.stock.free,
+            pages_cached=memory.cache.pages,
             pages_evictable=memory.cache.evictable,
-            pages_private=total - free - cached,
+            pages_private=memory.stock.private,
             windows=[
                 WindowStats(window=p.window, total=p.total - 1, free=len(p), evictable=p.evictable)
                 for p in memory.windows
@@ -377,7 +377,7 @@ class Core:
             adapter_places=self.limits.adapters,
             adapters_placed=memory.adapters.used,
             adapter_loads=memory.adapters.loads,
-            cached_tokens=cached * page,
+            cached_tokens=memory.cache.pages * page,
             hits=dict(self._ledger.counts.hits),
             misses=dict(self._ledger.counts.misses),
             finished=dict(self._ledger.counts.finished),

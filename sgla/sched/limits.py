@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.messages import LONGEST, CacheGroup, RowSampling, StepCost, Submit, Tier
+from sgla.model.sharing import least_pages, longest
 
 # Plans travel through a ring of 16 MiB (executor/child.py). A request adds bytes to the plan of the step in
 # which it takes its slot: its tokens, its sampling parameters and its page table. The page table is not
@@ -76,7 +77,13 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         )
         assert self.groups[-1].every % self.page_size == 0, "a checkpoint lies within a page"
         assert all(len(tier.units) == len(self.groups) for tier in self.tiers), "a tier lacks a group"
+        assert all(bool(group.slab) == bool(first.slab) for group in self.paged), "some groups share a memory"
         assert self.encoder or all(group.pages > 1 for group in self.groups), "no pages but the dummy"
+
+    @property
+    def paged(self) -> list[CacheGroup]:
+        """All groups but that of states."""
+        return self.groups[:-1] if self.recurrent else self.groups
 
     @property
     def recurrent(self) -> bool:
@@ -90,10 +97,15 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens all pages can hold; an encoder needs none."""
+        """Tokens that all pages hold of one request; an encoder needs none."""
         if self.encoder:
             return self.context_len
-        return (self.groups[0].pages - 1) * self.page_size
+        first, *others = self.paged
+        if not first.slab:
+            return (first.pages - 1) * self.page_size
+        least = [least_pages(group.window, self.step_tokens, self.page_size) for group in others]
+        slabs = (first.pages - 1) // first.slab
+        return longest(slabs, [group.slab for group in self.paged], least) * self.page_size
 
     def outputs(self, submit: Submit) -> int:
         """Outputs the request can have:

@@ -1,6 +1,6 @@
 """Slots and pages: every function here that moves ownership says so.
 
-``free + tree + private = total - 1`` in the pool of each cache group. A request owns ``pages[shared:]``;
+``tree + private`` are the pages of each cache group that are not free. A request owns ``pages[shared:]``;
 ``pages[:shared]`` belong to the tree and are kept by the request's lock on ``node``. The same holds for the
 pages of windows, of which the tree's are held one by one. ``recurrent.py`` has the group of states.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sgla.cache.pages import PagePool
-from sgla.cache.radix import NullCache, RadixCache
+from sgla.cache.radix import NullCache
 from sgla.cache.states import StatePool
 from sgla.cache.tree import TOKEN_BYTES, Node, marks_from
 from sgla.cache.window import WindowPool
@@ -21,6 +20,7 @@ from sgla.sched.moving import Numbers, Pools
 from sgla.sched.recurrent import Recurrent
 from sgla.sched.request import Prompt, Request
 from sgla.sched.rests import Rests
+from sgla.sched.stock import SharedStock, Stock
 from sgla.sched.transfers import Slack, Transfers
 
 STEP = "step"  # see Memory.attach
@@ -32,15 +32,10 @@ class Memory:
 
     def __init__(self, limits: Limits, found: Sequence[Sequence[bytes]] = ()) -> None:
         """``found``: Facts.found."""
-        self.page_size = limits.page_size
-        first, *others = limits.groups
-        self.pool = PagePool(first.pages)
-        self.windows = [
-            WindowPool(group.pages, group.window, limits.page_size) for group in others if group.window
-        ]
-        states = StatePool(others[-1].pages, others[-1].every) if limits.recurrent else None
-        kind = RadixCache if limits.prefix_cache else NullCache
-        self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, states)
+        self.page_size, last = limits.page_size, limits.groups[-1]
+        states = StatePool(last.pages, last.every) if limits.recurrent else None
+        self.stock = (SharedStock if limits.groups[0].slab else Stock)(limits, states)
+        self.pool, self.windows, self.cache = self.stock.pool, self.stock.windows, self.stock.cache
         tiers = limits.tiers if limits.prefix_cache else []
         pools, numbers = Pools(self.pool, self.windows, states), Numbers()
         self.rests = Rests(pools)
@@ -58,41 +53,48 @@ class Memory:
 
     @property
     def available(self) -> list[int]:
-        """Units that are free or can be made so by eviction."""
-        available = [len(self.pool) + self.cache.evictable + len(self.rests)]
-        available += [len(pool) + pool.evictable + len(self.rests) for pool in self.windows]
+        """What there is, or can be by eviction: see ``Stock``; at the end states."""
+        available = [count + len(self.rests) for count in self.stock.available]
         if self.recurrent is not None:
             available.append(self.recurrent.pool.available)
         return available
 
     def wanted(self, request: Request, n: int) -> list[int]:
         """What ``grow`` takes for ``n`` more pages."""
-        wanted = [n] * (1 + len(self.windows))
+        wanted = self.stock.worth([n] * (1 + len(self.windows)))
         if self.recurrent is not None:
             wanted.append(self.recurrent.wanted(request))
         return wanted
 
     def room(self, request: Request) -> int:
         """By how many pages the request can grow."""
-        if self.recurrent is None:
-            return min(self.available)
-        return min(self.available[:-1]) if self.recurrent.fits(request) else 0
+        if self.recurrent is not None and not self.recurrent.fits(request):
+            return 0
+        return self.stock.room + len(self.rests)
+
+    def fits(self, request: Request, n: int) -> bool:
+        """Whether it can grow by ``n`` pages."""
+        if self.recurrent is not None and not self.recurrent.fits(request):
+            return False
+        return self.stock.fits(n - len(self.rests))
 
     def lacking(self, request: Request, tokens: int) -> list[int]:
-        """Pages that the request would need beside those it has to go on to ``tokens``, one at a time."""
+        """What the request would need beside what it has to go on to ``tokens``, one at a time."""
         needed = tokens // self.page_size + 1
         lacking = [max(needed - len(request.pages), 0)]
         for pool, pages, behind in zip(self.windows, request.windows, request.behind):
             lacking.append(max(min(needed, pool.most) - (len(pages) - behind), 0))
+        lacking = self.stock.worth(lacking)
         if self.recurrent is not None:
             lacking.append(self.recurrent.wanted(request))
         return lacking
 
     def own(self, request: Request) -> list[int]:
-        """Units that the request holds and has not found in the tree."""
+        """What the request holds and has not found in the tree."""
         own = [len(request.pages) - request.borrowed]
         for pages, behind in zip(request.windows, request.behind):
             own.append(len(pages) - max(behind, request.borrowed))
+        own = self.stock.worth(own)
         if self.recurrent is not None:
             own.append(bool(request.unit) + (request.mark is not None) + len(request.tails))
         return own
@@ -206,27 +208,18 @@ class Memory:
             return False
         if self.windows:
             self.slide(request)
-        if self._short(n):
+        pages = self.stock.take(n)
+        if not pages and self.rests:
             self.rests.clear()
-            if self._short(n):
-                return False
-        short = n - len(self.pool)
-        if short > 0 and self.cache.evict(short) < short:
+            pages = self.stock.take(n)
+        if not pages:
             return False
-        request.pages += self.pool.alloc(n)
-        for pool, pages in zip(self.windows, request.windows):
-            if n > len(pool):
-                pool.evict(n - len(pool))
-            pages += pool.alloc(n)
+        for column, more in zip((request.pages, *request.windows), pages):
+            column += more
         if self.recurrent is not None:
             self.recurrent.take(request)
         request.allocated += n * self.page_size
         return True
-
-    def _short(self, n: int) -> bool:
-        """Of some group no ``n`` pages are free or can be evicted."""
-        short = n > len(self.pool) + self.cache.evictable
-        return short or any(n > len(pool) + pool.evictable for pool in self.windows)
 
     def slide(self, request: Request) -> None:
         """Give back the pages that no token still to be computed reads. Steps are computed in order, so those
@@ -348,14 +341,13 @@ class Memory:
     def check(self, holders: Iterable[Request]) -> None:
         """``holders``: the requests that have a slot.
         Raises AssertionError if anything is lost, doubled or unlocked."""
-        self.pool.check()
+        self.stock.check()
         self.cache.check()
         holders = list(holders)
         private = [page for request in holders for page in request.pages[request.shared :]]
         private += self.transfers.owned(0)
         assert len(set(private)) == len(private), "a private page has two owners"
-        total = len(self.pool) + self.cache.pages + len(private)
-        assert total == self.pool.total - 1, f"free + tree + private = {total}, not {self.pool.total - 1}"
+        assert self.stock.private == len(private), "pages lost or doubled"
         used = [request.slot for request in holders]
         assert sorted(used + self.slots) == list(range(self._rows)), "slots lost or doubled"
         for g, pool in enumerate(self.windows):
@@ -399,7 +391,7 @@ def _check_window(
         private += pages[max(behind, request.shared) :]
     pool.check_holds(held)
     assert len(set(private)) == len(private), "a private page of a window has two owners"
-    assert len(pool) + pool.cached + len(private) == pool.total - 1, "pages of a window lost or doubled"
+    assert len(pool.out()) == pool.cached + len(private), "pages of a window lost or doubled"
 
 
 def _check_path(request: Request) -> None:

@@ -1,6 +1,6 @@
 """Where pages are short: who gives some up, and how many are kept free for what running requests may need.
 
-Numbers of pages are lists with one for each cache group.
+Numbers of pages are lists with one for each cache group, or for the memory that groups share (``stock.py``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def at_most(wanted: list[int], there: list[int]) -> bool:
 class Pressure:
     """``short``: pages that running rows lack in the plan being made."""
 
-    def __init__(self, memory: Memory, queues: Queues, groups: int, reserve: float) -> None:
+    def __init__(self, memory: Memory, queues: Queues, reserve: float) -> None:
         self._memory, self._queues, self._reserve = memory, queues, reserve
-        self._none = [0] * groups
+        self._none = [0] * len(memory.available)
         self.short = self._none
         self._ratio = reserve  # part of its possible outputs that a request is expected to produce
 

@@ -11,7 +11,7 @@ from sgla.messages import VERIFIED, CacheGroup
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, Pool, kv_groups, shared_out, state_of, with_draft
+from sgla.model.state import Demand, Pool, kv_groups, shared_out, state_of, whole_heads, with_draft
 from sgla.model.whole_experts import with_copies
 from sgla.worker.facts import drafts_of
 from sgla.worker.kv import allocate_kv
@@ -59,7 +59,8 @@ def take_kv(
     state = with_draft(own, draft_state(guessing, shard.size, shard.rank))
     kv_dtype = config.kv_dtype(dtype)
     groups = kv_groups(state, config.context_length or spec.context_len, kv_dtype)
-    pool = Pool(groups, config.page_size, demand)
+    shared = whole_heads(config, spec, state, groups, kv_dtype)
+    pool = Pool(groups, config.page_size, demand, shared)
     size = size_kv(
         pool,
         budget=config.kv_cache_bytes,
@@ -70,7 +71,7 @@ def take_kv(
     states = groups[-1].unit_bytes > 0
     spare = VERIFIED if states and drafts_of(config) else 0
     pages = [*size.pages[:-1], size.pages[-1] + spare]
-    kv = allocate_kv(state, groups, pages, config.page_size, kv_dtype)
+    kv = allocate_kv(state, groups, pages, config.page_size, kv_dtype, slab=pool.slab)
     rewind = Rewind(kv, size.pages[-1]) if spare else None
     units = cache_groups(pool, size.pages)
     return CpuKV(kv[: len(own)], kv[len(own) :], units, len(groups) - states, size, weights, rewind)

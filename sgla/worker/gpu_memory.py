@@ -26,7 +26,7 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.layers.linear import split_heads
 from sgla.model.sizes import Offloaded, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.model.state import Pool, pages_for
+from sgla.model.state import Pool
 from sgla.worker.memory import MIB, mib
 
 GIB = 1 << 30
@@ -170,14 +170,14 @@ def size_pool(
         )
     room, page_size = free if budget is None else budget, pool.page_size
     pages = within(room, pool)
-    least = pool.needed(wanted or 1) + sum(pool.page_bytes)
-    if pages[0] > pages_for(wanted or 1, page_size) and pages[-1] > 1:
+    least, held = pool.needed(wanted or 1) + sum(pool.page_bytes), pool.one([n - 1 for n in pages])
+    if held >= (wanted or 1) and pages[-1] > 1:
         return pages
     missing = max(MIB, least - room)
     if budget is not None and least <= free:
         advice = Advice(f"raise --kv-cache-bytes to {-(-least // MIB)}M", "kv_cache_bytes")
-    elif pages[0] > 1 and pool.page_bytes[0]:
-        advice = Advice(f"lower --context-length to {(pages[0] - 1) * page_size}", "context_length")
+    elif held > 0 and pool.page_bytes[0]:
+        advice = Advice(f"lower --context-length to {held}", "context_length")
     else:
         advice = advise(missing)
     raise OutOfMemory(
@@ -189,6 +189,9 @@ def size_pool(
 
 def within(room: int, pool: Pool) -> list[int]:
     """Pages of each group, with the dummies, that together take no more than ``room`` bytes, or none."""
+    if (slab := pool.slab) is not None:
+        slabs = max(0, room - slab.dummy) // slab.bytes
+        return [1 + slabs * count for count in slab.pages]
     sizes = pool.page_bytes
     pages = [1 + count for count in pool.split(max(0, room - sum(sizes)))]
     over = sum(count * size for count, size in zip(pages, sizes)) - room
@@ -226,7 +229,7 @@ class Budget:
         asked = pool, config.kv_cache_bytes, config.context_length, advise
         kept["tokens"] = ID * pool.page_size * size_pool(free, *asked)[0]
         pages = size_pool(free - kept["tokens"], *asked)
-        self.ledger |= kept | {"kv": sum(n * b for n, b in zip(pages, pool.page_bytes))}
+        self.ledger |= kept | {"kv": pool.taken(pages)}
         return pages
 
     def captured(self, taken: int) -> list[str]:

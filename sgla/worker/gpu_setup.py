@@ -13,7 +13,7 @@ from sgla.kernels.rehearsal import rehearsing
 from sgla.messages import CacheGroup, Facts, Progress, StepCost
 from sgla.model.cache_scales import read_scales
 from sgla.model.diffusion_gemma_spec import denoising_of
-from sgla.model.state import Demand, Pool
+from sgla.model.state import Demand, Pool, whole_heads
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.device_outputs import DeviceOutputs
 from sgla.worker.facts import answer_facts
@@ -111,7 +111,9 @@ class GpuSetup(GpuModel):
         """The KV pool, and the context that it holds."""
         steps = self.steps
         demand = Demand(steps.slots, steps.step_tokens, config.prefix_cache, config.window_ratio)
-        pool = Pool(steps.groups, config.page_size, demand)
+        spec, groups = steps.model.spec, steps.groups
+        shared = whole_heads(config, spec, steps.state, groups, steps.kv_dtype)
+        pool = Pool(groups, config.page_size, demand, shared)
         spare = steps.spare * steps.groups[-1].page_bytes(config.page_size)
         copies = threaded(config) * thread_bytes(pool.page_bytes)
         pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts), spare, copies)
@@ -120,11 +122,11 @@ class GpuSetup(GpuModel):
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             make = None if self.regions is None else self.regions.kv.empty
             units = [*pages[:-1], pages[-1] + steps.spare]
-            steps.kv = steps.allocate(units, config.page_size, steps.kv_dtype, make)
+            steps.kv = steps.allocate(units, config.page_size, steps.kv_dtype, make, pool.slab)
             steps.tables.tokens.resize(pages[0])
         if self.chains is not None:
             self.chains.take(steps.kv[steps.own :])
-        context_len = min(steps.context_len, (pages[0] - 1) * config.page_size)
+        context_len = min(steps.context_len, pool.one([n - 1 for n in pages]))
         if context_len < steps.context_len:
             self.notes.append(
                 f"context cut from {steps.context_len} to {context_len} tokens, what the KV cache holds"

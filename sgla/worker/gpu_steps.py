@@ -23,7 +23,8 @@ from sgla.kernels.ops import Layer
 from sgla.layers.adapters import Adapters
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
-from sgla.model.state import LayerState, kv_groups, scaled, shared_out, with_draft
+from sgla.model.sharing import Slab
+from sgla.model.state import LayerState, kv_groups, shared_out, with_draft
 from sgla.model.whisper import Whisper
 from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
@@ -36,7 +37,7 @@ from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.gpu_context import Divides
 from sgla.worker.gpu_halves import Halves
 from sgla.worker.gpu_shared_cache import Shares
-from sgla.worker.kv import Arena, allocate_kv, tokens_of
+from sgla.worker.kv import allocate_on_gpu, tokens_of
 from sgla.worker.listening import Listening
 from sgla.worker.pictures import Pictures
 from sgla.worker.pooler import Pooler, label_logprobs
@@ -191,14 +192,16 @@ class GpuSteps:
         self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
 
     def allocate(
-        self, pages: Sequence[int], page_size: int, dtype: str, make: Make | None = None
+        self,
+        pages: Sequence[int],
+        page_size: int,
+        dtype: str,
+        make: Make | None = None,
+        slab: Slab | None = None,
     ) -> list[Layer]:
         """``pages`` of each cache group; see ``worker/kv.py``."""
-        state, groups = self.state, kv_groups(self.state, self.context_len, dtype)
-        nbytes = sum(group.page_bytes(page_size) * count for group, count in zip(groups, pages))
-        parts = (layer.tensors + layer.unit + tuple(scaled(layer.tensors, dtype)) for layer in state)
-        arena = Arena(nbytes, sum(map(len, parts)), make)
-        layers = allocate_kv(state, groups, pages, page_size, dtype, arena.zeros)
+        groups = kv_groups(self.state, self.context_len, dtype)
+        layers = allocate_on_gpu(self.state, groups, pages, page_size, dtype, make, slab)
         for layer, scales in zip(layers, self.scales if dtype == "fp8" else []):
             if (kept := tokens_of(layer)) is not None:
                 kept.k_scale, kept.v_scale = scales

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from sgla.kernels.ops import BothLayer, KVLayer, Layer, StateLayer
 from sgla.layers.spec import StateTensor
-from sgla.model.state import KVGroup, LayerState, Stored, unit_dtype
+from sgla.model.sharing import Slab
+from sgla.model.state import KVGroup, LayerState, Stored, scaled, unit_dtype
 from sgla.quant.weight import Make
 
 DTYPES = {
@@ -36,10 +38,17 @@ def allocate_kv(
     page_size: int,
     dtype: str,
     zeros: Zeros | None = None,
+    slab: Slab | None = None,
+    by_heads: bool = False,
 ) -> list[Layer]:
-    """``pages`` of each group, or units of that of states.
+    """``pages`` of each group, or units of that of states. ``slab``: of the memory that groups share, where
+    tokens of one page and head lie together if it is ``by_heads``.
     Zeros: an attention that reads and masks places nobody has written must not find NaN there."""
     zeros = zeros or untouched
+    zeros_of: Callable[[int], Zeros] = lambda group: zeros  # noqa: E731
+    if slab is not None:
+        memory = SharedMemory(slab, pages, zeros)
+        zeros_of = lambda group: partial(memory.zeros, group, by_heads)  # noqa: E731
     group_of = {layer: g for g, group in enumerate(groups) if not group.unit_bytes for layer in group.layers}
     layers: list[Layer] = []
     for i, layer in enumerate(state):
@@ -49,7 +58,7 @@ def allocate_kv(
             layers.append(replace(kept))
         elif not layer.unit:
             own = page_size // layer.holders
-            layers.append(_tokens(layer.tensors, group_of[i], pages, own, dtype, zeros))
+            layers.append(_tokens(layer.tensors, group_of[i], pages, own, dtype, zeros_of(group_of[i])))
         else:
             units = _states(layer.unit, pages[-1], dtype, zeros)
             if layer.tensors:
@@ -154,6 +163,34 @@ def untouched(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.d
     return torch.frombuffer(memory, dtype=dtype)[: prod(size)].view(size)
 
 
+class SharedMemory:
+    """One tensor that cache groups share. In a page tensors follow each other; pages of a group lie as far
+    apart as its stride is, and page 1 of each begins the first slab."""
+
+    def __init__(self, slab: Slab, pages: Sequence[int], zeros: Zeros) -> None:
+        self._strides = slab.strides
+        self._memory = zeros(slab.total(pages), 1, (1,), torch.uint8).flatten()
+        self._begins = [slab.dummy - stride for stride in slab.strides]  # of the next tensor of page 0
+
+    def zeros(
+        self,
+        group: int,
+        by_heads: bool,
+        pages: int,
+        page_size: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``by_heads``: tokens of one page and head lie together."""
+        begin, stride = self._begins[group], self._strides[group] // dtype.itemsize
+        self._begins[group] += page_size * prod(shape) * dtype.itemsize
+        memory, (heads, *width) = self._memory[begin:].view(dtype), shape
+        inner = (heads, page_size, *width) if by_heads else (page_size, heads, *width)
+        steps = [prod(inner[i + 1 :]) for i in range(len(inner))]
+        found = memory.as_strided((pages, *inner), (stride, *steps))
+        return found.transpose(1, 2) if by_heads else found
+
+
 class Arena:
     """One tensor of ``nbytes`` on a GPU, and so much that all parts are aligned, which are given away.
     Tokens of one page and head lie together, so that a kernel reads them in one go."""
@@ -169,3 +206,21 @@ class Arena:
         size = pages * page_size * prod(shape) * dtype.itemsize
         part, self._left = self._left[:size], self._left[-(-size // ALIGNED) * ALIGNED :]
         return part.view(dtype).view(pages, heads, page_size, *width).transpose(1, 2)
+
+
+def allocate_on_gpu(
+    state: Sequence[LayerState],
+    groups: Sequence[KVGroup],
+    pages: Sequence[int],
+    page_size: int,
+    dtype: str,
+    make: Make | None = None,
+    slab: Slab | None = None,
+) -> list[Layer]:
+    """``allocate_kv`` in one ``Arena``."""
+    nbytes = sum(group.page_bytes(page_size) * count for group, count in zip(groups, pages))
+    if slab is not None:
+        nbytes = slab.total(pages)
+    parts = (layer.tensors + layer.unit + tuple(scaled(layer.tensors, dtype)) for layer in state)
+    arena = Arena(nbytes, sum(map(len, parts)), make)
+    return allocate_kv(state, groups, pages, page_size, dtype, arena.zeros, slab, by_heads=True)

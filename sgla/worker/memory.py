@@ -36,7 +36,6 @@ def size_kv(
     for one full context if that fits in half. Raises OutOfMemory if the budget is not there or does not hold
     ``wanted_context``; the model's own context is cut to what the pages hold.
     """
-    page_size = pool.page_size
     context = wanted_context or model_context
     needed = pool.needed(context)
     if budget is None:
@@ -51,20 +50,20 @@ def size_kv(
         )
     pages = pool.split(budget)
     note = ""
-    if pages[0] * page_size < context:
+    if (held := pool.one(pages)) < context:
         if wanted_context is not None:
             raise OutOfMemory(
                 f"a context of {context} tokens needs {mib(needed)} of KV cache, {mib(needed - budget)} "
                 "more than there is; lower --context-length or raise --kv-cache-bytes",
                 param="context_length",
             )
-        context = pages[0] * page_size
+        context = held
         note = (
             f"context cut from {model_context} to {context} tokens, what the KV cache holds; "
             "--kv-cache-bytes gives more"
         )
     pages = [n + 1 for n in pages]
-    return KVSize(pages, context, sum(n * b for n, b in zip(pages, pool.page_bytes)), note)
+    return KVSize(pages, context, pool.taken(pages), note)
 
 
 def tier_units(room: float, pages: Sequence[int], nbytes: Sequence[int]) -> list[int]:
@@ -76,10 +75,11 @@ def tier_units(room: float, pages: Sequence[int], nbytes: Sequence[int]) -> list
 
 def cache_groups(pool: Pool, pages: Sequence[int]) -> list[CacheGroup]:
     """As ``Facts`` have them. ``pages`` of each, with the dummy page."""
-    groups = zip(pages, pool.groups, pool.page_bytes)
+    slabs = [0] * len(pages) if pool.slab is None else pool.slab.pages
+    groups = zip(pages, pool.groups, pool.page_bytes, slabs)
     return [
-        CacheGroup(count, group.window, size, pool.every if group.unit_bytes else 0)
-        for count, group, size in groups
+        CacheGroup(count, group.window, size, pool.every if group.unit_bytes else 0, slab)
+        for count, group, size, slab in groups
     ]
 
 

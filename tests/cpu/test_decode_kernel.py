@@ -51,6 +51,17 @@ ROWS = {
 }
 
 
+def pages_of(count: int, beside: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v ``[pages, Hkv, PAGE, DIM]``; ``beside``: those of a page follow each other, and then what other
+    layers have, which is no number."""
+    if not beside:
+        k, v = torch.randn(2, count, KV_HEADS, PAGE, DIM).bfloat16()
+        return k, v
+    kept = torch.full((count, 2 * KV_HEADS + 3, PAGE, DIM), torch.nan).bfloat16()
+    kept[:, : 2 * KV_HEADS] = torch.randn(count, 2 * KV_HEADS, PAGE, DIM).bfloat16()
+    return kept[:, :KV_HEADS], kept[:, KV_HEADS : 2 * KV_HEADS]
+
+
 @pytest.mark.parametrize("case", ROWS)
 @pytest.mark.parametrize("group", [2, 7])
 @pytest.mark.parametrize("blocks", [1, 5])
@@ -63,7 +74,7 @@ def test_rows_of_a_slot_are_as_torch_has_them(
     longest, count = max(lengths), max(slots) + 1
     pages = -(-longest // PAGE)
     table = torch.arange(1, 1 + count * pages).view(count, pages).flip(1).int().contiguous()
-    k, v = torch.randn(2, count * pages + 1, KV_HEADS, PAGE, DIM).bfloat16()
+    k, v = pages_of(count * pages + 1, beside=blocks > 1)
     last = {slot: max(n for s, n in zip(slots, lengths) if s == slot) for slot in slots}
     for slot, length in last.items():  # what no token has stored is no number
         for at in range(length, pages * PAGE):
@@ -98,7 +109,7 @@ def test_rows_from_the_projection(
     rows, longest = len(lengths), max(lengths)
     pages = -(-longest // PAGE)
     table = torch.arange(1, 1 + rows * pages).view(rows, pages).flip(1).int().contiguous()
-    k, v = torch.randn(2, rows * pages + 1, KV_HEADS, PAGE, DIM).bfloat16()
+    k, v = pages_of(rows * pages + 1, beside=v_norm)
     length = torch.tensor(lengths).int()
     cum = torch.tensor([0, *(-(-n // TILE) for n in lengths)]).cumsum(0).int()
     qkv = torch.randn(rows, (group + 2) * KV_HEADS * DIM).bfloat16()

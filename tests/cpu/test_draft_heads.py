@@ -134,7 +134,8 @@ def test_text_is_the_same(case: str) -> None:
             assert got.tokens() == expected.tokens()
             assert got.finish() == expected.finish()
         assert core.stats().draft_tokens > 20
-        assert (core.stats().preemptions > 0) == ("pages" in limits)
+        few = "pages" in limits and case != "a window of its own"  # two windows give back enough
+        assert (core.stats().preemptions > 0) == few
     whole, *others = found
     for other in others:  # in parts, after retraction, behind cached prefixes
         common = [text for text in whole if text in other]

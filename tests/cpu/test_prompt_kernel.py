@@ -51,7 +51,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> t
 
 def paged(rows: list[torch.Tensor], v_scale: float = 1.0, shuffled: bool = True) -> Pages:
     """k and v ``[T, Hkv, hd]`` in shuffled pages, or in such as follow each other but for two in the second
-    block of keys; what no token has stored is no number."""
+    block of keys; what no token has stored is no number, nor is what lies between pages."""
     length, heads, dim = rows[0].shape
     count = -(-length // PAGE)
     table = torch.zeros(2, count, dtype=torch.int32)
@@ -62,7 +62,8 @@ def paged(rows: list[torch.Tensor], v_scale: float = 1.0, shuffled: bool = True)
     at, kind = torch.arange(length), torch.uint8 if rows[0].dtype == FP8 else torch.int16
     pools = []
     for values in rows:
-        pool = torch.full((count + 1, heads, PAGE, dim), 0x7F if kind == torch.uint8 else 0x7FFF, dtype=kind)
+        nan = 0x7F if kind == torch.uint8 else 0x7FFF
+        pool = torch.full((count + 1, heads + 3, PAGE, dim), nan, dtype=kind)[:, :heads]
         pool[table[SLOT, at // PAGE].long(), :, at % PAGE] = values.view(kind)
         pools.append(pool.view(values.dtype).transpose(1, 2))
     return Pages(pools[0], pools[1], table, v_scale)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_cases import gemma3, llama
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
 from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.layers.spec import StateTensor
 from sgla.messages import CacheGroup, StepPlan, Submit
 from sgla.model.read import read_decoder
-from sgla.model.state import Demand, LayerState, Pool, kv_groups, state_of
+from sgla.model.sharing import Slab, longest
+from sgla.model.state import Demand, LayerState, Pool, apart, kv_groups, state_of
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.sched.memory import Memory
@@ -38,6 +43,15 @@ def make_runner(**changes: Any) -> CpuRunner:
 @pytest.fixture(scope="module", params=["torch", "native"])
 def runner(request: pytest.FixtureRequest) -> CpuRunner:
     runner = make_runner(native_kernels=request.param == "native")
+    if request.param == "native" and "torch" in runner.facts.notes[0]:
+        pytest.skip(runner.facts.notes[0])
+    return runner
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def pools(request: pytest.FixtureRequest) -> CpuRunner:
+    """Groups have a memory each."""
+    runner = make_runner(native_kernels=request.param == "native", window_ratio=0.75)
     if request.param == "native" and "torch" in runner.facts.notes[0]:
         pytest.skip(runner.facts.notes[0])
     return runner
@@ -75,7 +89,15 @@ def test_layers_are_grouped_by_their_windows(runner: CpuRunner) -> None:
     assert (full.window, window.window) == (0, WINDOW)
     assert {layer.group for layer in runner.kv} == {0, 1}
     assert 2 * full.page_bytes == window.page_bytes  # two layers of three
+    assert (full.slab, window.slab) == (2, 1)
+    assert full.pages - 1 == 2 * (window.pages - 1)
+
+
+def test_groups_have_a_memory_each_on_request(pools: CpuRunner) -> None:
+    full, window = pools.facts.groups
     assert full.pages > window.pages
+    assert not full.slab
+    assert not window.slab
 
 
 @pytest.mark.parametrize("limits", [{"depth": 1, "step_tokens": 64}, {"depth": 3, "step_tokens": 9}])
@@ -89,22 +111,46 @@ def test_text_is_the_same_as_with_all_pages(
     assert cached["second"][0].cached_tokens >= 3 * WINDOW // PAGE * PAGE
 
 
-def test_pages_of_windows_are_used_again(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
+def test_text_is_the_same_in_a_memory_that_is_too_small(
+    runner: CpuRunner, alone: dict[str, list[int]]
+) -> None:
+    """Rows give their pages back, the tree loses prefixes, and groups have what others had before them."""
+    full, window = runner.facts.groups
+    slabs = 26  # the longest request takes 11 for all its tokens, and 5 for its window and a step
+    few = [replace(full, pages=1 + 2 * slabs), replace(window, pages=1 + slabs)]
+    core = make_core(runner.facts, groups=few, depth=2, step_tokens=32, reserve=0.0)
+    memory, owners = core._memory.stock._memory, set[tuple[int, int]]()  # type: ignore[attr-defined]
+    plan = core.plan
+
+    def plan_and_look(now: float) -> StepPlan | None:
+        made = plan(now)
+        owners.update(enumerate(memory._owner))
+        core.check()
+        return made
+
+    core.plan = plan_and_look  # type: ignore[method-assign]
+    for _ in range(3):
+        assert run(runner, requests(), core).tokens() == alone
+    stats = core.stats()
+    assert stats.preemptions > 0
+    assert stats.hits["device"] > 0
+    assert sum((slab, 0) in owners and (slab, 1) in owners for slab in range(slabs)) > slabs // 2
+
+
+def test_pages_of_windows_are_used_again(pools: CpuRunner, alone: dict[str, list[int]]) -> None:
     """With no more of them than all rows read at a time, and nothing left for the tree; what they hold
     meanwhile is of others."""
-    core = make_core(runner.facts, windows=[1 + 4 * (-(-(WINDOW - 1) // PAGE) + 2)], reserve=0.0)
+    core = make_core(pools.facts, windows=[1 + 4 * (-(-(WINDOW - 1) // PAGE) + 2)], reserve=0.0)
     for _ in range(2):
-        assert run(runner, requests(), core).tokens() == alone
+        assert run(pools, requests(), core).tokens() == alone
     stats = core.stats()
     assert stats.preemptions == 0
     assert stats.pages_cached > 30
 
 
-def test_what_others_leave_behind_a_window_is_not_read(
-    runner: CpuRunner, alone: dict[str, list[int]]
-) -> None:
+def test_what_others_leave_behind_a_window_is_not_read(pools: CpuRunner, alone: dict[str, list[int]]) -> None:
     """Not even to multiply it with 0: it may be no number."""
-    core = make_core(runner.facts, depth=1, prefix_cache=False)
+    core = make_core(pools.facts, depth=1, prefix_cache=False)
     memory, plan, given_back = core._memory, core.plan, set[int]()
     poisoned = 0
 
@@ -118,7 +164,7 @@ def test_what_others_leave_behind_a_window_is_not_read(
         if not core._queues.flights:
             given_back.difference_update(page for other in core._queues.running for page in other.windows[0])
             poisoned += len(given_back)
-            for layer in runner.kv:
+            for layer in pools.kv:
                 if layer.group:
                     layer.k[list(given_back)] = layer.v[list(given_back)] = float("nan")
             given_back.clear()
@@ -126,8 +172,31 @@ def test_what_others_leave_behind_a_window_is_not_read(
 
     memory.slide, core.plan = slide, poison_and_plan  # type: ignore[method-assign]
     for request in requests():
-        assert run(runner, [request], core).tokens()[request.rid] == alone[request.rid]
+        assert run(pools, [request], core).tokens()[request.rid] == alone[request.rid]
     assert poisoned > 20
+    for layer in pools.kv:
+        layer.k.zero_(), layer.v.zero_()
+
+
+def test_what_others_leave_in_a_slab_is_not_read(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
+    """Whichever group had it."""
+    core = make_core(runner.facts, depth=1, prefix_cache=False)
+    slabs, plan, poisoned = core._memory.stock._memory, core.plan, set[int]()  # type: ignore[attr-defined]
+
+    def poison_and_plan(now: float) -> StepPlan | None:
+        if not core._queues.flights:
+            left = slabs._free[-40:]  # who wants one has the last
+            poisoned.update(left)
+            for layer in runner.kv:
+                size = slabs.pages[layer.group]
+                pages = [slab * size + i for slab in left for i in range(1, size + 1)]
+                layer.k[pages] = layer.v[pages] = float("nan")
+        return plan(now)
+
+    core.plan = poison_and_plan  # type: ignore[method-assign]
+    for request in requests():
+        assert run(runner, [request], core).tokens()[request.rid] == alone[request.rid]
+    assert len(poisoned) > 20
     for layer in runner.kv:
         layer.k.zero_(), layer.v.zero_()
 
@@ -153,9 +222,59 @@ def test_a_budget_is_shared_out_by_use() -> None:
     assert full == window
 
 
-def test_a_ratio_of_windows_holds_more_tokens() -> None:
-    """Of Gemma 3 27B in 40 GiB four times what equal pages hold, for as many requests as by default; a window
-    of one request and a step's tokens are there in any case."""
+SIZES = st.lists(st.integers(1, 60).map(lambda n: n * 1024), min_size=2, max_size=4)
+
+
+@given(SIZES)
+def test_a_slab_holds_whole_pages_of_any_group(sizes: list[int]) -> None:
+    slab = Slab.of(sizes, 1024)
+    for size, count, stride in zip(sizes, slab.pages, slab.strides):
+        assert stride >= size
+        assert stride % 1024 == 0
+        assert count * stride == slab.bytes
+        assert slab.bytes - count * size < max(sizes) * 1.1 + 1024 * math.lcm(*slab.pages)
+    if len(set(sizes)) == 1:
+        assert slab == Slab(sizes[0], (1,) * len(sizes))
+
+
+@given(st.integers(1, 40), SIZES, st.lists(st.integers(1, 30), min_size=3, max_size=3))
+def test_one_request_has_as_many_pages_as_fit(slabs: int, sizes: list[int], least: list[int]) -> None:
+    each = Slab.of(sizes).pages
+
+    def needed(pages: int) -> int:
+        return sum(-(-n // size) for n, size in zip([pages, *(min(pages, n) for n in least)], each))
+
+    found = longest(slabs, each, least[: len(each) - 1])
+    assert needed(found) <= slabs < needed(found + 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, ""),
+        ({"window_ratio": 0.5}, "--window-ratio"),
+        ({"pp": 2}, "--pp"),
+        ({"kv_host_bytes": 1 << 30}, "tiers"),
+        ({"kv_disk": "/x:1G"}, "tiers"),
+        ({"role": "prefill"}, "--role"),
+        ({"kv_cache_dtype": "int8"}, "scales"),
+        ({"kv_cache_dtype": "fp8"}, ""),
+        ({"tp": 4}, ""),
+        ({"tp": 5}, "heads"),
+        ({"page_size": 1, "tp": 16, "kv_cache_dtype": "fp8"}, "too small"),
+    ],
+)
+def test_groups_share_a_memory_where_all_of_it_can(settings: dict[str, Any], reason: str) -> None:
+    folder = Path(__file__).parents[2] / "bench" / "models" / "gemma-3-27b"
+    spec, config = read_decoder(json.loads((folder / "config.json").read_text())), Config(**settings)
+    found = apart(config, spec, state_of(spec, config.tp), config.kv_dtype("bfloat16"))
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+def test_one_memory_or_a_ratio_of_windows_holds_more_tokens() -> None:
+    """Of Gemma 3 27B in 40 GiB five times what equal pages hold, or four times, for as many requests as by
+    default; a window of one request and a step's tokens are there in any case."""
     folder = Path(__file__).parents[2] / "bench" / "models" / "gemma-3-27b"
     spec = read_decoder(json.loads((folder / "config.json").read_text()))
     groups = kv_groups(state_of(spec, 1), 131072, "bfloat16")
@@ -164,6 +283,10 @@ def test_a_ratio_of_windows_holds_more_tokens() -> None:
         return Pool(groups, PAGE, Demand(256, 8448, ratio=ratio)).tokens(40 << 30)
 
     whole = Pool(groups, PAGE, Demand(256, 8448)).whole(40 << 30)
+    shared = Pool(groups, PAGE, Demand(256, 8448), shared=PAGE * 256)
+    assert 5.3 < shared.tokens(40 << 30) / whole < 5.5  # of one text
+    places = min(Pool(groups, PAGE, Demand(256, 8448)).split(40 << 30)) * PAGE
+    assert shared.least(40 << 30) > 1.3 * places  # of texts that fill no window
     assert 2.2 < tokens(None) / whole < 2.4
     assert 4 < tokens(0.1) / whole < 4.2
     full, window = Pool(groups, PAGE, Demand(256, 8448, ratio=0.1)).split(40 << 30)

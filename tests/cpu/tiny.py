@@ -74,12 +74,19 @@ def tiny_config(**changes: Any) -> Config:
 
 
 def make_core(facts: Facts, *, pages: int = 0, windows: Sequence[int] = (), **changes: Any) -> Core:
-    """``pages`` of the first cache group and of the ``windows``, if they are not those of the worker."""
+    """``pages`` of the first cache group and of the ``windows``, if they are not those of the worker; of a
+    memory that groups share there is as much as they take together."""
     first, *others = facts.groups
-    others = [replace(group, pages=pages) for group, pages in zip(others, windows)] or others
+    if first.slab and pages:
+        wanted = [pages, *(windows or [pages] * len(others))]
+        slabs = sum(-(-(count - 1) // group.slab) for count, group in zip(wanted, facts.groups))
+        first, *others = [replace(group, pages=1 + slabs * group.slab) for group in facts.groups]
+    else:
+        first = replace(first, pages=pages) if pages else first
+        others = [replace(group, pages=pages) for group, pages in zip(others, windows)] or others
     limits: dict[str, Any] = {
         "slots": facts.slots,
-        "groups": [replace(first, pages=pages) if pages else first, *others],
+        "groups": [first, *others],
         "page_size": facts.page_size,
         "context_len": facts.context_len,
         "step_tokens": facts.step_tokens,

@@ -61,7 +61,7 @@ def shown(name: str) -> dict[str, Any]:
 
 @cache
 def runner_of(name: str) -> Any:
-    return make(shown(name))
+    return make(shown(name), window_ratio=0.75)  # rows have pages of the same numbers in all groups
 
 
 def logprobs_on_gpu(runner: Any, tokens: list[int]) -> torch.Tensor:

@@ -41,7 +41,8 @@ def test_pages_of_8_bits(kv_heads: int, group: int, dim: int, start: int, count:
     at = torch.arange(length, device="cuda")
     pools = []
     for values in rows:
-        pool = torch.full((pages + 1, kv_heads, page, dim), 0x7F, device="cuda", dtype=torch.uint8)
+        pool = torch.full((pages + 1, kv_heads + 3, page, dim), 0x7F, device="cuda", dtype=torch.uint8)
+        pool = pool[:, :kv_heads]  # other layers have what is between pages
         pool[table[SLOT, at // page].long(), :, at % page] = values.view(torch.uint8)
         pools.append(pool.view(torch.float8_e4m3fn).transpose(1, 2))
     there = Pages(pools[0], pools[1], table, v_scale)

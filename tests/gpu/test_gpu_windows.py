@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from test_gpu_runner import assert_same_bits, ints, make, plan, twice
 
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, Submit
@@ -36,6 +37,12 @@ MODEL = gemma3(
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def runner(request: pytest.FixtureRequest) -> Any:
     return make(MODEL, dtype=request.param)
+
+
+@pytest.fixture(scope="module")
+def pools(runner: Any) -> Any:
+    """Groups have a memory each."""
+    return make(MODEL, dtype=runner.facts.dtype, window_ratio=0.75)
 
 
 def requests() -> list[Submit]:
@@ -71,9 +78,38 @@ def test_layers_are_grouped_by_their_windows(runner: Any) -> None:
     full, window = runner.facts.groups
     assert (full.window, window.window) == (0, WINDOW)
     assert {layer.group for layer in runner.steps.kv} == {0, 1}
+    assert (full.slab, window.slab) == (5, 1)
+    slabs = window.pages - 1
+    assert full.pages == 1 + 5 * slabs
+    assert 0.9 * (256 << 20) < runner.facts.ledger["kv"] <= 256 << 20
+    assert slabs * window.page_bytes <= runner.facts.ledger["kv"] < (slabs + 2) * 1.01 * window.page_bytes
+
+
+def test_groups_have_a_memory_each_on_request(pools: Any) -> None:
+    full, window = pools.facts.groups
+    assert {layer.group for layer in pools.steps.kv} == {0, 1}
     assert full.pages > window.pages
-    assert runner.facts.ledger["kv"] <= 256 << 20
-    assert sum(group.pages * group.page_bytes for group in (full, window)) == runner.facts.ledger["kv"]
+    assert not full.slab
+    assert sum(group.pages * group.page_bytes for group in (full, window)) == pools.facts.ledger["kv"]
+
+
+def test_text_is_the_same_wherever_pages_lie(runner: Any, pools: Any) -> None:
+    """With no more slabs than one request needs pages and the others a few: rows give theirs back, and groups
+    have each other's."""
+    full, window = runner.facts.groups
+    slabs = 32
+    few = [replace(full, pages=1 + slabs * full.slab), replace(window, pages=1 + slabs)]
+    limits: dict[str, Any] = {"depth": 2, "step_tokens": 64, "reserve": 0.0}
+    alone = make_core(pools.facts, depth=1, step_tokens=64, prefix_cache=False)
+    expected: dict[str, list[int]] = {}
+    for request in requests():
+        expected |= run(pools, [request], alone)
+    core = make_core(runner.facts, groups=few, **limits)
+    for _ in range(3):
+        found = run(runner, requests(), core)
+        assert runner.facts.dtype != "float32" or found == expected
+    core.check()
+    assert core.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("limits", [{"depth": 1}, {"depth": 3}, {"step_tokens": 50}, {"step_tokens": 500}])
@@ -88,20 +124,20 @@ def test_text_is_the_same_as_with_all_pages(runner: Any, limits: dict[str, Any])
     assert core.stats().pages_cached > 30
 
 
-def test_pages_of_windows_are_used_again(runner: Any) -> None:
+def test_pages_of_windows_are_used_again(pools: Any) -> None:
     pages = 1 + 4 * (-(-(WINDOW - 1) // PAGE) + 2)
-    core = make_core(runner.facts, windows=[pages], reserve=0.0, depth=3, step_tokens=64)
-    expected = kept(runner, depth=3, step_tokens=64)
+    core = make_core(pools.facts, windows=[pages], reserve=0.0, depth=3, step_tokens=64)
+    expected = kept(pools, depth=3, step_tokens=64)
     for _ in range(2):
-        found = run(runner, requests(), core)
-        assert runner.facts.dtype != "float32" or found == expected
+        found = run(pools, requests(), core)
+        assert pools.facts.dtype != "float32" or found == expected
     assert core.stats().preemptions == 0
 
 
-def test_what_others_leave_behind_a_window_is_not_read(runner: Any) -> None:
+def test_what_others_leave_behind_a_window_is_not_read(pools: Any) -> None:
     """Not even to multiply it with 0: it may be no number."""
     limits: dict[str, Any] = {"depth": 1, "prefix_cache": False, "step_tokens": 60}
-    core, expected = make_core(runner.facts, **limits), kept(runner, **limits)
+    core, expected = make_core(pools.facts, **limits), kept(pools, **limits)
     planned = core.plan
 
     @torch.inference_mode()
@@ -109,19 +145,19 @@ def test_what_others_leave_behind_a_window_is_not_read(runner: Any) -> None:
         if not core._queues.flights:
             torch.cuda.synchronize()
             free = torch.tensor(core._memory.windows[0]._free, device="cuda")
-            for layer in runner.steps.kv:
+            for layer in pools.steps.kv:
                 if layer.group:
                     layer.k[free] = layer.v[free] = float("nan")
         return planned(now)
 
     core.plan = poison_and_plan  # type: ignore[method-assign]
-    assert run(runner, requests(), core) == expected
+    assert run(pools, requests(), core) == expected
     with torch.inference_mode():
-        for layer in runner.steps.kv:
+        for layer in pools.steps.kv:
             layer.k.zero_(), layer.v.zero_()
 
 
-def test_replay_equals_eager(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_equals_eager(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows beyond the window, decoded, and beside a prompt: bit for bit."""
     length, rows = 150, 12
     new = [
@@ -135,16 +171,16 @@ def test_replay_equals_eager(runner: Any, monkeypatch: pytest.MonkeyPatch) -> No
         for slot in range(rows + 1)
     ]
     for row in new[:-1]:
-        runner.execute(plan(0, [(row.slot, 0, length, SAMPLE)], [row]))
+        pools.execute(plan(0, [(row.slot, 0, length, SAMPLE)], [row]))
     decode = [(slot, length, 1, SAMPLE) for slot in range(rows)]
     for steps, graphs in (
-        ([plan(1, decode)], runner.graphs),
-        ([plan(2, [*decode, (rows, 0, length, SAMPLE)], new[-1:])], runner.prompts),
+        ([plan(1, decode)], pools.graphs),
+        ([plan(2, [*decode, (rows, 0, length, SAMPLE)], new[-1:])], pools.prompts),
     ):
         with monkeypatch.context() as patch:
             both: list[Any] = twice(graphs, patch, "_graphs", graphs._forward)
             for step in steps:
-                assert not runner.execute(step).failed
+                assert not pools.execute(step).failed
         assert len(both) == len(steps)
         for pair, step in zip(both, steps):
             assert_same_bits(pair, len(step.slots) // 4)

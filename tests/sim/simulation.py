@@ -317,6 +317,11 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         window = random.choice((1, 2, 5, 9, 16))
         least = (window + page_size - 2) // page_size + 1
         groups.append(CacheGroup(1 + least + random.choice((0, 1, 4, 60 // page_size)), window))
+    shares = len(groups) > 1 and random.random() < 0.5
+    if shares:
+        sizes = [random.choice((1, 1, 2, 3, 5)) for _ in groups]
+        slabs = len(groups) + random.choice((0, 1, 3, tokens // page_size))
+        groups = [CacheGroup(1 + slabs * n, group.window, slab=n) for group, n in zip(groups, sizes)]
     if random.random() < 0.5:
         groups.append(
             CacheGroup(random.choice((2, 3, 5, 12, 40)), every=page_size * random.choice((1, 2, 5)))
@@ -328,7 +333,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "context_len": random.choice((20, 40, 40)),
         "step_tokens": random.choice((1, 3, 8, 20, 64)),
         "costs": random_costs(random),
-        "tiers": random_tiers(random, len(groups)),
+        "tiers": [] if shares else random_tiers(random, len(groups)),
         "depth": random.randint(1, 3),
         "drafts": random.choice((0, 0, 1, 3, 8)),
         "adapters": random.choice((1, 2, 4)),

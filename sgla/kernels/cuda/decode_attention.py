@@ -57,12 +57,12 @@ class _Params(ctypes.Structure):
         *((name, P) for name in POINTERS),
         *((name, ctypes.c_longlong) for name in ("page_stride", "head_stride", "scale_page", "scale_head")),
         *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
-        *((name, ctypes.c_int) for name in ("by_row", "by_dim")),
+        *((name, ctypes.c_int) for name in ("by_row", "by_dim", "page_heads")),
         *(
             (name, ctypes.c_float)
             for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
         ),
-        ("pad", ctypes.c_int * 11),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 10),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -262,11 +262,15 @@ class DecodeAttention:
         pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head are contiguous. ``cum``
         int32[R + 1] counts the 16-token tiles before each row, for this window and without those that
         ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, e4m3 to be
-        multiplied by ``kv_scales``, or integers with ``scales``; they lie as ``Arena`` lays them out: heads
-        follow heads through all pages, and v is behind k. ``positions`` int32[R]: by which q and k of a
-        ``projection`` are rotated, where these are not ``kv_len - 1``."""
+        multiplied by ``kv_scales``, or integers with ``scales``; they lie as ``worker/kv.py`` lays them out:
+        between pages is room for whole heads, or none, and v is behind k. ``positions`` int32[R]: by which q
+        and k of a ``projection`` are rotated, where these are not ``kv_len - 1``."""
         pages, page_size, kv_heads, dim = k.shape
-        assert all(x.transpose(1, 2).is_contiguous() for x in (k, v))
+        page_heads, rest = divmod(k.stride(0), page_size * dim)
+        assert not rest
+        for x in (k, v):
+            head = page_size * x.shape[3]
+            assert x.stride() == (page_heads * head, x.shape[3], head, 1)
         assert v.data_ptr() > k.data_ptr()
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
         group = share(width // (kv_heads * dim))
@@ -306,7 +310,7 @@ class DecodeAttention:
         log2e = 1.4426950408889634
         k_scale, v_scale = kv_scales
         scale = scale * k_scale
-        places, alone = (page_size, kv_heads * pages), v.dtype == torch.uint8
+        places, alone = (page_size, (pages - 1) * page_heads + kv_heads), v.dtype == torch.uint8
         params = _Params(
             _page_map(k.data_ptr(), 0 if alone else v.data_ptr(), *places, dim * k.element_size()),
             _page_map(v.data_ptr(), 0, *places, v.shape[3]) if alone else TensorMap(),
@@ -314,7 +318,7 @@ class DecodeAttention:
             k.stride(0), k.stride(2), *(scales[0].stride()[:2] if scales else (0, 0)),
             q.stride(0), page_table.stride(0),
             slots.shape[0], kv_heads * group.parts,
-            window, *steps, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
+            window, *steps, page_heads, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale,
         )  # fmt: skip
         cut = self.cut or default_cut(dim, slots.shape[0] * kv_heads * group.parts, k.dtype)

@@ -41,7 +41,8 @@ class _Params(ctypes.Structure):
         ("chunk", ctypes.c_int),
         ("v_scale", ctypes.c_float),
         ("turns", ctypes.c_int),
-        ("pad", ctypes.c_int * 12),  # tensor maps are aligned to 64 bytes
+        ("page_rows", ctypes.c_int),
+        ("pad", ctypes.c_int * 11),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -359,13 +360,17 @@ def _params(
     kv_heads = heads // group
     assert q.stride(1) == 1
     assert out.is_contiguous()
-    table, stride, page_size = None, 0, 1
+    table, stride, page_size, page_rows = None, 0, 1, 0
     if pages is not None:
         count, page_size = pages.k.shape[:2]
-        assert pages.k.stride() == (kv_heads * page_size * dim, dim, page_size * dim, 1) == pages.v.stride()
+        assert pages.k.stride() == pages.v.stride()
+        assert pages.k.stride()[1:] == (dim, page_size * dim, 1)
+        page_rows, rest = divmod(pages.k.stride(0), dim)
+        assert not rest, "pages begin within a row"
+        rows_there = (count - 1) * page_rows + kv_heads * page_size
         wide, size = (dim, 1) if pages.fp8 else (64, 2)
         in_pages = [
-            _map(x.data_ptr(), (dim, count * kv_heads * page_size), (size * dim,), (wide, 16), pages.fp8)
+            _map(x.data_ptr(), (dim, rows_there), (size * dim,), (wide, 16), pages.fp8)
             for x in (pages.k, pages.v)
         ]
         table, stride = pages.table.data_ptr(), pages.table.stride(0)
@@ -381,7 +386,7 @@ def _params(
         *(in_pages if beside is None else in_rows),
         out.data_ptr(), table, tiles.data_ptr(), None, None, None if sums is None else sums.data_ptr(),
         tiles.shape[0], stride, kv_heads, page_size, scale * LOG2E, 0,
-        1.0 if pages is None else pages.v_scale,
+        1.0 if pages is None else pages.v_scale, 0, page_rows,
     )  # fmt: skip
 
 
