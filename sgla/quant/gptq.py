@@ -26,6 +26,7 @@ SCATTERED = (
     "experts, and with --tp what is behind attention and MLPs, become floating-point numbers",
 )
 SCALES = ("F16", "BF16", "F32")
+_HALVES = 0x88888888 - (1 << 32)  # int32 of eight zeros in the middle of four bits
 GROUP = 32  # channels of k that have constants of their own in our storages
 # What may stand in GPTQModel's settings for some layers and says how the numbers were found.
 _FOUND = {"mse", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "gptaq", "v2"}
@@ -168,10 +169,10 @@ class Awq(Grouped):
         self.format = _format(c, ("gemm", "gemv", "gemv_fast", "llm-awq", "marlin"), *keys)
         if config.get("backend") == "llm-awq":
             self.format = "llm-awq"
-        marlin = self.format == "marlin"
-        if config.get("zero_point", True) is marlin:
+        marlin, symmetric = self.format == "marlin", config.get("zero_point", True) is False
+        if symmetric is not marlin and self.format != "gemm":
             raise c.error("zero_point", "false in Marlin's format" if marlin else "true")
-        self.scheme = Scheme(bits, group, symmetric=marlin)
+        self.scheme = Scheme(bits, group, symmetric)
         if marlin:
             _check_marlin(c, [self.scheme])
         self.keep()
@@ -213,6 +214,8 @@ class Awq(Grouped):
         if self.format == "marlin":
             return quants.Marlin(*parts, *settings)
         if self.format == "gemm":
+            if self.scheme.symmetric and zeros is not None and bool((zeros.values() != _HALVES).any()):
+                raise WeightError(f"{module}.qzeros is not half of the range, though zero_point is false")
             return quants.Awq(*parts, *settings)
         return (quants.AwqRows if self.format == "gemv" else quants.AwqFast)(*parts, *settings)
 

@@ -45,8 +45,9 @@ _METHODS = {
         """bits group_size sym data_type packing_format extra_config block_name_to_quantize autoround_version
         amp backend batch_size dataset enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
         gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr nsamples quant_block_list
-        quant_nontext_module scale_dtype seqlen to_quant_block_names""",
-        {"act_bits": 16, "super_bits": None, "super_group_size": None},
+        quant_nontext_module scale_dtype seqlen to_quant_block_names act_bits act_data_type act_dynamic
+        act_group_size act_sym activation_scheme fmt""",
+        {"super_bits": None, "super_group_size": None},
     ),
     "fp8": Keys(
         "fmt weight_block_size activation_scheme scale_fmt dequantize config_groups expert_dtype",
@@ -63,7 +64,7 @@ _METHODS = {
     ),
     "compressed-tensors": Keys(
         "config_groups format quantization_status global_compression_ratio version sparsity_config "
-        "transform_config run_compressed dequantize use_optimized_inference",
+        "transform_config run_compressed dequantize use_optimized_inference provider",
         noted={"kv_cache_scheme": _CACHE},
     ),
     "mxfp4": Keys("dequantize"),

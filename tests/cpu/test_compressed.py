@@ -206,6 +206,33 @@ def test_mxfp8_is_a_method_of_its_own(exponents: torch.dtype) -> None:
         method_of({"quantization_config": config | {"weight_block_size": [128, 128]}})
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "bits", "group"),
+    [("nvfp4", "nv_fp", 4, 16), ("mxfp4", "mx_fp", 4, 32), ("mxfp8", "mx_fp", 8, 32)],
+)
+def test_autoround_has_small_floats_alike(name: str, kind: str, bits: int, group: int) -> None:
+    """In its own words, some layers in others, some as they were."""
+    own = {"bits": bits, "data_type": kind, "group_size": group, "act_bits": bits, "act_data_type": kind}
+    others = {"a.b": {"bits": 16}, r".*\.wide": {"bits": 8, "data_type": "mx_fp", "group_size": 32}}
+    said = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "sym": True} | own
+    method = method_of({"quantization_config": said | {"extra_config": others}})
+    assert method is not None
+    assert method.notes == ("the checkpoint's activations are not rounded",)
+    assert [method.covers(module) for module in ("x", "a.b", "lm_head")] == [True, False, False]
+    assert method.kept("x.wide") == "mxfp8"
+    check(method, *quantize(torch.zeros(96, 128), name))
+
+
+def test_autoround_has_fp8_with_scales_of_activations() -> None:
+    said = {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static", "data_type": "fp"}
+    said |= {"bits": 8, "act_bits": 8, "group_size": -1, "fmt": "e4m3", "activation_scheme": "static"}
+    method = method_of({"quantization_config": said | {"extra_config": {"lm_head": {"bits": 16}}}})
+    assert method is not None
+    assert method.unused("x.input_scale", Stored(torch.ones(1)))
+    assert [method.covers(module) for module in ("x", "lm_head")] == [True, False]
+    check(method, *quantize(torch.zeros(96, 128), "fp8 channels"))
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
 def test_activations_that_are_not_rounded_are_noted(name: str) -> None:
     inputs = {"num_bits": 4, "type": "float", "dynamic": True}

@@ -200,6 +200,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "gptq, 3 bits, asymmetric": (gptq(bits=3, sym=False, group_size=32), "int4"),
     "gptq, 8 bits, asymmetric": (gptq(bits=8, sym=False), "int8"),
     "gptq, Marlin, one group": (gptq(checkpoint_format="marlin", group_size=-1), "q4_0"),
+    "awq, symmetric": (AWQ | {"zero_point": False, "sym": True}, "q4_0"),
     "awq, gemv": (AWQ | {"version": "gemv"}, "int4"),
     "awq, gemv, groups of 32": (AWQ | {"version": "gemv", "group_size": 32}, "int4"),
     "awq, llm-awq": (AWQ | {"version": "llm-awq", "group_size": 32}, "int4"),
@@ -340,7 +341,8 @@ def test_autoround_says_the_same_in_its_words(packing: str, tmp_path: Path) -> N
     [
         ({"packing_format": "auto_round:exllamav2"}, "packing_format"),
         ({"data_type": "mx_fp"}, "data_type"),
-        ({"act_bits": 8}, "act_bits 8 is not supported"),
+        ({"data_type": "mx_fp", "bits": 6, "packing_format": "auto_round:llm_compressor"}, "data_type"),
+        ({"act_bits": 8}, "act_bits is 8; it must be 16"),
         ({"extra_config": {"x": 4}}, "must be an object"),
         ({"extra_config": {"(": {"bits": 8}}}, "is no regular expression"),
         ({"packing_format": "auto_round:auto_awq", "extra_config": {"x": {"bits": 8}}}, "extra_config"),
@@ -439,6 +441,7 @@ def test_files_that_contradict_their_configuration_are_refused(tmp_path: Path) -
     for i, (config, said, words) in enumerate(
         (
             (gptq(sym=False), gptq(), "qzeros is not half of the range"),
+            (AWQ, AWQ | {"zero_point": False}, "qzeros is not half of the range"),
             (gptq(desc_act=True), gptq(), "g_idx is not in order"),
             (gptq(group_size=32), gptq(), r"has shape \[4, 16\], expected \[2, 16\]"),
             (compressed(desc_act=True), compressed(), "weight_g_idx is not in order"),
