@@ -421,6 +421,19 @@ def context_of(hf: PreTrainedConfig) -> tuple[int, list[str]]:
     return context, notes
 
 
+def within_training(model: PreTrainedModel) -> PreTrainedModel:
+    """Its ``dynamic`` ropes turn as they do up to where the context ends, and look at no positions."""
+    for part in model.modules():
+        kinds = getattr(part, "rope_type", None)
+        if isinstance(kinds, dict):
+            part.rope_type = {
+                layer: "default" if kind == "dynamic" else kind for layer, kind in kinds.items()
+            }
+        elif kinds == "dynamic":
+            part.rope_type = "default"  # type: ignore[assignment]
+    return model
+
+
 def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrainedConfig:
     """Raises ConfigError."""
     kind, own = config.get("model_type"), cls.config_class
@@ -454,7 +467,8 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: in
     context, notes = context_of(text)
     try:
         with torch.device("meta"):
-            model = cls._from_config(hf, attn_implementation=SEEN, dtype=torch.float32).eval()
+            made = cls._from_config(hf, attn_implementation=SEEN, dtype=torch.float32)
+        model = within_training(made).eval()
         if towers := without_towers(model):
             notes.append(f"it reads text alone, without its {', '.join(towers)}")
         if "Conv1d" in (kinds := {type(part).__name__ for part in model.modules()}):
@@ -572,7 +586,7 @@ def load_generic(
     cls, _ = class_of(config, source.folder, bool(spec.code))
     hf = configured(config, cls)
     with torch.device("cpu"):
-        model.module = loaded(cls, hf, source.kind, views, model.dtype, seed).eval()
+        model.module = within_training(loaded(cls, hf, source.kind, views, model.dtype, seed)).eval()
         without_towers(model.module)
         expected = model.of_rows() if shard.size > 1 else None
     if shard.size > 1:

@@ -14,7 +14,7 @@ import probing
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
+from checkpoints import SMALL, Eager, check_against_hf, random_prompts, save_checkpoint
 from parity import GENERIC as MODELS
 from parity import LATENT, ROUTED
 from safetensors.torch import load_file, save_file
@@ -81,6 +81,22 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     spec = model.spec
     assert any(spec.windows) == ("sliding_window" in MODELS[name] or "local_attention" in MODELS[name])
     assert weight_bytes(spec, "float32", None, 1) == 4 * sum(p.numel() for p in hf.parameters())
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@torch.no_grad()
+def test_dynamic_ropes_turn_as_trained_to_the_end_of_the_context(by_layer: bool, tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0}
+    name = "cohere_compass_text" if by_layer else "olmo"
+    rope = dict.fromkeys(("full_attention", "sliding_attention"), rope) if by_layer else rope
+    changes = MODELS[name] | {"max_position_embeddings": 40, "rope_parameters": rope}
+    hf = save_checkpoint(tmp_path, name, **changes)
+    source = seen(tmp_path)
+    model = load_model(source)
+    assert model.spec.context_len == 40
+    assert "dynamic depends on the longest sequence beyond 40 tokens" in source.config[FACTS]["notes"][0]
+    (row,) = Eager(model, native=True).generate(random_prompts([24]), 16)
+    check_against_hf([row], 16, hf)
 
 
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
