@@ -83,9 +83,12 @@ def command() -> str:
 def commit() -> str | None:
     """What ``BENCH_COMMIT`` says, for a copy of the sources; else of this working tree, ``-dirty`` where it
     differs."""
-    if given := os.environ.get("BENCH_COMMIT"):
-        return given
-    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    return os.environ.get("BENCH_COMMIT") or commit_of(Path(__file__).parent)
+
+
+def commit_of(folder: Path) -> str | None:
+    """Of the working tree that it is in."""
+    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude", "*"]
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.check_output(describe, text=True, stderr=subprocess.DEVNULL).strip()
     return None

@@ -4,9 +4,12 @@ tokens, of which a chunk has several where it cannot keep up.
     python bench/overhead.py --streams 256 --step-ms 6
 
     python bench/overhead.py --alone 200   # requests of one token, one at a time; the worker takes no time
+    python bench/overhead.py --against FOLDER --streams 64 --output-len 2   # and another checkout, by turns
 
 Server and client are separate processes. ``idle`` is the share of its time that the worker waited for plans
-while all streams were running, out of the server's own step metrics.
+while all streams were running, out of the server's own step metrics. ``--against``: both servers run, each
+gets so many streams at once by turns, and what counts is the CPU time of its main thread: that differs less
+than time does on a machine with other work.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import random
 import re
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -37,6 +41,8 @@ from sgla.observe.machine import detect
 STALL_SECONDS = 20
 LOOK = 0.1  # seconds between two looks at the server's metrics
 GAP = 0.05  # seconds between requests that come alone
+TURNS, WARM = 30, 3  # of each side with --against, and before that
+ROOT = Path(__file__).parents[1]
 TOKENS = "generation_tokens_total"
 
 
@@ -150,10 +156,64 @@ def alone(args: argparse.Namespace, url: str) -> dict[str, Any]:
             for name, q in (("q1_", 0.25), ("", 0.5), ("p99_", 0.99))}  # fmt: skip
 
 
+async def crowd(args: argparse.Namespace, port: int, rng: random.Random) -> None:
+    """All streams at once, to their end."""
+    loop, ends = asyncio.get_running_loop(), []
+    for _ in range(args.streams):
+        end: asyncio.Future[None] = loop.create_future()
+        data = request_bytes(port, args.model, tokens(rng, args.input_len), args.output_len)
+        await loop.create_connection(lambda data=data, end=end: Stream(data, [0], end), "127.0.0.1", port)
+        ends.append(end)
+    await asyncio.gather(*ends)
+
+
+async def by_turns(args: argparse.Namespace, sides: list[tuple[int, int]]) -> list[list[float]]:
+    """Microseconds of CPU a request, of each turn of each side. ``sides``: port and process."""
+    rng, found = random.Random(0), [[] for _ in sides]  # type: list[list[float]]
+    for turn in range(WARM + TURNS):
+        for i in (0, 1) if turn % 2 else (1, 0):
+            port, pid = sides[i]
+            before = main_thread_us(pid)
+            await crowd(args, port, rng)
+            await asyncio.sleep(LOOK)
+            if turn >= WARM:
+                found[i].append((main_thread_us(pid) - before) / args.streams)
+    return found
+
+
+def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """``ratio``: of this checkout to the other, turn by turn: median, and quartiles."""
+    ratios = sorted(mine / other for mine, other in zip(ours, theirs))
+    quartiles = [ratios[int(q * (len(ratios) - 1))] for q in (0.5, 0.25, 0.75)]
+    return {
+        "cpu_us": round(statistics.median(ours), 1),
+        "other_cpu_us": round(statistics.median(theirs), 1),
+        "ratio": [round(ratio, 3) for ratio in quartiles],
+    }
+
+
+def main_thread_us(pid: int) -> float:
+    """CPU time so far."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e3
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def server_of(args: argparse.Namespace, folder: Path) -> Server:
+    """That of a checkout."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [
+        sys.executable, "-m", "sgla", "serve", "--model", args.model, "--served-model-name", args.model,
+        "--executor", "fake", "--fake-step-ms", str(args.step_ms), "--port", url.rpartition(":")[2],
+        "--max-running-requests", str(args.streams), "--log-level", "warning", *args.server_args,
+    ]  # fmt: skip
+    log = Path(tempfile.gettempdir()) / f"overhead-server-{url.rpartition(':')[2]}.log"
+    where = {"PYTHONPATH": str(folder.resolve()), "PYTHONSAFEPATH": "1"}  # and not the folder of this process
+    return Server(command, url, "/health/ready", log, env=where)
 
 
 def main() -> None:
@@ -166,6 +226,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--model", default="demo", help="its tokenizer is used")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
     parser.add_argument(
         "--server-args", nargs=argparse.REMAINDER, default=[], help="last: more arguments for the server"
     )
@@ -173,20 +234,21 @@ def main() -> None:
     if args.step_ms is None:
         args.step_ms = 0.0 if args.alone else 6.0
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    url, log = f"http://127.0.0.1:{free_port()}", Path(tempfile.gettempdir()) / "overhead-server.log"
-    command = [
-        sys.executable, "-m", "sgla", "serve", "--model", args.model, "--served-model-name", args.model,
-        "--executor", "fake", "--fake-step-ms", str(args.step_ms), "--port", url.rpartition(":")[2],
-        "--max-running-requests", str(args.streams), "--log-level", "warning", *args.server_args,
-    ]  # fmt: skip
-    with Server(command, url, "/health/ready", log) as server:
-        numbers = alone(args, url) if args.alone else uvloop.run(drive(args, url, server.process.pid))
+    if args.against:
+        with server_of(args, ROOT) as ours, server_of(args, args.against) as theirs:
+            sides = [(int(each.url.rpartition(":")[2]), each.process.pid) for each in (ours, theirs)]
+            numbers = compared(*uvloop.run(by_turns(args, sides)))
+    else:
+        with server_of(args, ROOT) as server:
+            pid = server.process.pid
+            numbers = alone(args, server.url) if args.alone else uvloop.run(drive(args, server.url, pid))
     head = {
         "engine": "sgla",
         "version": __version__,
         "machine": detect().label(),
         "model": f"fake, {args.step_ms} ms a step",
         "w": "overhead-alone" if args.alone else f"overhead-{args.streams}x{args.output_len}",
+        **({"against": lines.commit_of(args.against)} if args.against else {}),
         "args": " ".join(args.server_args),
     }
     print(lines.line(head | numbers))

@@ -232,6 +232,16 @@ def test_a_median_takes_all_plain_lines_since_speed_changed(monkeypatch: pytest.
     assert plots.medians(plots.gpu_runs()) == {"W1": {"qwen3-8b": 2.0}}
 
 
+def test_two_checkouts_are_compared_turn_by_turn() -> None:
+    import overhead
+
+    found = overhead.compared([10.0, 30.0, 22.0, 20.0, 18.0], [20.0, 20.0, 20.0, 20.0, 20.0])
+    assert found == {"cpu_us": 20.0, "other_cpu_us": 20.0, "ratio": [1.0, 0.9, 1.1]}
+    before = overhead.main_thread_us(os.getpid())
+    sum(range(1_000_000))
+    assert overhead.main_thread_us(os.getpid()) > before
+
+
 def test_steps_of_batches_that_wait_for_their_longest() -> None:
     import traffic
 
