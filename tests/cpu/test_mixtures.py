@@ -21,6 +21,7 @@ from sgla.loading import load
 from sgla.loading.load import load_model
 from sgla.model.read import read_decoder, read_spec
 from sgla.model.sizes import parameters, weight_bytes
+from sgla.model.state import state_of, token_bytes
 from sgla.quant.weight import pack
 from sgla.worker.cpu import CpuRunner
 
@@ -571,3 +572,8 @@ def test_sizes_are_those_that_are_published(name: str) -> None:
     architecture, config, total, active = PUBLISHED[name]
     found = parameters(read_spec(config | {"architectures": [architecture]}))
     assert [round(count / 1e9, 1) for count in found] == [total, active]
+
+
+def test_a_token_has_576_values_in_each_layer_of_deepseek_v3() -> None:
+    spec = read_decoder(LARGE | {"architectures": ["DeepseekV3ForCausalLM"]})
+    assert token_bytes(state_of(spec, 1), "bfloat16") == 61 * 576 * 2
