@@ -15,7 +15,7 @@ from sgla.quant.formats import FORMATS
 from sgla.quant.fp8 import Fp8, Mx8, check_compressed
 from sgla.quant.gptq import SCALES, Grouped
 from sgla.quant.gptq import Scheme as Layout
-from sgla.quant.method import Expressions, Held, Method
+from sgla.quant.method import Expressions, Held, Method, of_text
 from sgla.quant.methods import unsupported
 from sgla.quant.schemes import Scheme, check_types, schemes
 
@@ -83,7 +83,7 @@ class Mixed(Method):
 
     def __init__(self, config: Mapping[str, Any], parts: list[tuple[list[str], Method]]) -> None:
         super().__init__(config)
-        self._names = {name: part for names, part in reversed(parts) for name in names}
+        self._names = {of_text(name): part for names, part in reversed(parts) for name in names}
         pairs = [(name, part) for names, part in parts for name in names if name.startswith("re:")]
         self._expressions = Expressions([name[3:] for name, _ in pairs])
         self._expressed = [part for _, part in pairs]

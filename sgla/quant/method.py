@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 from fnmatch import translate
@@ -23,6 +24,7 @@ LISTS = (
     "llm_int8_skip_modules",
 )  # of layers left as they are
 EXPRESSIONS, LENGTH = 4096, 1024  # in such a list of a file, and characters of each
+_LONGER = re.compile(r"language_model\\?\.(?=[\w(\[\\])")  # of a name in an expression
 SECONDS = 5.0  # that all layers' names may be compared with them
 
 
@@ -124,7 +126,7 @@ class Ignored:
             elif "*" in entry:
                 expressions.append(translate(entry))
             else:
-                names.add(entry)
+                names |= {entry, of_text(entry)}
         self._names = names
         self._expressions = Expressions(expressions)
 
@@ -134,9 +136,15 @@ class Ignored:
         return not self._names.isdisjoint(spans) or self._expressions.first(module) is not None
 
 
+def of_text(name: str) -> str:
+    """A layer's name in a file without towers, from that in one with them."""
+    return name.replace("language_model.", "", 1)
+
+
 class Expressions:
-    """Regular expressions of a file, which match names of layers from their beginning on. Raises ConfigError
-    for one that is wrong, for too many, and where comparing takes too long."""
+    """Regular expressions of a file, which match names of layers from their beginning on; in those of files
+    with towers names may be longer (``of_text``). Raises ConfigError for one that is wrong, for too many, and
+    where comparing takes too long."""
 
     def __init__(self, texts: list[str]) -> None:
         self._compiled = _compiled(texts) if texts else []
@@ -182,7 +190,7 @@ def _compiled(expressions: list[str]) -> list[Any]:
     found = []
     for text in expressions:
         try:
-            found.append(regex.compile(text))
+            found.append(regex.compile(_LONGER.sub(r"(?:\g<0>)?", text)))
         except (regex.error, RecursionError, OverflowError) as error:
             raise ConfigError(
                 f"config.json: quantization_config: {text[:60]!r} in a list of layers is no regular "

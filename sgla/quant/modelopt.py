@@ -44,7 +44,7 @@ def _mixed(config: Mapping[str, Any]) -> Method:
     layers, names = c.table("quantized_layers"), dict[str, list[str]]()
     for name in layers:
         said = Reader("modelopt: quantized_layers", layers).table(name)
-        names.setdefault(str(said.get("quant_algo")), []).append(name.replace("language_model.", "", 1))
+        names.setdefault(str(said.get("quant_algo")), []).append(name)
     if not layers:
         raise c.error("quantized_layers", "an object that has each layer's quant_algo")
     return Mixed(alone, [(found, modelopt({**alone, "quant_algo": kind})) for kind, found in names.items()])

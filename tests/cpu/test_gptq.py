@@ -336,6 +336,15 @@ def test_autoround_says_the_same_in_its_words(packing: str, tmp_path: Path) -> N
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.2 if packing == "auto_awq" else 1e-3)
 
 
+def test_layers_of_a_file_with_towers_have_longer_names() -> None:
+    other = {"model.language_model.layers.0.mlp.down_proj": {"bits": 8}}
+    said = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True, "extra_config": other}
+    method = method_of({"quantization_config": said})
+    assert method is not None
+    found = [method.kept(f"model.layers.{layer}.mlp.down_proj") for layer in (0, 1)]
+    assert found == ["q8_0", "q4_0"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -265,6 +265,10 @@ def test_what_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
         ("mlp.gate", ["model.layers.3.mlp.gate"]),
         ("re:.*self_attn.*", ["model.layers.1.self_attn.q_proj"]),
         ("model.layers.*.mlp.down_proj", ["model.layers.1.mlp.down_proj", "model.layers.12.mlp.down_proj"]),
+        ("model.language_model.layers.1.mlp", ["model.layers.1.mlp.down_proj"]),  # of a file with towers
+        (r"re:model\.language_model\.layers\.\d+\.mlp\.down", ["model.layers.12.mlp.down_proj"]),
+        ("language_model.model.layers.1*.self_attn*", ["model.layers.1.self_attn.q_proj"]),
+        ("re:visual.*|.*language_model.*vision", []),
     ],
 )
 def test_ignore_lists_of_all_dialects(entry: str, named: list[str]) -> None:
