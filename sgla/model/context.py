@@ -34,7 +34,7 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
     if config.cp == 1:
         return
     obstacle = None
-    if config.executor not in ("procs", "fake"):
+    if config.executor not in ("procs", "fake", "ray"):
         obstacle = f"with --executor {config.executor}"
     elif device not in ("cpu", "cuda"):
         obstacle = f"on --device {device}"

@@ -11,7 +11,6 @@ from sgla.model.spec import ModelSpec
 
 # Settings that it is not together with, and why; all others are.
 REFUSED = {
-    "nnodes": "its ranks are on one host",
     "speculative_algorithm": "ranks would have to verify as many guesses at a time",
     "enable_lora": "places of adapters are of one scheduler",
     "kv_disk": "copies are of one scheduler",
@@ -38,7 +37,7 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
     obstacle = None
     if config.tp == 1:
         obstacle = "with --tp 1, which has nothing to share out; give --tp"
-    elif config.executor != "procs":
+    elif config.executor not in ("procs", "ray"):
         obstacle = f"with --executor {config.executor}"
     elif device not in ("cpu", "cuda"):
         obstacle = f"on --device {device}"
@@ -53,4 +52,6 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
     refused = dict(REFUSED)
     if device != "cpu":
         refused["cp"] = "on GPUs ranks would not know how many tokens each has"
+    if config.pp % config.nnodes:
+        refused["nnodes"] = "ranks of a stage are on one host"
     check_apart(config, "--dp-attention", refused)

@@ -16,7 +16,7 @@ from forked import ForkedExecutor
 from msgspec.structs import replace
 from test_executor import STUB, collect, make_plan
 from test_stages import MODELS, one, requests
-from tiny import run, run_executor, tiny_config, tiny_source
+from tiny import make_core, run, run_executor, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.dist.meeting import interface_of
@@ -29,6 +29,7 @@ from sgla.messages import Control
 from sgla.nodes import OWN, address, answering, check_nodes, common, of_node, ranks_of, secret_of
 from sgla.peers import NONCE, PROTOCOL, Channel, Hello, Refused
 from sgla.resolve import check, resolve
+from sgla.sched.parts import PartedCore
 
 Source = dict[str, Any]
 
@@ -293,7 +294,10 @@ async def equal(model: str, **changes: Any) -> None:
     expected = run(one(source), wanted)
     async with real(source, **changes) as (executor, facts):
         stages = changes.get("pp", 1)
-        found = await run_executor(executor, facts, wanted, stages=stages, depth=stages + 1)
+        core: Any = make_core(facts, stages=stages, depth=stages + 1)
+        if "dp_attention" in changes:
+            core = PartedCore(core.limits, changes["tp"])
+        found = await run_executor(executor, facts, wanted, core)
     assert found.tokens() == expected.tokens()
 
 
@@ -313,7 +317,7 @@ async def test_experts_on_two_nodes_equal_one_rank() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"tp": 2}, {"cp": 2}])
+@pytest.mark.parametrize("changes", [{"tp": 2}, {"cp": 2}, {"tp": 2, "dp_attention": True}])
 async def test_stages_of_two_ranks_on_two_nodes_equal_one_rank(changes: dict[str, Any]) -> None:
     await equal("dense", pp=2, **changes)
 

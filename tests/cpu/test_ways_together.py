@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 APART = {  # pairs that do not go together
     ("--tp", "--nnodes"),  # but for --pp, --ep or --dp
     ("--cp", "--nnodes"),  # but for --pp
-    ("--dp-attention", "--nnodes"),
+    ("--dp-attention", "--nnodes"),  # the same
 }
 SECRET = {"kv_transfer_secret": "s"}
 BESIDE: dict[str, dict[str, Any]] = {
