@@ -101,6 +101,9 @@ def _check_bytes(path: Path, pickled: bytes | mmap.mmap) -> None:
 def _check(path: Path, name: Any, tensor: Any) -> None:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise WeightError(f"{path} holds {type(tensor).__name__} under {str(name)[:99]!r}, and no tensor")
+    if type(tensor) not in (Tensor, torch.nn.Parameter):  # torchao's, where that is imported
+        kind = type(tensor).__name__
+        raise WeightError(f"{path}: {name[:99]} is a {kind}, which is read from safetensors alone")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in TYPES:
         raise WeightError(f"{path}: {name[:99]} is a tensor of {tensor.dtype} that is not read")
     if tensor.device.type != "cpu" or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():

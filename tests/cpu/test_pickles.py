@@ -187,6 +187,21 @@ def test_a_cut_off_file_is_refused(folder: Path, tmp_path: Path) -> None:
         load_model(open_source(tmp_path))
 
 
+class Packed(torch.Tensor):
+    """As torchao's, which are made where the library has been imported."""
+
+
+def test_tensors_of_other_classes_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2).as_subclass(Packed)}, tmp_path / "a.bin")
+    with pytest.raises(WeightError, match=r"asks for test_pickles\.Packed, which is not run"):
+        unpickled(tmp_path / "a.bin")
+    with (
+        torch.serialization.safe_globals([Packed]),
+        pytest.raises(WeightError, match="a is a Packed, which is read from safetensors alone"),
+    ):
+        unpickled(tmp_path / "a.bin")
+
+
 def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(pickle.dumps(Asks(os.system, "touch RUN")))
     with pytest.raises(WeightError, match="no file of PyTorch's"):
