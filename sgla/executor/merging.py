@@ -33,6 +33,8 @@ def common_end(told: Sequence[Moved]) -> Moved:
 
 def common_facts(facts: Sequence[Facts]) -> Facts:
     """The first one's, with no more pages than any has, and no longer contexts."""
+    slabs = {tuple(group.slab for group in f.groups) for f in facts}
+    assert len(slabs) == 1, "ranks cut the memory of cache groups in other ways"
     same = zip(*(f.groups for f in facts))
     facts[0].groups = [min(groups, key=lambda group: group.pages) for groups in same]
     facts[0].context_len = min(f.context_len for f in facts)

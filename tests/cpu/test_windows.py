@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from config_cases import gemma3, llama
+from forked import ForkedExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
+from tiny import check_draws, make_core, run, run_executor, submit, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.layers.spec import StateTensor
@@ -25,6 +27,7 @@ from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.sched.memory import Memory
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.kv import forget, zero_pages
 from sgla.worker.memory import cache_groups, size_kv
 
 WINDOW, PAGE = 40, 16
@@ -199,6 +202,40 @@ def test_what_others_leave_in_a_slab_is_not_read(runner: CpuRunner, alone: dict[
     assert len(poisoned) > 20
     for layer in runner.kv:
         layer.k.zero_(), layer.v.zero_()
+
+
+def test_pages_of_a_shared_memory_are_zeroed_and_given_back(
+    runner: CpuRunner, alone: dict[str, list[int]]
+) -> None:
+    """A page of each group, and nothing outside of its slab; then all of them."""
+    for layer in runner.kv:
+        layer.k.fill_(1), layer.v.fill_(1)
+    zero_pages(runner.kv, [torch.tensor([5]), torch.tensor([9])])  # of the third slab, and of the ninth
+    for layer in runner.kv:
+        for x in layer.tensors:
+            zeros = set(x.eq(0).flatten(1).any(1).nonzero().flatten().tolist())
+            assert zeros <= ({3, 9} if layer.group else {5, 17, 18})
+            assert not x[9 if layer.group else 5].any()
+    forget(runner.kv, 2)
+    assert not any(x.any() for layer in runner.kv for x in layer.tensors)
+    assert run(runner, requests(), make_core(runner.facts)).tokens() == alone
+
+
+async def test_two_ranks_share_out_heads_and_agree_about_slabs() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    source = tiny_source()
+    source.config.clear()
+    source.config.update(MODEL | heads)
+    one = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
+    executor = ForkedExecutor(tiny_config(tp=2), source)
+    try:
+        facts = await executor.start(lambda progress: None)
+        assert [group.slab for group in facts.groups] == [2, 1]
+        assert [2 * group.page_bytes for group in facts.groups] == [g.page_bytes for g in one.facts.groups]
+        both = await run_executor(executor, facts, requests())
+    finally:
+        await executor.close()
+    assert both.tokens() == run(one, requests()).tokens()
 
 
 def test_a_budget_is_shared_out_by_use() -> None:
