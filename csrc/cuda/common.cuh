@@ -74,6 +74,18 @@ __device__ __forceinline__ void cp_async16(u32 dst, const void* src, u32 bytes) 
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ u64 policy_once() {  // weights are read once
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// The same of weights, which leave the L2 cache before all else, so that norms, code and what kernels leave
+// each other stay there.
+__device__ __forceinline__ void cp_async_once(u32 dst, const void* src, u32 bytes, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(dst),
+               "l"(src), "r"(bytes), "l"(policy)
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
@@ -164,11 +176,6 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, 
                "%2, [%3], %4;"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
-}
-__device__ __forceinline__ u64 policy_once() {  // weights are read once
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 __device__ __forceinline__ void copy_2d(u32 to, const TensorMap& map, u32 bar, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "

@@ -110,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) integer_experts(const Para
     words = reinterpret_cast<const char*>(p.w) + ((first + g) * BLOCKS + of_k) * ROW_BYTES + t * 16;
     constants = p.constants + (first + own % 8 + (own >= 8 ? apart : 0)) * (BLOCKS * PER) + of_k * PER;
   };
+  const u64 policy = policy_once();
   auto load = [&]() {
     if (next < end) {
       const u32 at = ring + to * STAGE_BYTES;
@@ -120,16 +121,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) integer_experts(const Para
         for (int b = 0; b < UNIT; ++b)
 #pragma unroll
           for (int c = 0; c < PIECES; ++c)
-            cp_async16(at + ((b * 2 + h) * PIECES + c) * 512 + lane * 16,
-                       words + (long long)h * apart * (BLOCKS * ROW_BYTES) + b * ROW_BYTES + c * 64,
-                       b < left ? 16 : 0);
+            cp_async_once(at + ((b * 2 + h) * PIECES + c) * 512 + lane * 16,
+                          words + (long long)h * apart * (BLOCKS * ROW_BYTES) + b * ROW_BYTES + c * 64,
+                          b < left ? 16 : 0, policy);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane, part = e % BITES * (WIDTH / 4), rows = j * (32 / BITES);
         if (e < 16 * BITES)
           cp_async_constants(at + WORD_BYTES + e * WIDTH,
                              constants + (rows < 8 ? rows : rows - 8 + apart) * (BLOCKS * PER) + part,
-                             part < left * PER ? WIDTH : 0);
+                             part < left * PER ? WIDTH : 0, policy);
       }
       to = to + 1 == STAGES ? 0 : to + 1;
       words += UNIT * ROW_BYTES, constants += UNIT * PER;

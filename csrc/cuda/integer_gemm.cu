@@ -166,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
     for (int h = 0; h < 2; ++h)
       factors[i][h] = k < p.k ? *reinterpret_cast<const float4*>(p.norm + k + h * 4) : float4{};
   }
+  const u64 policy = policy_once();
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
@@ -178,14 +179,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
           for (int b = 0; b < UNIT; ++b)
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
-              cp_async16(to + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + place_of(lane) * 16,
-                         in + i * to_next + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
+              cp_async_once(to + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + place_of(lane) * 16,
+                            in + i * to_next + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0,
+                            policy);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
         if (e < OWN * BITES)
           cp_async_constants(to + WORD_BYTES + e * WIDTH, own[j],
-                             e % BITES * (WIDTH / 4) < left * HELD ? WIDTH : 0);
+                             e % BITES * (WIDTH / 4) < left * HELD ? WIDTH : 0, policy);
       }
       in_unit += WK;
       in += WK * UNIT * ROW_BYTES;

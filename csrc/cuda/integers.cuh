@@ -11,8 +11,9 @@ __device__ __forceinline__ float lds32f(u32 addr) { return __uint_as_float(lds32
 // The sum of two of bfloat16.
 __device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
 // Data that other lanes and warps read too; `bytes` = 0 writes zeros instead.
-__device__ __forceinline__ void cp_async_constants(u32 dst, const void* src, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src), "n"(WIDTH), "r"(bytes)
+__device__ __forceinline__ void cp_async_constants(u32 dst, const void* src, int bytes, u64 policy) {
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3, %4;" ::"r"(dst), "l"(src),
+               "n"(WIDTH), "r"(bytes), "l"(policy)
                : "memory");
 }
 __device__ __forceinline__ void sts32(u32 addr, float v) {

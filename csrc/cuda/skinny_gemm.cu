@@ -348,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     return p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * (16 / SIZE);
   };
   const weight* in = source();
+  const u64 policy = policy_once();
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * CHUNK_BYTES;
@@ -358,7 +359,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         const long long off =
             GATED ? (long long)(row / 16 * 8 + row % 8) * p.k + (row % 16 >= 8 ? (long long)p.n * p.k : 0)
                   : (long long)row * p.k;
-        cp_async16(to + (row + my_row) * ROW_BYTES + turned(piece, row + my_row) * 16, in + off, 16);
+        cp_async_once(to + (row + my_row) * ROW_BYTES + turned(piece, row + my_row) * 16, in + off, 16,
+                      policy);
       }
       if (GROUPED && lane < MT * 16 && in_chunk % RUN == 0) {
         const int row = lane / 16 * TILE_ROWS + lane % 8 + (lane % 16 >= 8 ? (GATED ? p.n : 8) : 0);

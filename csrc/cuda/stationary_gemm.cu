@@ -180,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
     constants[j] = reinterpret_cast<const char*>(p.constants) +
                    u64(constants_bytes) * row_of(wn * OWN + (j * 32 + lane) / BITES) +
                    own_block * (HELD * 4) + (j * 32 + lane) % BITES * WIDTH;
+  const u64 policy = policy_once();
   auto load = [&](int tile, int stage) {
     if (tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
@@ -193,15 +194,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
           for (int b = 0; b < KB; ++b)
 #pragma unroll
             for (int c = 0; c < PIECES; ++c)
-              cp_async16(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + place_of(lane) * 16,
-                         in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64,
-                         b < left ? 16 : 0);
+              cp_async_once(to + (((i * KB + b) * 2 + h) * PIECES + c) * 512 + place_of(lane) * 16,
+                            in + i * (GATED ? 8 : 16) * row_bytes + h * to_half + b * ROW_BYTES + c * 64,
+                            b < left ? 16 : 0, policy);
 #pragma unroll
       for (int j = 0; j < LOADS; ++j) {
         const int e = j * 32 + lane;
         if (e < OWN * BITES)
           cp_async_constants(to + WORD_BYTES + e * WIDTH, constants[j] + u64(constants_bytes) * column,
-                             e % BITES * (WIDTH / 4) < left * HELD ? WIDTH : 0);
+                             e % BITES * (WIDTH / 4) < left * HELD ? WIDTH : 0, policy);
       }
     }
     cp_async_commit();

@@ -243,6 +243,7 @@ inline void copy(unsigned to, const void* from, unsigned bytes, unsigned size) {
   emulated::me->copies.push_back({to, from, bytes, size});
 }
 inline void cp_async16(unsigned to, const void* from, unsigned bytes) { copy(to, from, bytes, 16); }
+inline void cp_async_once(unsigned to, const void* from, unsigned bytes, uint64_t) { copy(to, from, bytes, 16); }
 inline void cp_async_commit() {
   emulated::me->groups.push_back(std::move(emulated::me->copies));
   emulated::me->copies.clear();

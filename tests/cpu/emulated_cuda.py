@@ -25,7 +25,7 @@ SHARED = re.compile(r"__shared__ (?:__align__\(\d+\) )?([\w<>?: ]+) (\w+)((?:\[[
 APART = 228 << 10  # where arrays lie that are not of the dynamic shared memory
 # Functions of one source, whose PTX needs numbers of that source.
 OWN = {
-    "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes) "
+    "cp_async_constants": "void cp_async_constants(u32 to, const void* from, int bytes, u64) "
     "{ copy(to, from, bytes, WIDTH); }\n",
     "cp_async_run": "void cp_async_run(u32 to, const float* from) { copy(to, from, 4 * RUN, 4 * RUN); }\n",
     "forget": "void forget(Self&, Place&) {}\n",

@@ -12,6 +12,7 @@ import torch
 
 from sgla.device import nvidia
 from sgla.kernels import device
+from sgla.kernels.build import source_folder
 from sgla.kernels.cuda import batch_gemm, decode_attention, skinny_gemm
 from sgla.kernels.cuda.build import SHARED
 from sgla.kernels.cuda.decode_step import DenseShape
@@ -217,3 +218,11 @@ def test_one_row_is_kept_where_it_fits_beside_the_weights(monkeypatch: pytest.Mo
     assert kept[4096]
     assert kept[12288]
     assert kept[32704] is (n > 100_000), "there is one block on a multiprocessor"
+
+
+@pytest.mark.parametrize("name", ["skinny_gemm", "integer_gemm", "stationary_gemm", "integer_experts"])
+def test_weights_of_few_rows_leave_the_cache_before_all_else(name: str) -> None:
+    """Whose copies are told so; the copy engine's orders of other kernels have the same policy."""
+    source = (source_folder("cuda") / f"{name}.cu").read_text()
+    assert "cp_async_once(" in source
+    assert "cp_async16(" not in source
