@@ -35,7 +35,6 @@ class GatedAttention(SelfAttention):
 
 class Lfm3(Gemma3):
     norms = ("input_layernorm", "post_operator_norm", "post_attention_layernorm", "post_ffn_norm")
-    ignored = ()
 
     def attention(self, build: Build, name: str, index: int) -> LayerAttention:
         layer = self.spec.attention[index]

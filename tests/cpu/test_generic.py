@@ -147,6 +147,7 @@ SIGHTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 # The same of those whose language models have code here.
 HALF_KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma4_unified": ({"head_dim": 8}, {"patch_size": 8}, {}),
+    "lfm3_vl": ({"head_dim": 16, "sliding_window": 9}, TOWER | {"num_key_value_heads": 1}, {}),
     "lfm2_vl": ({}, TOWER | {"model_type": "siglip2_vision_model"}, {"projector_hidden_size": 32}),
 }
 

@@ -102,6 +102,16 @@ _LFM2_VL = {
     "image_token_id": 396,
     **dict.fromkeys(("encoder_patch_size", "vision_feature_layer")),  # of its tower, in files alone
 }
+_LFM3_VL = {
+    "tie_word_embeddings": True,
+    "projector_hidden_act": "gelu",
+    "projector_hidden_size": 4096,
+    "projector_bias": True,
+    "image_token_id": 125_030,
+    "video_token_id": 125_029,
+    "vision_start_token_id": 125_009,
+    "vision_end_token_id": 125_010,
+}
 
 FAMILIES = {
     "Qwen3NextForCausalLM": Family(
@@ -393,6 +403,8 @@ FAMILIES = {
         },
         {"rms_norm_eps": "norm_eps"},
         model="sgla.model.lfm3:Lfm3",
+        also=("Lfm3VlForConditionalGeneration",),
+        outer=Family(("lfm3_vl",), _TOWERS | _LFM3_VL),
         attention="sgla.model.conv_spec:lfm3",
         renamed=(*_CONV_NAMES, (".self_attn.g_proj.", ".self_attn.gate_proj.")),
         qk_norm="head",
