@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,6 +45,19 @@ class ExpertCounts:
         for expert, number in zip(self.held, numbers):
             found[expert] = number
         return found
+
+
+@contextmanager
+def uncounted(counts: Mapping[str, ExpertCounts], others: bool) -> Iterator[None]:
+    """If ``others`` count the same tokens, these are left to them meanwhile."""
+    active = [each for each in counts.values() if each.active and others]
+    for each in active:
+        each.active = False
+    try:
+        yield
+    finally:
+        for each in active:
+            each.active = True
 
 
 def keep_chosen(counts: Mapping[str, ExpertCounts]) -> None:

@@ -17,6 +17,7 @@ from sgla.dist.context import Context
 from sgla.kernels import ops
 from sgla.kernels.batch import Divided, ForwardBatch
 from sgla.kernels.dispatch import Op, using
+from sgla.kernels.expert_counts import uncounted
 from sgla.kernels.ops import KVLayer, Layer
 from sgla.model.base import CausalLM
 from sgla.worker.batch import Columns, build
@@ -89,12 +90,17 @@ class ContextForward:
         return batch
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
+        counts = self._model.counts
         if batch.divided is None:
-            return self._plain(batch)
+            with uncounted(counts, self._context.rank > 0):
+                return self._plain(batch)
         with threads(self._count), using(_Exchanging(self._context)):
             if self._hands_on:
                 return self._model.forward(batch, self._kv)
-            hidden = self._model.forward(batch, self._kv, batch.sample_rows)
+            if any(each.active for each in counts.values()):  # the last layer sees all tokens, too
+                hidden = self._model.forward(batch, self._kv)[batch.sample_rows]
+            else:
+                hidden = self._model.forward(batch, self._kv, batch.sample_rows)
             hidden = self._context.join(hidden, batch.divided.rows, batch.divided.count)
             if self._kept is not None:
                 self._kept.keep(hidden)

@@ -16,6 +16,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.products import op_by_op
 from sgla.kernels.cpu.program import ProgramLimits
+from sgla.kernels.expert_counts import uncounted
 from sgla.kernels.ops import Layer
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
@@ -70,8 +71,10 @@ class CpuModel(Runner):
     def _count(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
         if not hasattr(self, "model") or self.model.spec.moe is None:
             raise UnsupportedField("the model has no experts, or sleeps, so there is nothing to count")
-        if self.shard.context is not None:
-            raise UnsupportedField("experts are not counted with --cp: each rank sees a part of the tokens")
+        if self.shard.context is not None and self.shard.lockstep is not None:
+            raise UnsupportedField(
+                "experts are not counted with --cp and --dp-attention: ranks see parts of others' steps"
+            )
         if verb == "experts_dump":
             told = counted(self.model, self.shard.of_mlps)
             return told if self.shard.of_mlps.rank == 0 else {}
@@ -125,7 +128,8 @@ class CpuModel(Runner):
         context, lockstep = self.shard.context, self.shard.lockstep
         if lockstep is not None or context is not None:
             if lockstep is None:
-                plain, note = self._make_plain(limits, threads, native, hook)
+                with uncounted(self.model.counts, context is not None and context.rank > 0):
+                    plain, note = self._make_plain(limits, threads, native, hook)
             else:
                 torch.set_num_threads(threads)
                 plain, note = self._leave, ""

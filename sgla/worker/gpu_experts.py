@@ -34,7 +34,9 @@ class GpuExperts(GpuWeights):
         if not model.counts:
             raise UnsupportedField("the model has no experts that are known, so there is nothing to count")
         if self.shard.context is not None:
-            raise UnsupportedField("experts are not counted with --cp: each rank sees a part of the tokens")
+            raise UnsupportedField(
+                "experts are not counted with --cp on GPUs, where ranks see parts of steps"
+            )
         told = counted(model, shard)
         if verb == "experts_dump":
             return told if shard.whole_experts or shard.rank == 0 else {}

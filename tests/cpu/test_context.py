@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_stages import MODELS, one, requests, scores
-from tiny import Transcript, make_core, run, run_executor, tiny_config, tiny_source
+from tiny import Transcript, make_core, run, run_executor, submit, tiny_config, tiny_source
 
+from sgla.actors.placing import counts_of
 from sgla.config import Config
-from sgla.errors import ConfigError, UnsupportedField
+from sgla.errors import ConfigError
 from sgla.ledger import mesh
 from sgla.messages import Control
 from sgla.model.context import check_cp
@@ -146,12 +147,36 @@ def test_who_holds_what_is_known_before_anything_loads() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"native_kernels": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow),
+    ],
+)
+async def test_choices_of_experts_are_counted_once(changes: dict[str, Any]) -> None:
+    """Each token chooses two in each layer, in steps that are shared out and in others."""
+    executor = ForkedExecutor(tiny_config(cp=2, **changes), tiny_source(**MODELS["mixture"]))
+    prompts = [submit(str(n), list(range(n, n + 40)), 6) for n in range(3)]
+    try:
+        facts, count = await executor.start(lambda progress: None), changes.get("pp", 1)
+        core = make_core(facts, stages=count, depth=count + 1)
+        await executor.control(Control(verb="experts_start"))
+        await run_executor(executor, facts, prompts, core)
+        counts, _ = counts_of(await executor.control(Control(verb="experts_dump")))
+        assert {layer: sum(numbers) for layer, numbers in counts.items()} == dict.fromkeys(
+            range(3), 3 * 2 * 45
+        )
+    finally:
+        await executor.close()
+
+
 async def test_a_lost_rank_is_told() -> None:
     executor = ForkedExecutor(tiny_config(cp=2), tiny_source(**MODELS["mixture"]))
     try:
         await executor.start(lambda progress: None)
-        with pytest.raises(UnsupportedField, match="--cp"):
-            await executor.control(Control(verb="experts_start"))
         lost = asyncio.get_running_loop().create_future()
         executor.on_death(lost.set_result)
         executor._ranks[1].process.kill()

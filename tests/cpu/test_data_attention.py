@@ -16,7 +16,7 @@ from tiny import Transcript, make_core, run, run_executor, submit, tiny_config, 
 
 from sgla.cli.settings import load_config
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedField
 from sgla.ledger import mesh
 from sgla.messages import Control, Facts, Ready, StepResult
 from sgla.model.data_attention import check_data
@@ -79,6 +79,12 @@ async def test_ranks_with_own_requests_equal_one(model: str, changes: dict[str, 
             for rid, values in scores(expected).items():
                 assert scores(found)[rid] == pytest.approx(values, abs=1e-4)
         assert all(core.stats().steps > 3 for core in through.core.cores)
+
+
+async def test_counting_of_experts_is_refused_where_it_would_be_wrong() -> None:
+    async with ranks(tiny_source(**MODELS["mixture"]), cp=2) as through:
+        with pytest.raises(UnsupportedField, match="with --cp and --dp-attention"):
+            await through.executor.control(Control(verb="experts_start"))
 
 
 async def test_choices_of_experts_are_counted_once_and_a_lost_rank_is_told() -> None:
