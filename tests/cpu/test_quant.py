@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import Eager
+from checkpoints import Eager, random_prompts
 from levels import STORAGES
 from tiny import tiny_source
 
@@ -140,3 +140,15 @@ def test_mxfp4_is_made_at_load() -> None:
     assert [layer.weight.kind for layer in held] == ["e2m1"] * 3 + ["int8"] * 2
     rows, native = (Eager(model, native=each).generate([[1, 2, 3]], 4) for each in (False, True))
     assert native[0].tokens == rows[0].tokens
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["int8", "int4", "mxfp4", "fp8"])
+@torch.no_grad()
+def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(kind: str) -> None:
+    """Prompts and answers, their logprobs too."""
+    model = load_model(tiny_source(num_hidden_layers=2), "bfloat16", kind)
+    prompts = random_prompts([9, 2, 17, 1], vocab=model.spec.vocab)
+    together = Eager(model, native=True).generate(prompts, 6)
+    alone = [Eager(model, native=True).generate([prompt], 6)[0] for prompt in prompts]
+    assert [(row.tokens, row.logprobs) for row in together] == [(row.tokens, row.logprobs) for row in alone]
