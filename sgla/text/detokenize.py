@@ -26,6 +26,10 @@ class Detokenizer(Protocol):
     def feed(self, ids: Sequence[int]) -> str:
         """The text that ``ids`` complete."""
 
+    def whole(self, ids: Sequence[int]) -> str | None:
+        """As ``feed``, if nothing is held back before and behind. Else, or anyway, None: then none of ``ids``
+        is taken."""
+
     def flush(self) -> str:
         """The end of the text: what was held back, incomplete characters as U+FFFD."""
 
@@ -67,6 +71,14 @@ class ByteDetokenizer:
         self._rest = data[used:]
         return text
 
+    def whole(self, ids: Sequence[int]) -> str | None:
+        if self._rest:
+            return None
+        table = self._table
+        data = b"".join([table[i] for i in ids])
+        text, used = utf_8_decode(data, "replace", False)
+        return text if used == len(data) else None
+
     def flush(self) -> str:
         text, _ = utf_8_decode(self._rest, "replace", True)
         self._rest = b""
@@ -102,6 +114,9 @@ class PieceDetokenizer:
                 piece, self._bare = piece.replace(" ", ""), False
             text += piece
         return self._stripped(text) if self._strip else text
+
+    def whole(self, ids: Sequence[int]) -> str | None:
+        return None
 
     def flush(self) -> str:
         text = self._end_run()
@@ -141,6 +156,9 @@ class WindowDetokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         self._ids.extend(ids)
         return self._advance(final=False)
+
+    def whole(self, ids: Sequence[int]) -> str | None:
+        return None
 
     def flush(self) -> str:
         return self._advance(final=True)

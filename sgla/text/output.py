@@ -66,6 +66,10 @@ class OutputStream:
             return Piece("", [], None if logprobs is None else [])
         if finish is None and len(tokens) == 1 and not self._waiting:
             return self._one(tokens, logprobs)
+        plain = finish is None and logprobs is None and self._stops is None and not self._waiting
+        if plain and (whole := self._detokenizer.whole(tokens)) is not None:
+            self._made += len(whole)
+            return Piece(whole, tokens, None, None, len(tokens))
         silent = len(tokens) - 1 if matched is not None and not self._include else -1
         text = ""
         for index, token in enumerate(tokens):

@@ -49,6 +49,17 @@ def test_stream_equals_full_decode_for_random_ids(tokenizer: Tokenizer, skip: bo
         assert "".join(stream(tokenizer, ids, chance, skip)) == tokenizer.decode(ids, skip), ids
 
 
+def test_what_is_whole_is_read_at_once_or_not_at_all(byte_level: Tokenizer) -> None:
+    detokenizer = make_detokenizer(byte_level)
+    first, second = byte_level.backend.token_to_id("Ã"), byte_level.backend.token_to_id("©")  # of "é"
+    assert detokenizer.whole([first]) is None
+    assert detokenizer.whole([first, second, first, second]) == "éé"
+    assert detokenizer.feed([first]) == ""
+    assert detokenizer.whole([second]) is None
+    assert detokenizer.feed([second]) == "é"
+    assert detokenizer.whole([]) == ""
+
+
 def test_valid_text_never_shows_a_replacement_character(tokenizer: Tokenizer) -> None:
     chance = random.Random(2)
     for text in tiny.corpus(150):

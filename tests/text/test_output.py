@@ -45,6 +45,25 @@ def joined(pieces: list[Piece]) -> tuple[str, list[int], str | None]:
     return text, [t for piece in pieces for t in piece.tokens], pieces[-1].matched_stop
 
 
+def test_tokens_that_come_together_are_read_as_one_by_one(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a character ends in a later part, so that tokens wait for it."""
+    chance = random.Random(6)
+    partial = [i for i in range(tokenizer.vocab_size) if any(b > 127 for b in tokenizer.token_bytes(i))]
+    for _ in range(300):
+        ids = partial if partial and chance.random() < 0.5 else range(tokenizer.vocab_size)
+        tokens = [chance.choice(ids) for _ in range(chance.randint(1, 30))]
+        cuts = sorted(chance.randint(0, len(tokens)) for _ in range(chance.randint(0, 8)))
+        parts = [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)])]
+        fast, slow = (OutputStream(tokenizer, SamplingParams()) for _ in range(2))
+        monkeypatch.setattr(type(slow._detokenizer), "whole", lambda self, ids: None)
+        expected = [slow.feed(part) for part in parts]
+        monkeypatch.undo()
+        assert [fast.feed(part) for part in parts] == expected
+        assert fast.feed([], finish="length") == slow.feed([], finish="length")
+
+
 def test_pieces_do_not_depend_on_how_tokens_arrive(tokenizer: Tokenizer) -> None:
     chance = random.Random(5)
     for _ in range(300):
