@@ -366,6 +366,7 @@ def test_values_that_peers_write_differently() -> None:
         ("--quantization", "gptq_marlin", "default", "as if it were left out here: the checkpoint tells"),
         ("--quantization", "modelopt", "default", "as if it were left out here: the checkpoint tells"),
         ("--quantization", "modelopt_fp4", "default", "as if it were left out here: the checkpoint tells"),
+        ("--quantization", "fp8_per_block", "fp8", "weights have a scale for each row"),
         ("--quantization", "bitsandbytes", None, "bitsandbytes is not supported: of a checkpoint"),
         ("--load-format", "mistral", None, "mistral is not supported: weights are safetensors, PyTorch"),
         (

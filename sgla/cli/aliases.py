@@ -391,9 +391,14 @@ VALUES: dict[str, dict[str, Word | str]] = {
         **dict.fromkeys(("modelopt", "modelopt_fp8", "fbgemm_fp8"), STORED),
         **dict.fromkeys(("modelopt_fp4", "petit_nvfp4", "hqq", "w4afp8"), STORED),
         **dict.fromkeys(("auto-round", "auto_round", "inc"), STORED),
+        **dict.fromkeys(("modelopt_mxfp8", "modelopt_mixed"), STORED),
+        **dict.fromkeys(
+            ("fp8_per_tensor", "fp8_per_block"), Word("fp8", "weights have a scale for each row")
+        ),
         **dict.fromkeys(("bitsandbytes", "nvfp4", "quark", "moe_wna16", "qoq"), NO_METHOD),
         **dict.fromkeys(("w8a8_fp8", "torchao", "experts_int8", "w8a8_int8"), NO_METHOD),
         **dict.fromkeys(("deepspeedfp", "ptpc_fp8", "aqlm"), NO_METHOD),
+        **dict.fromkeys(("mxfp8", "online", "humming", "rtn", "modelslim", "quark_int4fp8_moe"), NO_METHOD),
     },
     "step_tokens": {
         "-1": "long prompts are always read in chunks; leave it out, or give their length in tokens"
