@@ -2550,7 +2550,9 @@ REFUSED: dict[str, Case] = {
     "awq in another order": Case(
         quantized("awq", bits=4, group_size=128, version="gemv_new", zero_point=True), "version"
     ),
-    "awq without zeros": Case(quantized("awq", bits=4, group_size=128, zero_point=False), "zero_point"),
+    "awq without zeros": Case(
+        quantized("awq", bits=4, group_size=128, zero_point=False, version="gemv"), "zero_point"
+    ),
     "gptq of 5 bits": Case(quantized("gptq", bits=5, group_size=128, desc_act=False, sym=True), "bits"),
     "gptq without groups": Case(quantized("gptq", bits=4, desc_act=False), "group_size"),
     "gptq of several sizes": Case(
