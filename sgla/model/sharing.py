@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import lcm
 from typing import NamedTuple
 
-TENSOR = 256  # bytes of which those of a tensor of a page are a multiple
+TENSOR = 128  # bytes of which those of a tensor of a page are a multiple
 WASTE = 1 / 16  # of a slab, at most, where that can be had
 PAGES = 32  # of one group in a slab, at most
 

@@ -173,15 +173,20 @@ def longer() -> list[Submit]:
 
 
 def poison(runner: Any, core: Any) -> None:
-    """From now on the free pages of windows hold no numbers whenever a step is planned."""
-    plan = core.plan
+    """From now on free slabs, or the free pages of windows, hold no numbers whenever a step is planned."""
+    plan, pool = core.plan, core._memory.windows[0]
+
+    def free(group: int) -> list[int]:
+        if pool._slabs is None:
+            return pool._free if group else []
+        size = pool._slabs.pages[group]
+        return [slab * size + i for slab in pool._slabs._free[-20:] for i in range(1, size + 1)]
 
     @torch.inference_mode()
     def poisoned(now: float) -> Any:
-        free = core._memory.windows[0]._free
         for layer in runner.steps.kv if not core._queues.flights else []:
-            if layer.group:
-                layer.k[free] = layer.v[free] = float("nan")
+            pages = free(layer.group)
+            layer.k[pages] = layer.v[pages] = float("nan")
         return plan(now)
 
     core.plan = poisoned
@@ -698,6 +703,7 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
         core = make_core(facts, pages=12)
     if windows and "device" in settings:
         assert [group.window for group in facts.groups] == [0, WINDOW]
+        assert (facts.groups[0].slab == 0) == bool(facts.tiers)
         poison(runner, core)
     answered = shown(run(runner, requests(), core))
     if facts.adapters and "device" in settings:  # decode steps in graphs read these

@@ -298,7 +298,7 @@ def test_one_request_has_as_many_pages_as_fit(slabs: int, sizes: list[int], leas
         ({"kv_cache_dtype": "fp8"}, ""),
         ({"tp": 4}, ""),
         ({"tp": 5}, "heads"),
-        ({"page_size": 1, "tp": 16, "kv_cache_dtype": "fp8"}, "too small"),
+        ({"page_size": 1, "tp": 16, "kv_cache_dtype": "fp8"}, ""),
     ],
 )
 def test_groups_share_a_memory_where_all_of_it_can(settings: dict[str, Any], reason: str) -> None:
@@ -307,6 +307,12 @@ def test_groups_share_a_memory_where_all_of_it_can(settings: dict[str, Any], rea
     found = apart(config, spec, state_of(spec, config.tp), config.kv_dtype("bfloat16"))
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+def test_pages_that_copies_cannot_take_lie_apart() -> None:
+    spec = read_decoder(MODEL)
+    assert "too small" in apart(Config(page_size=1), spec, state_of(spec, 1), "bfloat16")
+    assert not apart(Config(page_size=16), spec, state_of(spec, 1), "bfloat16")
 
 
 def test_one_memory_or_a_ratio_of_windows_holds_more_tokens() -> None:

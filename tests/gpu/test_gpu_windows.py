@@ -78,9 +78,9 @@ def test_layers_are_grouped_by_their_windows(runner: Any) -> None:
     full, window = runner.facts.groups
     assert (full.window, window.window) == (0, WINDOW)
     assert {layer.group for layer in runner.steps.kv} == {0, 1}
-    assert (full.slab, window.slab) == (5, 1)
+    assert (full.slab, window.slab) == (2, 1)  # two layers of six keep all
     slabs = window.pages - 1
-    assert full.pages == 1 + 5 * slabs
+    assert full.pages == 1 + 2 * slabs
     assert 0.9 * (256 << 20) < runner.facts.ledger["kv"] <= 256 << 20
     assert slabs * window.page_bytes <= runner.facts.ledger["kv"] < (slabs + 2) * 1.01 * window.page_bytes
 
@@ -97,7 +97,7 @@ def test_text_is_the_same_wherever_pages_lie(runner: Any, pools: Any) -> None:
     """With no more slabs than one request needs pages and the others a few: rows give theirs back, and groups
     have each other's."""
     full, window = runner.facts.groups
-    slabs = 32
+    slabs = 44
     few = [replace(full, pages=1 + slabs * full.slab), replace(window, pages=1 + slabs)]
     limits: dict[str, Any] = {"depth": 2, "step_tokens": 64, "reserve": 0.0}
     alone = make_core(pools.facts, depth=1, step_tokens=64, prefix_cache=False)
@@ -154,6 +154,29 @@ def test_what_others_leave_behind_a_window_is_not_read(pools: Any) -> None:
     assert run(pools, requests(), core) == expected
     with torch.inference_mode():
         for layer in pools.steps.kv:
+            layer.k.zero_(), layer.v.zero_()
+
+
+def test_what_others_leave_in_a_slab_is_not_read(runner: Any) -> None:
+    """Whichever group had it."""
+    limits: dict[str, Any] = {"depth": 1, "prefix_cache": False, "step_tokens": 60}
+    core, expected = make_core(runner.facts, **limits), kept(runner, **limits)
+    planned, slabs = core.plan, core._memory.windows[0]._slabs
+
+    @torch.inference_mode()
+    def poison_and_plan(now: float) -> StepPlan | None:
+        if not core._queues.flights:
+            torch.cuda.synchronize()
+            for layer in runner.steps.kv:
+                size = slabs.pages[layer.group]
+                free = [slab * size + i for slab in slabs._free[-20:] for i in range(1, size + 1)]
+                layer.k[free] = layer.v[free] = float("nan")
+        return planned(now)
+
+    core.plan = poison_and_plan  # type: ignore[method-assign]
+    assert run(runner, requests(), core) == expected
+    with torch.inference_mode():
+        for layer in runner.steps.kv:
             layer.k.zero_(), layer.v.zero_()
 
 
