@@ -204,6 +204,21 @@ def test_other_pages_name_todays_medians() -> None:
     ):
         assert f"| {goal} | {shown(workload, model)}" in goals
         assert shown(workload, model) in todo, goal
+    models = (BENCH.parent / "docs/models.md").read_text().partition("## Speed")[2]
+    others = {
+        name.replace(" ", "-"): (f"{1000 / float(alone):,.0f}", made)
+        for name, alone, made in re.findall(
+            r"\| ([\w.-]+[^|]*?) \| ([\d.]+) \| [\d.]+ \| \d+ % \| ([\d,]+) \|", page
+        )
+    }
+    others["GLM-4.7-Flash"] = others["GLM-4.7-Flash-30B-A3B"]
+    ours = {
+        name: (f"{1000 / figures['W2'][model]:,.0f}", shown("W1", model))
+        for model, name in plots.MODELS.items()
+    }
+    named = re.findall(r"\| (\S+)[^|]*, H200 \| ([\d,]+) \| ([\d,]+) \|", models)
+    assert {name: tuple(told) for name, *told in named} == {name: (ours | others)[name] for name, *_ in named}
+    assert len(named) == 8
     several = re.findall(r"\| Qwen3-(8B|30B-A3B) \| `--[tp]p[^|]*\| ([\d,]+) \| ([\d.]+) \|", page)
     for model, made, times in several:
         one = figures["W1"][f"qwen3-{model.lower()}"]
