@@ -237,7 +237,7 @@ class GatedAttention:
 class Delta(Llama):
     """Qwen3.5 (also 3.6). The layers that guess further tokens are left out, and the vision tower."""
 
-    ignored = ("mtp.", "model.visual.", "visual.")
+    ignored = ("mtp.", "model.visual.", "visual.", "model.vision_tower.", "model.merger.")
     form: Form = "apart"
 
     def attention(self, build: Build, name: str, index: int) -> LayerAttention:

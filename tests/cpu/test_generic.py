@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import SMALL, Eager, check_against_hf, random_prompts, save_checkpoint
+from parity import DELTA, LATENT, ROUTED
 from parity import GENERIC as MODELS
-from parity import LATENT, ROUTED
 from safetensors.torch import load_file, save_file
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
 from transformers import AutoConfig, PreTrainedModel
@@ -148,6 +148,8 @@ SIGHTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 HALF_KNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma4_unified": ({"head_dim": 8}, {"patch_size": 8}, {}),
     "lfm3_vl": ({"head_dim": 16, "sliding_window": 9}, TOWER | {"num_key_value_heads": 1}, {}),
+    "minicpmv4_7": (DELTA, TOWER | {"num_hidden_layers": 2}, {"insert_layer_id": 0}),
+    "minicpm_ocr": (DELTA, TOWER | {"num_hidden_layers": 2}, {"insert_layer_id": 0}),
     "lfm2_vl": ({}, TOWER | {"model_type": "siglip2_vision_model"}, {"projector_hidden_size": 32}),
 }
 

@@ -208,6 +208,10 @@ _MINICPM = {
     "merge_kernel_size": (2, 2),
     "merger_times": 1,
 }
+# Of models whose towers have no code here.
+_MINICPM_IDS = "image_token_id", "video_token_id"
+_MINICPM_MARKS = "image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"
+_MINICPM_OCR = _MINICPM | {"tie_word_embeddings": True, "downsample_mode": "4x", "patch_size": 16}
 _IDEFICS3 = {"scale_factor": 2, "image_token_id": 128257}
 _INTERNVL = {
     "tie_word_embeddings": True,
@@ -264,6 +268,22 @@ PICTURED = {
     ),
     "MiniCPMV4_6ForConditionalGeneration": replace(
         HYBRIDS["Qwen3_5ForCausalLM"], also=(), outer=Family(("minicpmv4_6",), _TOWER | _MINICPM), gguf=()
+    ),
+    "MiniCPMV4_7ForConditionalGeneration": replace(
+        HYBRIDS["Qwen3_5ForCausalLM"],
+        also=(),
+        outer=Family(
+            ("minicpmv4_7",),
+            _TOWER | _MINICPM | dict.fromkeys(_MINICPM_MARKS),
+            nulls=(*_MINICPM_IDS, *_MINICPM_MARKS),
+        ),
+        gguf=(),
+    ),
+    "MiniCPMOcrForConditionalGeneration": replace(
+        HYBRIDS["Qwen3_5ForCausalLM"],
+        also=(),
+        outer=Family(("minicpm_ocr",), _TOWER | _MINICPM_OCR, nulls=_MINICPM_IDS),
+        gguf=(),
     ),
     "PaliGemmaForConditionalGeneration": replace(
         _read_as_prefix(GEMMA["GemmaForCausalLM"]),
