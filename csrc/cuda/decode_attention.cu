@@ -438,7 +438,17 @@ __device__ __forceinline__ float q_integers(u32 (&qf)[ACC][2], const float (&x)[
 // q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T; INT8: its scale.
 __device__ __forceinline__ float prepare_q(const Params& p, const bf16* q, int row, int position, int t,
                                            bool live, u32 (&qf)[ACC][2]) {
+  constexpr int FAR = ROT / 32;  // from a dim to the one that it is rotated with, in 16
+  const float* table = p.cos_sin + (long long)position * ROT;
+  auto weight = [&](int i, int j) {
+    return p.q_norm ? *reinterpret_cast<const float2*>(p.q_norm + i * 16 + q_dim(t, j)) : float2{1.f, 1.f};
+  };
+  auto of_table = [&](int from, int i, int j) {
+    return *reinterpret_cast<const float2*>(table + from + i * 16 + q_dim(t, j));
+  };
+  constexpr bool AHEAD = HD <= 128;  // all is asked for before any of it is used; more has no registers
   float x[ACC][4];
+  float2 weights[AHEAD ? ACC : 1][2], cosines[AHEAD ? FAR : 1][2], sines[AHEAD ? FAR : 1][2];
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < ACC; ++i)
@@ -447,30 +457,34 @@ __device__ __forceinline__ float prepare_q(const Params& p, const bf16* q, int r
       const u32 v = live ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, j)) : 0;
       x[i][2 * j] = lo2f(v);
       x[i][2 * j + 1] = hi2f(v);
-      sum += x[i][2 * j] * x[i][2 * j] + x[i][2 * j + 1] * x[i][2 * j + 1];
+      if (AHEAD) weights[i][j] = weight(i, j);
     }
-  if (p.q_norm) {
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    const float f = rsqrtf(sum / HD + p.eps);
 #pragma unroll
-    for (int i = 0; i < ACC; ++i)
+  for (int i = 0; i < (AHEAD ? FAR : 0); ++i)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float2 w = *reinterpret_cast<const float2*>(p.q_norm + i * 16 + q_dim(t, j));
-        x[i][2 * j] = round_bf(x[i][2 * j] * f * w.x);
-        x[i][2 * j + 1] = round_bf(x[i][2 * j + 1] * f * w.y);
-      }
-  }
-  const float* table = p.cos_sin + (long long)position * ROT;
-  constexpr int FAR = ROT / 32;  // from a dim to the one that it is rotated with, in 16
+    for (int j = 0; j < 2; ++j) cosines[i][j] = of_table(0, i, j), sines[i][j] = of_table(ROT / 2, i, j);
+#pragma unroll
+  for (int i = 0; i < ACC; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum += x[i][j] * x[i][j];
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  const float f = p.q_norm ? rsqrtf(sum / HD + p.eps) : 1.f;
+#pragma unroll
+  for (int i = 0; i < ACC; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float2 w = AHEAD ? weights[AHEAD ? i : 0][j] : weight(i, j);
+      x[i][2 * j] = round_bf(x[i][2 * j] * f * w.x);
+      x[i][2 * j + 1] = round_bf(x[i][2 * j + 1] * f * w.y);
+    }
 #pragma unroll
   for (int i = 0; i < FAR; ++i) {
     float a[4], b[4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float2 c = *reinterpret_cast<const float2*>(table + i * 16 + q_dim(t, j));
-      const float2 s = *reinterpret_cast<const float2*>(table + ROT / 2 + i * 16 + q_dim(t, j));
+      const float2 c = AHEAD ? cosines[AHEAD ? i : 0][j] : of_table(0, i, j),
+                   s = AHEAD ? sines[AHEAD ? i : 0][j] : of_table(ROT / 2, i, j);
       const float a0 = x[i][2 * j], a1 = x[i][2 * j + 1], b0 = x[i + FAR][2 * j],
                   b1 = x[i + FAR][2 * j + 1];
       a[2 * j] = a0 * c.x - b0 * s.x;
@@ -558,8 +572,9 @@ __device__ __forceinline__ float turn_k(float (&x)[2][PAIRS], int lane, bf16 (&o
 }
 
 // It is normalised and rotated, and becomes what is stored; its scale.
-__device__ __forceinline__ float prepare_k(const Params& p, float (&x)[2][PAIRS], int position, int lane,
-                                           bf16 (&out)[2][PAIRS]) {
+__device__ __forceinline__ float prepare_k(const Params& p, float (&x)[2][PAIRS],
+                                           const float (&norm)[2][PAIRS], const float2 (&turn)[PAIRS],
+                                           int lane, bf16 (&out)[2][PAIRS]) {
   if (p.k_norm) {
     float sum = 0.f;
 #pragma unroll
@@ -572,14 +587,11 @@ __device__ __forceinline__ float prepare_k(const Params& p, float (&x)[2][PAIRS]
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j)
-        x[h][j] = round_bf(x[h][j] * f * p.k_norm[k_dim(lane * PAIRS + j, h)]);
+      for (int j = 0; j < PAIRS; ++j) x[h][j] = round_bf(x[h][j] * f * norm[h][j]);
   }
-  const float* table = p.cos_sin + (long long)position * ROT + lane * PAIRS;
 #pragma unroll
   for (int j = 0; j < PAIRS; ++j) {
-    const bool turns = rotated(lane * PAIRS + j);
-    const float c = turns ? table[j] : 1.f, s = turns ? table[ROT / 2 + j] : 0.f;
+    const float c = turn[j].x, s = turn[j].y;
     const float a = x[0][j] * c - x[1][j] * s, b = x[1][j] * c + x[0][j] * s;
     if (INT8) {
       x[0][j] = round_bf(a), x[1][j] = round_bf(b);
@@ -657,12 +669,22 @@ __device__ __forceinline__ long long value_scale(const Params& p, int page, int 
   return (page * p.scale_page + head * p.scale_head) * GROUPS + group * (TILE * PAGE_TILES);
 }
 
-// The new token as the projection left it, this lane's part; and its page.
+// The new token as the projection left it, this lane's part, with the norm's factors and cosine and sine; and
+// its page.
 struct Fresh {
-  float k[2][PAIRS];
+  float k[2][PAIRS], norm[2][PAIRS];
+  float2 turn[PAIRS];
   uint4 v;
   int page;
   __device__ __forceinline__ Fresh(const Params& p, const Unit& x, int slot, int lane) : v{} {
+    const float* table = p.cos_sin + (long long)turned_by(p, x) * ROT + lane * PAIRS;
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+      const bool turns = rotated(lane * PAIRS + j);
+      turn[j] = {turns ? table[j] : 1.f, turns ? table[ROT / 2 + j] : 0.f};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) norm[h][j] = p.k_norm ? p.k_norm[k_dim(lane * PAIRS + j, h)] : 1.f;
+    }
     page = p.page_table[(long long)slot * p.table_stride + (x.len - 1) / TILE / PAGE_TILES];
     const bf16* from = p.q + (long long)x.row * p.q_stride + (p.kv_heads / SHARE * ALL + x.head / SHARE) * HD;
 #pragma unroll
@@ -676,7 +698,7 @@ struct Fresh {
     const int last = x.len - 1;
     unsigned char* v_to = k_to + TOKEN_BYTES;
     bf16 new_k[2][PAIRS];
-    const float k_scale = prepare_k(p, k, turned_by(p, x), lane, new_k);
+    const float k_scale = prepare_k(p, k, norm, turn, lane, new_k);
     if (V_NORM) v = prepare_v(p, v);
     const long long place =
         page * p.page_stride + x.head / SHARE * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
@@ -742,7 +764,7 @@ __device__ __forceinline__ void fetch_factors(const Params& p, const Memory& mem
     prefetch_to_l2(p.cos_sin + (long long)turned_by(p, first) * ROT + (lane - ROTATION) * LINE);
 }
 
-// A warp that makes the queries of every PREPARERS-th unit.
+// A warp that makes the queries of every PREPARERS-th unit, and stores the new token of the others.
 __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, int turn) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   if (FUSED) {
@@ -750,19 +772,28 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
     pdl_wait();
     pdl_launch();
   }
-  for (int u = turn;; u += PREPARERS) {
+  for (int u = 0;; ++u) {
     const Unit x = memory.get(u);
     if (x.count == 0) return;
     unsigned char* to = memory.queries + u % QUERIES * Q_BYTES;
+    const bool own = u % PREPARERS == turn;
+    if (FUSED && (PREPARERS == 1 || !own) && x.tile + x.count == x.tiles) {
+      Fresh fresh(p, x, memory.slot[x.row], lane);
+      memory.wait(MERGED, u - QUERIES);
+      fresh.store(p, x, lane, to + ACC * 256);
+    }
+    if (!own) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory.bar(PREPARED, u));
+      continue;
+    }
     const bf16* q = p.q + (long long)x.row * p.q_stride + (first_query(x.head) + g) * HD;
     const bool live = g < queries_of(x.head);
     u32 qf[ACC][2];
     float scale = 1.f;
     if (FUSED) {
-      Fresh fresh(p, x, memory.slot[x.row], lane);
       scale = prepare_q(p, q, x.row, turned_by(p, x), t, live, qf);
       memory.wait(MERGED, u - QUERIES);
-      if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256);
     } else {
       float turned[ACC][4];
 #pragma unroll
@@ -843,10 +874,7 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
       at += x.count;
     }
     announce(u, x);
-    if (x.count == 0) {  // to each that prepares
-      for (int i = 1; i < PREPARERS; ++i) announce(u + i, x);
-      return;
-    }
+    if (x.count == 0) return;
     const int* pages = p.page_table + (long long)memory.slot[row] * p.table_stride;
     for (int tile = x.first + x.tile, end = tile + x.count; tile < end;) {
       const int base = tile & -PAGES, n = min(end, base + PAGES);
@@ -1229,18 +1257,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
     pdl_wait();
     pdl_launch();
   }
-  for (int i = threadIdx.x; i < STAGES * 2 + UNITS * 4; i += THREADS) {
+  struct Row { int cum, len, slot, skip; };
+  auto ask = [&](int i) -> Row {
+    const bool row = i < p.rows;
+    return {p.cum[i], row ? p.kv_len[i] : 0, row ? p.slots[i] : 0, CASCADE && row ? p.skip[i] : 0};
+  };
+  Row asked = {};  // for before barriers are set up, which the lanes of a warp do one by one: few each
+  if (int(threadIdx.x) <= p.rows) asked = ask(threadIdx.x);
+  for (int i = threadIdx.x % 32 * (THREADS / 32) + threadIdx.x / 32; i < STAGES * 2 + UNITS * 4;
+       i += THREADS) {
     const int kind = i < STAGES * 2 ? -1 : (i - STAGES * 2) / UNITS;
-    const int who = kind == ATTENDED ? WARPS : kind == MERGED ? MERGERS : INT8 && i < STAGES ? 1 + LANES : 1;
+    const int who = kind == PREPARED   ? PREPARERS
+                    : kind == ATTENDED ? WARPS
+                    : kind == MERGED   ? MERGERS
+                    : INT8 && i < STAGES ? 1 + LANES
+                                         : 1;
     barrier_init(memory.bars + i * 8, who);
   }
   barriers_visible();
   Shares shares(p, memory.cum);
   for (int i = threadIdx.x; i <= p.rows; i += THREADS) {
-    const bool row = i < p.rows;  // all are asked for before one is stored
-    const int cum = p.cum[i], len = row ? p.kv_len[i] : 0, slot = row ? p.slots[i] : 0,
-              skip = CASCADE && row ? p.skip[i] : 0;
-    memory.cum[i] = cum, memory.len[i] = len, memory.slot[i] = slot, memory.skip[i] = skip;
+    if (i >= THREADS) asked = ask(i);
+    memory.cum[i] = asked.cum, memory.len[i] = asked.len;
+    memory.slot[i] = asked.slot, memory.skip[i] = asked.skip;
   }
   __syncthreads();
   if (memory.cum[p.rows] == 0) {

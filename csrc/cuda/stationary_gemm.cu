@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) stationary_gemm(
   const int wk = warp / WN, wn = warp % WN;
   const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % SLICES, parts = gridDim.x / SLICES,
             part = blockIdx.x / SLICES;
-  const int first = int((long long)tiles * part / parts), last = int((long long)tiles * (part + 1) / parts);
+  const int first = u32(tiles) * part / parts, last = u32(tiles) * (part + 1) / parts;
   const int own_block = (slice * WK + wk) * KB, left = p.blocks - own_block;  // behind `left` there are none
   const u32 rings = smem_addr(smem) + TABLE_BYTES, ring = rings + warp * (STAGES * STAGE_BYTES),
             red = rings + WARPS * STAGES * STAGE_BYTES,

@@ -11,7 +11,7 @@ from emulated_cuda import HERE, kernels, tensor_map
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import decode_attention
-from sgla.kernels.cuda.decode_attention import TILE, DecodeAttention
+from sgla.kernels.cuda.decode_attention import FEW, MANY, TILE, Cut, DecodeAttention
 from sgla.kernels.ops import KVLayer
 
 pytestmark = [
@@ -98,11 +98,16 @@ def test_rows_of_a_slot_are_as_torch_has_them(
 
 
 @pytest.mark.parametrize(("v_norm", "scaled"), [(False, ""), (True, ""), (False, "heads"), (False, "rows")])
-@pytest.mark.parametrize("lengths", [[200], [2600], [40, 7, 0, 300]], ids=["short", "long", "several"])
+@pytest.mark.parametrize(
+    ("lengths", "cut"),
+    [([200], FEW), ([2600], FEW), ([40, 7, 0, 300], FEW), ([40, 7, 0, 300], MANY)],
+    ids=["short", "long", "several", "several by one"],
+)
 def test_rows_from_the_projection(
-    lengths: list[int], v_norm: bool, scaled: str, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], cut: Cut, v_norm: bool, scaled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their new tokens are stored on the way."""
+    """Their new tokens are stored on the way, by the warp beside the one that makes the queries, if there are
+    two."""
     group, blocks = 2, 16
     monkeypatch.setattr(decode_attention, "processors", lambda: blocks)
     torch.manual_seed(0)
@@ -121,6 +126,7 @@ def test_rows_from_the_projection(
     store = ops.qkv_norm_rope_store if v_norm else ops.qk_norm_rope_store
     made = store(qkv[live], at.int(), cos_sin, norms[0], norms[1], 1e-6, expected_kv, places.int())
     kernel = kernel_of(rows, group)
+    kernel.cut = cut
     projection = decode_attention.Projection(cos_sin, norms[0], norms[1], 1e-6, v_norm)
     if scaled == "heads":
         by, also = torch.rand(2, DIM) + 0.5
