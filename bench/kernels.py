@@ -198,6 +198,7 @@ class Bench:
         head, norm, cos_sin = weight(VOCAB, WIDTH), torch.ones(WIDTH), torch.randn(8192, DIM)
         cases = {
             "decode 1": (1, 1, 100),
+            "verify 2": (1, 2, 100),
             "verify 3": (1, 3, 100),
             "verify 5": (1, 5, 100),
             "decode 8": (8, 1, 100),

@@ -27,8 +27,34 @@ template <Kind K>
 void split(int16_t* x);
 #endif
 
-// Row x[k] as a packed row, whose next 64 channels are ``step`` dwords behind.
+// Up to four rows of x are multiplied as bytes where an instruction multiplies four of them: an integer is
+// 128 times its upper half and its lower one. Instructions are as many, and sums the same; but weights are
+// taken out of dwords with less than half of the work. More rows share that work anyway, and one has the
+// time while it waits for memory, but for nibbles that are looked up. A dword of int8 has a dword of upper
+// halves and one of lower ones; of nibbles one has the upper halves of the even channels, of the odd ones,
+// and so the lower ones.
+#if HALF_PRODUCTS
+constexpr bool halved(Kind kind, int64_t rows) {
+  return grouped(kind) && !wide(kind) && !five_bits(kind) && rows >= (coded(kind) ? 1 : 2) && rows <= 4;
+}
+
 template <Kind K>
+INLINE void store_halves(void* out, vi q) {
+  __m128i upper = _mm512_cvtepi32_epi8((__m512i)(q >> 7)), lower = _mm512_cvtepi32_epi8((__m512i)(q & 127));
+  if (nibbles(K)) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    upper = _mm_shuffle_epi8(upper, order), lower = _mm_shuffle_epi8(lower, order);
+    _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi64(upper, lower));
+    _mm_storeu_si128((__m128i*)out + 1, _mm_unpackhi_epi64(upper, lower));
+  } else {
+    _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi32(upper, lower));
+    _mm_storeu_si128((__m128i*)out + 1, _mm_unpackhi_epi32(upper, lower));
+  }
+}
+#endif
+
+// Row x[k] as a packed row, whose next 64 channels are ``step`` dwords behind.
+template <Kind K, bool HALVED = false>
 inline void quantize_row(const float* x, int64_t k, float* out, int64_t step) {
   constexpr int PARTS = FIXED_GROUP / LANES;
   vi order;
@@ -51,6 +77,12 @@ inline void quantize_row(const float* x, int64_t k, float* out, int64_t step) {
     UNROLL for (int j = 0; j < PARTS; j++) {
       vi q = round_to_int(v[j] * up);
       half[j / (PARTS / 2)] += q;
+#if HALF_PRODUCTS
+      if (HALVED) {
+        store_halves<K>((int16_t*)out + j * LANES, q);
+        continue;
+      }
+#endif
       bool plain = K == FIXED || K == E4M3 || BYTE_PRODUCTS;
       store_int16((int16_t*)out + j * LANES, plain ? q : __builtin_shuffle(q, order));
     }
@@ -316,6 +348,71 @@ __attribute__((noinline)) Ahead fixed_kernel(const float* x, int64_t ldx, const 
   }
   return ahead;
 }
+
+#if HALF_PRODUCTS
+// The same with x in halves, for all of k, and all sums in registers.
+template <Kind K, int MR>
+__attribute__((noinline)) void halved_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k,
+                                             float* tile, Ahead ahead) {
+  constexpr int PER = bytes(K) ? 1 : 2;  // vectors of bytes in one of dwords
+  Tile<MR> acc{};
+  for (int64_t at = 0; at < k; at += FIXED_GROUP, x += ldx) {
+    vf total[MR][NV] = {};
+    for (int g = 0; g < FIXED_GROUP / GROUP && at + g * GROUP < k; g++) {
+      auto head = (const uint16_t*)w;
+      auto from = (const int32_t*)x + g * GROUP / 2;
+      vi upper[MR][NV] = {}, lower[MR][NV] = {};
+      if constexpr (symmetric(K)) each<MR>([&](auto m) INLINED {
+        vi zero = (((const int32_t*)x)[m * FIXED_X + X_SUMS + g] - vi{}) * -(int32_t)zero_of(K);
+        each<NV>([&](auto j) INLINED { lower[m][j] = zero; });
+      });
+      w += head_bytes(K);
+#pragma GCC unroll 1
+      for (int64_t r = 0; r < group_rows(K); r++, from += 2 * PER, w += ROW_BYTES) {
+        fetch(ahead);
+        vi raw[NV];
+        each<NV>([&](auto j) INLINED { raw[j] = load_int(w + j * LANES * 4); });
+        each<PER>([&](auto s) INLINED {
+          vi b[NV];
+          each<NV>([&](auto j) INLINED {
+            b[j] = bytes(K) ? raw[j] : (s ? (vi)((vu)raw[j] >> 4) : raw[j]) & 0x0f0f0f0f;
+            if (coded(K)) b[j] = look_up(codes_of(K), b[j]);
+          });
+          each<MR>([&](auto m) INLINED {
+            vi high = from[m * FIXED_X + s] - vi{}, low = from[m * FIXED_X + PER + s] - vi{};
+            each<NV>([&](auto j) INLINED {
+              asm("vpdpbusd %2, %1, %0" : "+v"(upper[m][j]) : "v"(b[j]), "v"(high));
+              asm("vpdpbusd %2, %1, %0" : "+v"(lower[m][j]) : "v"(b[j]), "v"(low));
+            });
+          });
+        });
+      }
+      each<NV>([&](auto j) INLINED {
+        vf scale = load_f16(head + j * LANES), least = affine(K) ? load_f16(head + PANEL + j * LANES) : vf{};
+        each<MR>([&](auto m) INLINED {
+          vf sum = to_float((upper[m][j] << 7) + lower[m][j]);
+          total[m][j] = g ? fused(sum, scale, total[m][j]) : sum * scale;
+          if (affine(K)) total[m][j] = fused(least, splat(x[m * FIXED_X + X_FLOAT_SUMS + g]), total[m][j]);
+        });
+      });
+    }
+    each<MR>([&](auto m) INLINED {
+      vf scale = splat(x[m * FIXED_X + X_SCALE]);
+      each<NV>([&](auto j) INLINED { acc.v[m][j] = fused(total[m][j], scale, acc.v[m][j]); });
+    });
+  }
+  acc.store_to(tile);
+}
+
+template <Kind K>
+void halved_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile,
+                  Ahead ahead) {
+  if (rows == 1) return halved_kernel<K, 1>(x, ldx, w, k, tile, ahead);
+  if (rows == 2) return halved_kernel<K, 2>(x, ldx, w, k, tile, ahead);
+  if (rows == 3) return halved_kernel<K, 3>(x, ldx, w, k, tile, ahead);
+  halved_kernel<K, 4>(x, ldx, w, k, tile, ahead);
+}
+#endif
 
 template <Kind K, int MR>
 struct FixedKernels {

@@ -36,6 +36,13 @@ constexpr int MAX_MR = LANES == 8 ? 3 : 1;
 #define BYTE_PRODUCTS 0
 #endif
 
+// Whether a few rows are, too, where most numbers are of 16 bits (fixed.h: halved).
+#if defined(__AVX512VNNI__)
+#define HALF_PRODUCTS 1
+#else
+#define HALF_PRODUCTS 0
+#endif
+
 // Whether bfloat16 is multiplied by bfloat16.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define PAIR_PRODUCTS 1

@@ -28,6 +28,7 @@ struct Linear {
   Kind kind;
   Act act;
   bool x_bf16, y_bf16, fixed;  // fixed: x is packed as integers
+  bool halves = false;         // of which each half is a byte
   int64_t rows, panels, n_out, ldx;
   int64_t x_stride;  // dwords of BLOCK_K channels of a packed row: spread over the sets of a cache
   const float* x;
@@ -87,6 +88,21 @@ void fixed_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64
                  bool first, Ahead ahead) {
   rows_times_panel<FixedKernels<K, FIXED_MR>::pick, FIXED_MR, FIXED_X>(x, ldx, w, k, rows, tile, first,
                                                                        ahead);
+}
+#endif
+
+#if HALF_PRODUCTS
+void multiply_halves(Kind kind, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows,
+                     float* tile, Ahead ahead) {
+  switch (kind) {
+    case INT8: return halved_panel<INT8>(x, ldx, w, k, rows, tile, ahead);
+    case INT4: return halved_panel<INT4>(x, ldx, w, k, rows, tile, ahead);
+    case Q8_0: return halved_panel<Q8_0>(x, ldx, w, k, rows, tile, ahead);
+    case Q4_0: return halved_panel<Q4_0>(x, ldx, w, k, rows, tile, ahead);
+    case IQ4_NL: return halved_panel<IQ4_NL>(x, ldx, w, k, rows, tile, ahead);
+    case E2M1: return halved_panel<E2M1>(x, ldx, w, k, rows, tile, ahead);
+    default: return;
+  }
 }
 #endif
 
@@ -190,7 +206,13 @@ int64_t packed_bytes(const Linear& l, int64_t rows) {
 }
 
 #if INTEGER_PRODUCTS
-void quantize(Kind kind, const float* x, int64_t k, float* out, int64_t step) {
+void quantize(Kind kind, bool halves, const float* x, int64_t k, float* out, int64_t step) {
+#if HALF_PRODUCTS
+  if (halves)
+    return bytes(kind) ? quantize_row<INT8, true>(x, k, out, step)
+                       : quantize_row<INT4, true>(x, k, out, step);
+#endif
+  (void)halves;
   if (kind == FIXED) return quantize_row<FIXED>(x, k, out, step);  // of AVX2 and AVX512_VNNI alone
   if (kind == E4M3) return quantize_row<E4M3>(x, k, out, step);
   if (bytes(kind)) return quantize_row<INT8>(x, k, out, step);
@@ -203,7 +225,7 @@ void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
 #if INTEGER_PRODUCTS
   if (l.fixed) {
     for (int64_t r = 0; r < rows; r++)
-      quantize(l.kind, l.x + (row + r) * l.ldx, l.i.k, out + r * FIXED_X, rows * FIXED_X);
+      quantize(l.kind, l.halves, l.x + (row + r) * l.ldx, l.i.k, out + r * FIXED_X, rows * FIXED_X);
     return;
   }
 #endif
@@ -218,6 +240,11 @@ void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
 void compute_direct(const Linear& l, int64_t panel, const float* packed, float* tile) {
   const uint8_t* w = l.panel(panel);
   int32_t pace = pace_of(l.kind);
+#if HALF_PRODUCTS
+  if (l.halves)
+    return multiply_halves(l.kind, packed, l.packed_ldx(l.rows), w, l.i.k, l.rows, tile,
+                           {w + PREFETCH, pace});
+#endif
   if (!packed)
     return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true, {w + PREFETCH, pace});
   // One register block of rows reads the panel once; more of them read each block of it again, and the next
@@ -411,8 +438,9 @@ void run_linear(Context& c, const Instr& i) {
 #if defined(__AMX_BF16__)
   TileRegisters registers(l.rows);
 #endif
-  if (is_direct(l))
-    run_direct(c, l);
-  else
-    run_blocked(c, l);
+  if (!is_direct(l)) return run_blocked(c, l);
+#if HALF_PRODUCTS
+  l.halves = halved(l.kind, l.rows);
+#endif
+  run_direct(c, l);
 }

@@ -122,7 +122,7 @@ def tokens(count: int) -> ForwardBatch:
 def test_linear(isa: str, kind: str, n: int, k: int) -> None:
     torch.manual_seed(n)
     w, bias, x = pack(torch.randn(n, k) / k**0.5, kind), torch.randn(n), torch.randn(300, k)
-    for count, threads in [(1, 1), (2, 2), (13, 2), (24, 1), (25, 2), (300, 2)]:
+    for count, threads in [(1, 1), (2, 2), (3, 1), (4, 2), (13, 2), (24, 1), (25, 2), (300, 2)]:
         got = run(lambda b, x: ops.linear(x, w, bias), tokens(count), x[:count], threads, isa)
         close(got, ops.linear(x[:count], w, bias), tolerance(isa, kind))
 
@@ -155,7 +155,7 @@ def test_a_row_of_linear_does_not_depend_on_the_others(isa: str, kind: str) -> N
         return ops.linear(x, w)
 
     alone = run(fn, tokens(1), x[:1], 1, isa)
-    for count in (2, 5, 12, 13, 24, 25, 48, 200, 230):
+    for count in (2, 3, 4, 5, 12, 13, 24, 25, 48, 200, 230):
         assert torch.equal(run(fn, tokens(count), x[:count], 2, isa)[:1], alone)
 
 
@@ -238,6 +238,9 @@ def test_integer_products_at_their_largest(kind: str, isa: str) -> None:
     x = torch.full((5, 192), -3.0e3)
     x[2, 7], x[3, 7], x[4] = torch.inf, torch.nan, 0.0
     got = run(lambda b, x: ops.linear(x, w), tokens(5), x, 1, isa)
+    for count in (1, 2, 3, 4):
+        few = run(lambda b, x: ops.linear(x, w), tokens(count), x[:count], 1, isa)
+        torch.testing.assert_close(few, got[:count], rtol=0, atol=0, equal_nan=True)
     close(got[:2], ops.linear(x[:2], w), 1e-3)
     assert got[2:4].isnan().all()
     assert not got[4].any()
