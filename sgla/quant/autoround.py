@@ -22,9 +22,9 @@ _FP8 = "auto_round:fp8_static"
 _SETTINGS = ("bits", "group_size", "sym")
 _OF_FLOATS = (*_SETTINGS, "data_type", "act_bits")
 _FORMATS = {
-    ("mx", 4): "mxfp4-pack-quantized",
-    ("mx", 8): "mxfp8-quantized",
-    ("nv", 4): "nvfp4-pack-quantized",
+    ("mx_fp", 4): "mxfp4-pack-quantized",
+    ("mx_fp", 8): "mxfp8-quantized",
+    ("nv_fp", 4): "nvfp4-pack-quantized",
 }
 _WHOLE = 16  # bits from which on a layer is as it was
 _EXPRESSION = re.compile(r"[*+?^$()\[\]{}|\\]")
@@ -72,7 +72,7 @@ def _of_floats(settings: dict[str, Any], others: dict[str, dict[str, Any] | None
 
 def _group(settings: dict[str, Any], target: str) -> dict[str, Any]:
     c = Reader("auto-round", settings)
-    kind, bits = str(settings.get("data_type"))[:2], c.integer("bits", _WHOLE)
+    kind, bits = str(settings.get("data_type"))[:5], c.integer("bits", _WHOLE)
     if (kind, bits) not in _FORMATS:
         raise c.error("data_type", f"mx_fp of 4 or 8 bits or nv_fp of 4 in the packing_format {_FLOATS}")
     inputs, size = _of_inputs(c), settings.get("group_size")

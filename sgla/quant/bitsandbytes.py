@@ -29,7 +29,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> Method:
     four, eight = (c.flag(key) or c.flag(f"_{key}") for key in ("load_in_4bit", "load_in_8bit"))
     if four == eight:
         raise c.error("load_in_4bit", "true, or load_in_8bit is")
-    if c.values.get("bnb_4bit_quant_storage", "uint8") not in _STORAGES:
+    if c.values.get("bnb_4bit_quant_storage", "uint8") not in tuple(_STORAGES):
         raise c.error("bnb_4bit_quant_storage", " or ".join(_STORAGES))
     return Bnb4(config) if four else Bnb8(config)
 

@@ -351,6 +351,7 @@ def test_layers_of_a_file_with_towers_have_longer_names() -> None:
         ({"packing_format": "auto_round:exllamav2"}, "packing_format"),
         ({"data_type": "mx_fp"}, "data_type"),
         ({"data_type": "mx_fp", "bits": 6, "packing_format": "auto_round:llm_compressor"}, "data_type"),
+        ({"data_type": "mx_int", "packing_format": "auto_round:llm_compressor"}, "data_type"),
         ({"act_bits": 8}, "act_bits is 8; it must be 16"),
         ({"extra_config": {"x": 4}}, "must be an object"),
         ({"extra_config": {"(": {"bits": 8}}}, "is no regular expression"),

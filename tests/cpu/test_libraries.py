@@ -313,6 +313,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     [
         (NF4 | {"load_in_8bit": True}, "load_in_4bit"),
         (NF4 | {"bnb_4bit_quant_storage": "float64"}, "bnb_4bit_quant_storage"),
+        (NF4 | {"bnb_4bit_quant_storage": ["uint8"]}, "bnb_4bit_quant_storage"),
         (hqq(nbits=5), "nbits"),
         (torchao("UIntXWeightOnlyConfig"), "quant_type"),
         (torchao("FqnToConfig", fqn_to_config={"_default": None}), "settings of some layers"),
