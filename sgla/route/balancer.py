@@ -101,6 +101,10 @@ class Balancer:
                 tell(url, False)
         self._serve_waiting()
 
+    def leave_out(self) -> None:
+        """One of the replicas does not come back."""
+        self.replicas -= 1
+
     def lose(self, url: str, why: str) -> None:
         """A worker is gone for good: its answers end, and it is forgotten."""
         worker = self.workers.get(url)

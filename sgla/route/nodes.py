@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,11 @@ class Went(msgspec.Struct, tag=True, array_like=True):
     url: str
 
 
-FromAgent = Join | Came | Went | Beat
+class LeftOut(msgspec.Struct, tag=True, array_like=True):
+    """Agent: a replica has ended too often to be started anew."""
+
+
+FromAgent = Join | Came | Went | LeftOut | Beat
 ToAgent = Ended | Leave | Beat
 
 
@@ -58,6 +63,7 @@ class Nodes:
         self.over: asyncio.Future[int] = self._loop.create_future()
         self._links: dict[int, Link] = {}
         self._urls: dict[int, set[str]] = {}
+        self._left_out = Counter[int]()  # replicas, by node
         given, port = address(config)
         try:
             host = str(socket.getaddrinfo(given, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -127,6 +133,9 @@ class Nodes:
             print(f"replica {message.name} is ready on node {node}, {message.url}", flush=True)
         elif isinstance(message, Went):
             self._remove(node, message.url, "it has ended")
+        elif isinstance(message, LeftOut):
+            self._left_out[node] += 1
+            self._balancer.leave_out()
 
     def _remove(self, node: int, url: str, why: str) -> None:
         self._urls[node].discard(url)
@@ -138,6 +147,7 @@ class Nodes:
         del self._links[node]
         for url in list(self._urls[node]):
             self._remove(node, url, "its host is lost")
+        self._balancer.replicas += self._left_out.pop(node, 0)
         if not self.over.done():
             log.error("node %d is lost; its replicas come back with its agent", node)
         if self._local.over.done() and not self._links:
@@ -158,7 +168,7 @@ class Nodes:
 class Away:
     """What ``Replicas`` needs of a balancer that is on node 0."""
 
-    def __init__(self, post: Callable[[Came | Went], None]) -> None:
+    def __init__(self, post: Callable[[Came | Went | LeftOut], None]) -> None:
         self._post = post
         self.replicas = 0
         self.workers: set[str] = set()
@@ -170,6 +180,9 @@ class Away:
     def remove(self, url: str) -> None:
         self.workers.discard(url)
         self._post(Went(url))
+
+    def leave_out(self) -> None:
+        self._post(LeftOut())
 
 
 class ReplicaAgent:

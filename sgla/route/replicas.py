@@ -182,6 +182,7 @@ class Places(Protocol):
     def workers(self) -> Container[str]: ...
     def add(self, url: str, name: str) -> None: ...
     def remove(self, url: str) -> None: ...
+    def leave_out(self) -> None: ...
 
 
 class Group(Protocol):
@@ -258,7 +259,7 @@ class Replicas:
             now = clock.now()
             if len(ends) == RESTARTS and now - ends[0] < WITHIN:
                 log.error("replica %d has ended %d times in a row; it is left out", number, RESTARTS + 1)
-                self._balancer.replicas -= 1
+                self._balancer.leave_out()
                 return
             ends.append(now)
             log.error("replica %d has ended with code %d; it is started anew", number, code)

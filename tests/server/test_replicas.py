@@ -9,6 +9,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from sgla.route import replicas as module
 from sgla.route.balancer import Balancer
 from sgla.route.config import RouteConfig
 from sgla.route.merged import merged
-from sgla.route.nodes import ReplicaAgent
+from sgla.route.nodes import Nodes, ReplicaAgent
 from sgla.route.replicas import (
     EXIT_CONFIG,
     EXIT_DIED,
@@ -144,6 +145,7 @@ class Short:
 
     def __init__(self, number: int, config: Config, share: Share) -> None:
         self.made.append(number)
+        self.number = number
         self.url = f"http://127.0.0.1:{1000 + len(self.made)}"
         self.process = self
         self._end = asyncio.Event()
@@ -261,6 +263,35 @@ async def test_an_agent_lets_its_replicas_end_what_they_have_begun() -> None:
     await asyncio.gather(*ending)
     assert closing[0].asked == [(7.0, 7.0), (0.0, 0.0)]
     assert closing[1].asked == [(3.0, 0.0), (0.0, 0.0)]
+
+
+async def test_a_replica_of_another_host_that_is_left_out_is_not_waited_for(
+    short: type[Short], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of this host; with its agent it comes back."""
+
+    class SecondEnds(Short):
+        async def ended(self) -> int:
+            return 1 if self.number else await super().ended()
+
+    balancer, own = group(2)
+    while len(short.made) < 2:
+        await asyncio.sleep(0)
+    monkeypatch.setattr(module, "Replica", SecondEnds)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    config = Config(dp=4, nnodes=2, dist_init_addr=place, dist_secret="s")
+    nodes = Nodes(balancer, own, config, "torch")
+    agent = ReplicaAgent(msgspec.structs.replace(config, node_rank=1), [Share()] * 2, "torch", print)
+    await agent.join()
+    while balancer.replicas == 4:
+        await asyncio.sleep(0.01)
+    assert balancer.replicas == 3
+    await agent.close()
+    while balancer.replicas == 3:
+        await asyncio.sleep(0.01)
+    assert balancer.replicas == 4
+    assert await nodes.close() == EXIT_OK
 
 
 async def test_wrong_settings_end_all(short: type[Short]) -> None:
