@@ -4,8 +4,7 @@
 the latter also one for each block, with a length of 1 behind each).
 ``X.weight_scale_inv``: one for each block of 128 x 128, by which the numbers are multiplied in spite of its
 name (DeepSeek-V3, arXiv 2412.19437; Qwen3-FP8). Experts may be stacks ``X``, with ``X_scale_inv`` or
-``X_scale`` (Qwen3-VL, Mistral Small 4). Scales of activations and of a KV cache are not used: the
-former are made for each token, the latter are measured at start.
+``X_scale`` (Qwen3-VL, Mistral Small 4). Scales of activations are not used: they are made for each token.
 """
 
 from __future__ import annotations
