@@ -303,9 +303,11 @@ class GGUFFile:
                 yield LazyTensor(name, kind.name, flat, own, shift, columns, factor)
 
     def _factors(self, tensor: GGUFTensor, count: int) -> list[float]:
-        """By what a matrix in NVFP4 is multiplied, or each of ``count`` experts'. Raises WeightError."""
+        """By what a matrix in NVFP4 is multiplied, or each of ``count`` experts', unless the model itself has
+        a scale by that name, as Gemma 4 for its experts: converters put one into the other. Raises
+        WeightError."""
         table = self._tensors.get(f"{tensor.name.removesuffix('.weight')}{FACTORS[0]}")
-        if table is None:
+        if table is None or table.name in self._model.expected:
             return [1.0]
         if prod(table.shape) not in (1, count):
             raise WeightError(f"{self.path}: {table.name} has shape {list(table.shape)}, expected {[count]}")

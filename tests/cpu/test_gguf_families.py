@@ -1424,6 +1424,30 @@ def test_quantized_experts_of_gemma4(tmp_path: Path) -> None:
     torch.testing.assert_close(Eager(kept).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-3)
 
 
+@torch.no_grad()
+def test_experts_of_gemma4_in_nvfp4_are_scaled_once(tmp_path: Path) -> None:
+    """Their factors are in the scales that the model has for each expert anyway."""
+    arch, model_type, layout, keys = DENSE["gemma4 with experts"]
+    hf = save_checkpoint(tmp_path, model_type, **layout | {"hidden_size": 128, "moe_intermediate_size": 64})
+    keys = keys | {"expert_feed_forward_length": 64}
+
+    def scaled(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.endswith("ffn_down_exps.scale")]:
+            tensors[name] = np.linspace(0.01, 0.02, len(tensors[name]), dtype=np.float32)
+
+    def meant(tensors: dict[str, np.ndarray]) -> None:
+        scaled(tensors)
+        for name in [name for name in tensors if name.endswith("_exps.weight")]:
+            tensors[name] = dequantize(blocks_of(tensors[name], Type.NVFP4), Type.NVFP4)
+
+    packed = write(tmp_path, hf, arch, Type.NVFP4, change=scaled, **keys)
+    expected = Eager(load_model(open_source(write(tmp_path, hf, arch, change=meant, **keys))))
+    kept = load_model(open_source(packed), "float32", "gguf")
+    assert kept.blocks[0].experts.moe.down.kind == "nvfp4"
+    found = Eager(kept).prompt_logprobs(PROMPTS)
+    torch.testing.assert_close(found, expected.prompt_logprobs(PROMPTS), rtol=0, atol=1e-4)
+
+
 HOSTILE = (
     0,
     1,
