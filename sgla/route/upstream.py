@@ -59,7 +59,8 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        notice_loss(transport.get_extra_info("socket"))
+        # A worker whose threads are all busy reads a long request later; one that is gone is down by then.
+        notice_loss(transport.get_extra_info("socket"), reads=False)
 
     @property
     def closed(self) -> bool:

@@ -591,6 +591,22 @@ async def test_a_body_is_there_once_while_its_worker_does_not_read(route: Route)
     worker.close()
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has these")
+async def test_a_worker_may_read_a_request_late(route: Route) -> None:
+    """All its threads may be busy. A host that is gone is noticed all the same."""
+    router = await route(1)
+    asking = asyncio.ensure_future(router.post({"wait": True}))
+    await until(lambda: router.workers[0].seen)
+    (upstream,) = router.front.pool.active
+    assert upstream._transport is not None
+    sock = upstream._transport.get_extra_info("socket")
+    names = "TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"
+    found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+    assert (found, sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == ([0, 5, 2, 3], 1)
+    router.workers[0].go.set()
+    assert (await asking)[0] == 200
+
+
 async def test_headers_of_all_requests_have_a_limit(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "ALL_BYTES", 20_000)
     router = await route(1)
