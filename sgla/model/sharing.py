@@ -27,11 +27,20 @@ class Slab(NamedTuple):
         """The smallest in which pages of these ``sizes``, of each group, leave little room over: the smaller
         it is, the sooner all of its pages are free. Between pages are a multiple of ``whole`` bytes."""
         found = sorted({count * size for size in sizes for count in range(1, PAGES + 1)})
-        tried = [(max(room % size for size in sizes) / room, room) for room in found if room >= max(sizes)]
-        _, room = next((pair for pair in tried if pair[0] <= WASTE), min(tried))
+        tried = [cls._around(room, sizes, whole) for room in found if room >= max(sizes)]
+        most = max(WASTE, min(slab.waste(sizes) for slab in tried))
+        return next(slab for slab in tried if slab.waste(sizes) <= most)
+
+    @classmethod
+    def _around(cls, room: int, sizes: Sequence[int], whole: int) -> Slab:
+        """Of so many bytes, or so many more that pages of each group are as far apart as they may be."""
         pages = tuple(room // size for size in sizes)
         unit = lcm(*pages) * whole
         return cls(-(-room // unit) * unit, pages)
+
+    def waste(self, sizes: Sequence[int]) -> float:
+        """The part of it that is left over beside pages of the group whose pages fill least."""
+        return max(1 - count * size / self.bytes for count, size in zip(self.pages, sizes))
 
     @property
     def strides(self) -> tuple[int, ...]:

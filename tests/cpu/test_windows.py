@@ -274,6 +274,20 @@ def test_a_slab_holds_whole_pages_of_any_group(sizes: list[int]) -> None:
         assert slab == Slab(sizes[0], (1,) * len(sizes))
 
 
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_a_slab_of_two_groups_wastes_a_sixteenth_at_most(first: int, second: int) -> None:
+    """Of layers with a head each on this rank, by whole ones of which pages lie apart."""
+    sizes = [2 * layers * 4096 for layers in (first, second)]
+    assert Slab.of(sizes, 4096).waste(sizes) <= 1 / 16
+
+
+@pytest.mark.parametrize("layers", [(2, 41, 1), (31, 7, 29), (2, 5, 31)])
+def test_room_between_pages_of_three_groups_is_counted_as_waste(layers: tuple[int, ...]) -> None:
+    """Slabs in which little of the pages' own is left over, but which many bytes divide evenly."""
+    sizes = [2 * count * 4096 for count in layers]
+    assert Slab.of(sizes, 4096).waste(sizes) < 1 / 8
+
+
 @given(st.integers(1, 40), SIZES, st.lists(st.integers(1, 30), min_size=3, max_size=3))
 def test_one_request_has_as_many_pages_as_fit(slabs: int, sizes: list[int], least: list[int]) -> None:
     each = Slab.of(sizes).pages
