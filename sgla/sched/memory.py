@@ -59,12 +59,13 @@ class Memory:
             available.append(self.recurrent.pool.available)
         return available
 
-    def wanted(self, request: Request, n: int) -> list[int]:
-        """What ``grow`` takes for ``n`` more pages."""
-        wanted = self.stock.worth([n] * (1 + len(self.windows)))
+    def short(self, request: Request, n: int) -> list[int]:
+        """What ``grow`` takes for ``n`` more pages, where that is not there."""
+        short = self.stock.short(n)
         if self.recurrent is not None:
-            wanted.append(self.recurrent.wanted(request))
-        return wanted
+            wanted = self.recurrent.wanted(request)
+            short.append(wanted if wanted > self.recurrent.pool.available else 0)
+        return short
 
     def room(self, request: Request) -> int:
         """By how many pages the request can grow."""

@@ -54,8 +54,7 @@ class Pressure:
         memory, before = self._memory, self.short
         if memory.grow(request, n):
             return True
-        wanted = zip(before, memory.wanted(request, n), memory.available)
-        self.short = [short + (w if w > there else 0) for short, w, there in wanted]
+        self.short = plus(before, memory.short(request, n))
         while not at_most(self.short, self._coming()):
             victim = self._victim(request)
             if victim is None:

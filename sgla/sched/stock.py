@@ -45,6 +45,10 @@ class Stock:
         """Whether there are ``n`` pages of each group."""
         return n <= min(self.available)
 
+    def short(self, n: int) -> list[int]:
+        """What ``n`` pages of each group are worth, where they are not there."""
+        return [n if n > there else 0 for there in self.available]
+
     @property
     def room(self) -> int:
         """How many pages of each group there are at most."""
@@ -99,6 +103,9 @@ class SharedStock(Stock):
     def fits(self, n: int) -> bool:
         return self._memory.fits([n] * len(self._order))
 
+    def short(self, n: int) -> list[int]:
+        return [0] if self.fits(n) else self.worth([n] * len(self._order))
+
     @property
     def room(self) -> int:
         low, high = 0, self._memory.available // self._memory.worth([1] * len(self._order))
@@ -120,14 +127,25 @@ class SharedStock(Stock):
             return []
         pools = [self.pool, *self.windows]
         pages: list[list[int]] = [[] for _ in pools]
+        lacking = [n] * len(pools)
         for g in self._order:
-            while len(pools[g]) < n:
-                if not self._lose():
-                    for pool, taken in zip(pools, pages):
-                        pool.free(taken)
-                    return []
-            pages[g] = pools[g].alloc(n)
+            lacking[g] = 0
+            while not pages[g]:
+                pages[g] = self._part(pools[g], n, lacking)
+                lost = bool(pages[g]) or self._lose()
+                assert lost, "pages that can be had are not there"
         return pages
+
+    def _part(self, pool: PagePool, n: int, others: list[int]) -> list[int]:
+        """``n`` pages of one group, if they are free and the others can have theirs beside them: not if they
+        are of slabs of nobody's while the tree has pages beside the group's own fixed ones."""
+        if len(pool) < n:
+            return []
+        pages = pool.alloc(n)
+        if self._memory.fits(others):
+            return pages
+        pool.free(pages)
+        return []
 
     def _lose(self) -> bool:
         """The tree loses some pages, if it can."""

@@ -15,6 +15,7 @@ from simulation import Simulation, make_limits, make_submit
 from sgla.cache.slabs import Slabs
 from sgla.messages import CacheGroup
 from sgla.sched.admission import Admission
+from sgla.sched.pressure import Pressure
 
 PAGE, WINDOW = 4, 9
 
@@ -139,10 +140,30 @@ def test_where_nobody_can_go_on_one_begins_anew_and_alone(monkeypatch: pytest.Mo
         anew.append(len(admission._memory.pool.out()))
 
     monkeypatch.setattr(Admission, "begin_anew", count)
+    monkeypatch.setattr(Pressure, "_victim", lambda *_: None)  # who could give up pages for the first
     simulation = simulate(7, 4, 2, window=8, slots=3, reserve=0.0)
     for name, length, outputs in (("one", 10, 47), ("two", 27, 44)):
         simulation.offer(make_submit(name, [(7 * (name == "two") + i) % 50 for i in range(length)], outputs))
     simulation.run()
     simulation.verify()
     assert anew == [0]  # pages out then
+    simulation.assert_released()
+
+
+@settings(max_examples=examples(30))
+@given(st.integers(0, 10**9))
+def test_who_lacks_slabs_gets_them_from_the_last_ones(seed: int) -> None:
+    """Though pages are there of what they are worth, beside others of the same group. The first goes on."""
+    random = Random(seed)
+    simulation = simulate(
+        random.randint(6, 9), *random.choice([(4, 2), (3, 2), (2, 3)]), window=8, reserve=0.0
+    )
+    most = simulation.limits.pool_tokens
+    for i in range(3):
+        length = random.randint(1, most // 2)
+        simulation.offer(make_submit(f"{i}", text(seed + i, length), random.randint(1, most - length)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Admission, "begin_anew", lambda _: pytest.fail("nobody goes on"))
+        simulation.run()
+    simulation.verify()
     simulation.assert_released()
