@@ -170,12 +170,11 @@ class Pool(NamedTuple):
     """How a budget is shared out between cache groups.
 
     Groups of pages that share one memory (``sharing.py``) have all of it, each of them; between pages are a
-    multiple of ``shared`` bytes then. Else pages of a
-    window are never more than those of whole histories, nor than are of use: for every row what it reads, as
-    much again for prefixes in the tree, and a step's tokens. Where that is too much, they are three quarters
-    of what they would be if all groups had the same number: then short requests, which fill no window, lose a
-    quarter of their places, and long ones win what the windows give up. Who knows that texts are long can say
-    how many there are (``Demand.ratio``).
+    multiple of ``shared`` bytes then. Else pages of a window are never more than those of whole histories,
+    nor than are of use: for every row what it reads, as much again for prefixes in the tree, and a step's
+    tokens. Where that is too much, they are three quarters of what they would be if all groups had the same
+    number: then short requests, which fill no window, lose a quarter of their places, and long ones win what
+    the windows give up. Who knows that texts are long can say how many there are (``Demand.ratio``).
 
     States get half of the budget, as long as more than one for each row and one more is of use: for a
     checkpoint every so many tokens of those that the other half holds."""

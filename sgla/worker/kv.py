@@ -44,11 +44,12 @@ def allocate_kv(
     """``pages`` of each group, or units of that of states. ``slab``: of the memory that groups share, where
     tokens of one page and head lie together if it is ``by_heads``.
     Zeros: an attention that reads and masks places nobody has written must not find NaN there."""
-    zeros = zeros or untouched
-    zeros_of: Callable[[int], Zeros] = lambda group: zeros  # noqa: E731
-    if slab is not None:
-        memory = SharedMemory(slab, pages, zeros)
-        zeros_of = lambda group: partial(memory.zeros, group, by_heads)  # noqa: E731
+    plain = zeros or untouched
+    memory = None if slab is None else SharedMemory(slab, pages, plain)
+
+    def zeros_of(group: int) -> Zeros:
+        return plain if memory is None else partial(memory.zeros, group, by_heads)
+
     group_of = {layer: g for g, group in enumerate(groups) if not group.unit_bytes for layer in group.layers}
     layers: list[Layer] = []
     for i, layer in enumerate(state):
@@ -60,9 +61,9 @@ def allocate_kv(
             own = page_size // layer.holders
             layers.append(_tokens(layer.tensors, group_of[i], pages, own, dtype, zeros_of(group_of[i])))
         else:
-            units = _states(layer.unit, pages[-1], dtype, zeros)
+            units = _states(layer.unit, pages[-1], dtype, plain)
             if layer.tensors:
-                tokens = _tokens(layer.tensors, group_of[i], pages, page_size, dtype, zeros)
+                tokens = _tokens(layer.tensors, group_of[i], pages, page_size, dtype, plain)
                 layers.append(BothLayer(tokens, units))
             else:
                 layers.append(units)
