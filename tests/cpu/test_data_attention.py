@@ -33,10 +33,8 @@ def parted(facts: Facts, count: int = 2, **limits: Any) -> PartedCore:
 @asynccontextmanager
 async def ranks(source: Any, **changes: Any) -> AsyncIterator[Callable[..., Any]]:
     """Runs requests through two ranks, with a scheduler that lasts."""
-    executor, stages = (
-        ForkedExecutor(tiny_config(tp=2, dp_attention=True, **changes), source),
-        changes.get("pp", 1),
-    )
+    executor = ForkedExecutor(tiny_config(tp=2, dp_attention=True, **changes), source)
+    stages = changes.get("pp", 1)
     try:
         facts = await executor.start(lambda progress: None)
         core = parted(facts, **({"stages": stages, "depth": stages + 1} if stages > 1 else {}))
