@@ -58,9 +58,9 @@ class Adapters:
         return bool(self._coming)
 
     @property
-    def held(self) -> int:
+    def held(self) -> list[str]:
         """Requests, for copies."""
-        return sum(len(place.waiters) for place in self._coming.values())
+        return [rid for place in self._coming.values() for rid in place.waiters]
 
     @property
     def count(self) -> int:

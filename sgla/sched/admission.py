@@ -38,6 +38,7 @@ class Admission:
         self._prefill, self._hurry, self._ledger = prefill, hurry, ledger
         self._auto = Auto() if limits.policy == "auto" else None
         self._reserved: list[int] = []  # pages that running rows are expected to need, of each cache group
+        self._gathered: set[str] = set()  # requests whose adapters others wait for, with which they begin
         self._anew = False  # one request is to begin that keeps others from it
         self._alone: Request | None = None  # it has begun
         self._until = 0  # so many of its tokens are computed
@@ -63,9 +64,11 @@ class Admission:
         gathers = False
         if memory.adapters.count and not (queues.running or any(flight.rows for flight in queues.flights)):
             gathers = self._gather(ordered := list(ordered), budget)
+        else:
+            self._gathered.clear()
         flying = sum(flight.plan_bytes for flight in queues.flights)
         last = len(waiting) - 1
-        coming = memory.adapters.held
+        coming = len(memory.adapters.held)
         for i, request in enumerate(ordered):
             plan_bytes = step.plan_bytes + request.plan_bytes
             if budget.tokens <= 0 or (step.plan_bytes and plan_bytes > STEP_BYTES):
@@ -107,17 +110,22 @@ class Admission:
 
     def _gather(self, requests: list[Request], budget: Budget) -> bool:
         """Nobody runs: the first ones, as many as one step has room for, begin together in it, and the
-        adapters of those that have slots are brought. Returns whether some have to wait for theirs."""
+        adapters of those that have slots are brought. Returns whether some have to wait for theirs. For who
+        comes meanwhile nobody waits: while adapters come, others may go on coming."""
         adapters, queues, tokens = self._memory.adapters, self._queues, budget.tokens
-        held = [request for request in queues.held.values() if ADAPTER in request.holds]
+        held = [queues.held[rid] for rid in adapters.held]
         first = (held + requests)[: len(self._memory.slots)]
         adapters.expect([request.adapter for request in first], len(first))
+        if self._gathered:
+            self._gathered.intersection_update(adapters.held)
+            return bool(self._gathered)
         for request in first:
             if tokens > 0 and not request.holds and adapters.comes(request.adapter):
                 adapters.awaited(request, False)
                 queues.hold(request, ADAPTER)
             tokens -= request.known
-        return adapters.held > 0
+        self._gathered.update(adapters.held)
+        return bool(self._gathered)
 
     def _await_adapter(self, request: Request, bring: bool) -> str:
         """See ``Adapters.awaited``. Requests that yield leave the place that another one is to have."""

@@ -116,6 +116,25 @@ def test_a_burst_begins_with_those_whose_adapters_are_there() -> None:
     core.check()
 
 
+def test_a_burst_waits_for_nobody_who_comes_later() -> None:
+    """Though there always is one whose adapter is on its way."""
+    core = Core(make_limits(adapters=8, slots=8, step_tokens=64))
+    copies: list[int] = []
+    for i in range(8):
+        core.offer(wanted(f"a{i}", 1 + i), 0.0)
+        if i == 2:
+            core.moved(Moved(copies[0], ok=True))
+        plan = core.plan(0.0)
+        assert plan is not None
+        if plan.new:
+            break
+        copies += [copy.transfer for copy in plan.copies]
+        core.retire(StepResult(step=plan.step, tokens=b""), 0.0)
+    assert [request.rid for request in core._queues.running] == ["a0"]
+    assert (len(copies), len(plan.copies)) == (2, 1), "those of who came later are on their way, too"
+    core.check()
+
+
 def test_a_batch_of_many_adapters_reads_prompts_in_as_few_steps_as_one_of_few() -> None:
     """Rows that begin together end together, and so those begin together that come next."""
     limits, random = make_limits(adapters=16, slots=8, step_tokens=64, pages=129), Random(1)
