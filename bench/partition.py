@@ -23,7 +23,7 @@ import torch
 from step import DRAWN, admit, ints, pages_of
 
 from sgla.config import Config
-from sgla.kernels.cuda import prompt_gemm
+from sgla.kernels.cuda import build, prompt_gemm
 from sgla.kernels.device import this_device, use
 from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
@@ -51,11 +51,9 @@ class Processors(ctypes.Structure):
 def apart(first: int) -> tuple[Streams, tuple[int, int]]:
     """A stream in a green context of ``first`` multiprocessors, or somewhat more, and one in a context of the
     others; how many both have."""
-    driver = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: object) -> None:
-        if code := getattr(driver, name)(*arguments):
-            raise RuntimeError(f"{name}: error {code}")
+        build.check(getattr(build.driver(), name)(*arguments), name)
 
     whole, part, rest = Processors(), Processors(), Processors()
     call("cuDeviceGetDevResource", 0, ctypes.byref(whole), 1)

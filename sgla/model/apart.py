@@ -13,5 +13,21 @@ def check_apart(config: Config, beside: str, refused: Mapping[str, str]) -> None
     why."""
     for name, why in refused.items():
         if getattr(config, name) != getattr(Config(), name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} cannot be honoured with {beside}: {why}; leave one out", param=name)
+            raise ConfigError(
+                f"{_flag(name)} cannot be honoured with {beside}: {why}; leave one out", param=name
+            )
+
+
+def check_parted(config: Config, device: str, parts: str, other: str, refused: Mapping[str, str]) -> None:
+    """``check_apart`` for the setting ``parts``, by which each rank of a stage has a part of each step, as by
+    the ``other`` one."""
+    more = dict(refused)
+    if device != "cpu":
+        more[other] = "on GPUs ranks would not know how many tokens each has"
+    if config.pp % config.nnodes:
+        more["nnodes"] = "ranks of a stage are on one host"
+    check_apart(config, _flag(parts), more)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.model.apart import check_apart
+from sgla.model.apart import check_parted
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.indexed_spec import IndexedSpec
@@ -48,12 +48,7 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
         obstacle = _of_model(spec)
     if obstacle:
         raise ConfigError(f"--cp {config.cp} cannot be honoured {obstacle}; use --tp", param="cp")
-    refused = dict(REFUSED)
-    if device != "cpu":
-        refused["dp_attention"] = "on GPUs ranks would not know how many tokens each has"
-    if config.pp % config.nnodes:
-        refused["nnodes"] = "ranks of a stage are on one host"
-    check_apart(config, "--cp", refused)
+    check_parted(config, device, "cp", "dp_attention", REFUSED)
 
 
 def _of_model(spec: ModelSpec) -> str | None:

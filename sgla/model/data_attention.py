@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.model.apart import check_apart
+from sgla.model.apart import check_parted
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
@@ -49,9 +49,4 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         obstacle = f"by {spec.architecture}"
     if obstacle:
         raise ConfigError(f"--dp-attention cannot be honoured {obstacle}", param="dp_attention")
-    refused = dict(REFUSED)
-    if device != "cpu":
-        refused["cp"] = "on GPUs ranks would not know how many tokens each has"
-    if config.pp % config.nnodes:
-        refused["nnodes"] = "ranks of a stage are on one host"
-    check_apart(config, "--dp-attention", refused)
+    check_parted(config, device, "dp_attention", "cp", REFUSED)

@@ -80,7 +80,12 @@ def longest(slabs: int, each: Sequence[int], least: Sequence[int]) -> int:
     return low
 
 
+def read_pages(window: int, page_size: int) -> int:
+    """Pages of a window that one token reads, at most."""
+    return -(-(window - 1) // page_size) + 1
+
+
 def least_pages(window: int, step_tokens: int, page_size: int) -> int:
     """Pages of a window with which one request reads its prompt at full speed: what a token reads, and what a
     step writes."""
-    return -(-(window - 1) // page_size) + 1 - (-step_tokens // page_size)
+    return read_pages(window, page_size) - (-step_tokens // page_size)

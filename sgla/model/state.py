@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sgla.config import Config
 from sgla.kernels.kept import int4_dims
 from sgla.layers.spec import StateTensor
-from sgla.model.sharing import TENSOR, Slab, least_pages, longest
+from sgla.model.sharing import TENSOR, Slab, least_pages, longest, read_pages
 from sgla.model.sizes import BYTES
 from sgla.model.spec import ModelSpec
 
@@ -241,9 +241,9 @@ class Pool(NamedTuple):
         if not first:
             return [FREE]
         equal = pages_for(budget, first + sum(others))
-        windows = []
+        step, windows = pages_for(self.demand.step_tokens, self.page_size), []
         for group in self.groups[1 : len(sizes)]:
-            wanted = 2 * self.demand.rows * (self._read(group) + 1) + self._step
+            wanted = 2 * self.demand.rows * (read_pages(group.window, self.page_size) + 1) + step
             wanted = min(wanted, equal * 3 // 4)
             if self.demand.ratio is not None:
                 wanted = int(self.demand.ratio * budget / (first + self.demand.ratio * sum(others)))
@@ -281,14 +281,6 @@ class Pool(NamedTuple):
     def whole(self, budget: int) -> int:
         """Tokens that it would hold if layers with windows kept all, as others do."""
         return int(budget // self._token_bytes)
-
-    @property
-    def _step(self) -> int:
-        return pages_for(self.demand.step_tokens, self.page_size)
-
-    def _read(self, group: KVGroup) -> int:
-        """Pages that one token reads, at most."""
-        return pages_for(group.window - 1, self.page_size) + 1
 
     def _least(self, group: KVGroup) -> int:
         """Pages with which one request reads its prompt at full speed, or states."""
