@@ -18,7 +18,8 @@ MAX_RANK = 256
 MAX_ALPHA = 1e30
 PATTERNS = 1024  # of ranks, and of alphas
 SHOWN = 4  # names in an error
-_PLAIN = re.compile(r"(?=.{1,200}\Z)(?:[\w.^$-]|\\[.dw])+")  # patterns that match in linear time
+ANY = ".*"  # what patterns may begin with, as PEFT's own of experts do
+_PLAIN = re.compile(r"(?=.{1,200}\Z)(?:\.\*)?(?:[\w.^$-]|\\[.dw])+")  # patterns that match in linear time
 FUSED = ("gate_up_proj", "up_proj", "down_proj")  # of experts, in the order in which PEFT wraps them
 
 # Keys that say how an adapter was trained, or that are said by its tensors.
@@ -78,7 +79,7 @@ def _by_pattern(values: Mapping[str, float], module: str, default: float) -> flo
 
 @lru_cache(maxsize=4 * PATTERNS)  # to compile one takes much longer than to match it
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({pattern})$")
+    return re.compile(f"{pattern}$" if pattern.startswith(ANY) else rf"(.*\.)?({pattern})$")
 
 
 def read_config(folder: Path, most_rank: int) -> LoraConfig:

@@ -258,6 +258,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         r"rank_pattern\[q_proj\] is '8', not from",
     ),
     "slow pattern": (lambda f: _config(f, rank_pattern={"(a+)+b": 4}), "is no plain name of a module"),
+    "slow beginning": (lambda f: _config(f, rank_pattern={".*a.*b": 4}), "is no plain name of a module"),
     "alpha": (lambda f: _config(f, lora_alpha=NAN), "lora_alpha is nan, not a number"),
     "alpha of 400 digits": (lambda f: _config(f, lora_alpha=10**400), "not a number of at most 1e.30"),
     "rooted by a word": (lambda f: _config(f, use_rslora="yes"), "use_rslora is 'yes', not true or false"),
@@ -317,6 +318,16 @@ def test_layers_are_named_as_files_and_peers_name_them(base: Path) -> None:
         assert resolve(asked).config.lora_target_modules == []
         with pytest.raises(ConfigError, match="all stands alone"):
             resolve(replace(asked, lora_target_modules=[every, "lm_head"]))
+
+
+@pytest.mark.parametrize(
+    "pattern", [r".*\.gate_up_proj", ".*_proj", ".*experts.gate_up_proj"]
+)
+def test_patterns_may_begin_with_anything(pattern: str) -> None:
+    """As those that PEFT makes of gate_proj and up_proj of experts."""
+    config = LoraConfig(4, 4.0, {pattern: 8}, {pattern: 16.0}, False)
+    told = [config.rank_of(name) for name in ("layers.0.mlp.experts.gate_up_proj", "gate_up_proj.x")]
+    assert (told, config.scale_of("mlp.experts.gate_up_proj")) == ([8, 4], 2.0)
 
 
 def test_many_patterns_are_compiled_once() -> None:
