@@ -320,9 +320,7 @@ def test_layers_are_named_as_files_and_peers_name_them(base: Path) -> None:
             resolve(replace(asked, lora_target_modules=[every, "lm_head"]))
 
 
-@pytest.mark.parametrize(
-    "pattern", [r".*\.gate_up_proj", ".*_proj", ".*experts.gate_up_proj"]
-)
+@pytest.mark.parametrize("pattern", [r".*\.gate_up_proj", ".*_proj", ".*experts.gate_up_proj"])
 def test_patterns_may_begin_with_anything(pattern: str) -> None:
     """As those that PEFT makes of gate_proj and up_proj of experts."""
     config = LoraConfig(4, 4.0, {pattern: 8}, {pattern: 16.0}, False)
