@@ -199,8 +199,10 @@ def _ropes(c: Reader, rotated: int, positions: int) -> tuple[RopeSpec, RopeSpec]
 def _check_share(c: Reader, part: Any, rotated: int) -> None:
     """What a part of the table says of it, by which transformers makes the angles. Raises ConfigError."""
     key, head_dim = "partial_rotary_factor", c.integer("head_dim", HEAD_DIM)
-    p = Reader(c.architecture, part)
-    if p.given(key) and int(head_dim * p.number(key, 1.0)) != rotated:
+    if part.get("rope_type", part.get("type")) == "proportional":
+        raise c.error(ROPE, "one of other kinds than proportional, which is of whole heads")
+    p = Reader(c.architecture, {key: 1.0, **part})
+    if int(head_dim * p.number(key, 1.0)) != rotated:
         raise p.error(key, f"one that gives {rotated} of {head_dim} values, as the one beside {ROPE} does")
 
 

@@ -94,6 +94,8 @@ def growing(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
     said, grown = growth(c)
     table, key = dict(said.table(ROPE)), "partial_rotary_factor"
     rotated, nope = c.integer("qk_rope_head_dim", INNER), c.integer("qk_nope_head_dim", INNER)
+    if c.given("head_dim") and c.values["head_dim"] != rotated + nope:
+        raise c.error("head_dim", f"{rotated + nope}, qk_nope_head_dim and qk_rope_head_dim together")
     if table.pop(key, rotated / (rotated + nope)) != rotated / (rotated + nope):
         raise c.error(key, f"{rotated / (rotated + nope)}, the share of qk_rope_head_dim")
     plain = Reader(c.architecture, {**said.values, ROPE: table})

@@ -247,6 +247,7 @@ def deepseek_v4(**changes: Any) -> Config:
     return {key: value for key, value in found.items() if value is not ...}
 
 
+V4_PART = {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "rope_type": "default"}
 LATENT: Config = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -2886,4 +2887,21 @@ REFUSED: dict[str, Case] = {
     "Mamba, another width": Case(MAMBA_1 | {"intermediate_size": 96, "d_inner": 96}, "intermediate_size"),
     "Mamba, settings of old": Case(MAMBA_1 | {"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg"),
     "Mamba 2, plain gates": Case(MAMBA_2 | {"rms_norm": False}, "rms_norm"),
+    "Mistral 4, a share of another head": Case(
+        MISTRAL4 | {"text_config": MISTRAL4["text_config"] | {"head_dim": 8}}, "head_dim"
+    ),
+    "DeepSeek V4, whole heads rotated": Case(
+        deepseek_v4(rope_scaling=..., rope_parameters={"main": V4_PART, "compress": {"rope_theta": 1e4}}),
+        "partial_rotary_factor",
+    ),
+    "DeepSeek V4, proportional": Case(
+        deepseek_v4(
+            rope_scaling=...,
+            rope_parameters={"main": V4_PART, "compress": V4_PART | {"rope_type": "proportional"}},
+        ),
+        "other kinds than proportional",
+    ),
+    "Ling 3, biases": Case(
+        other("BailingHybridForCausalLM", "bailing_hybrid", attention_bias=True), "attention_bias"
+    ),
 }

@@ -304,7 +304,6 @@ FAMILIES = {
         | sizes(157184, 2560, 6144, 42, 32, 262144, 32)
         | {
             "rope_theta": 6e6,
-            "attention_bias": False,
             "head_dim": 128,
             "kv_lora_rank": 512,
             "q_lora_rank": None,
@@ -334,7 +333,7 @@ FAMILIES = {
         },
         {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"}
         | _SILU
-        | {"rope_interleave": True},
+        | {"rope_interleave": True, "attention_bias": False},
         honoured=(*_SILU,),
         model="sgla.model.bailing:Bailing",
         nulls=(*KV_HEADS, *(_BAILING.keys() - {"num_experts", "num_shared_experts"})),
