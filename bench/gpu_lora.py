@@ -1,14 +1,15 @@
 """Decode steps of the CUDA runner whose rows have adapters, as graphs: one JSON line a measurement.
 
     python bench/gpu_lora.py --model bench/models/qwen3-8b [--modules attention|all] [--rank 16] [--rows 64]
-        [--timeline] [--sweep SECONDS [--variants BEGIN]] [--alone]
+        [--timeline] [--prompts] [--sweep SECONDS [--variants BEGIN]] [--alone]
 
 ``base``: the graph of steps without adapters, as on a server without them. The others: rows of one adapter,
 and of up to as many as there are rows, in graphs that compute rows of one adapter together and in those that
 take them apart. ``above`` is their share of the base's time. ``--timeline``: the kernels of the adapters by
-name, and what a step's other kernels take. ``--sweep``: other kernels, and sizes of their tiles, or those of
-them whose names begin so; rounding flips some of the tokens that are drawn. ``--alone``: nothing but these
-kernels of 36 layers, each row with an adapter of its own.
+name, and what a step's other kernels take. ``--prompts``: steps in which three rows read prompts of 128
+tokens beside the others. ``--sweep``: other kernels, and sizes of their tiles, or those of them whose names
+begin so, each kind for so long; rounding flips some of the tokens that are drawn. ``--alone``: nothing but
+these kernels of 36 layers, each row with an adapter of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ from sgla.config import Config
 from sgla.kernels.lora import Rows, Stack, Tiles, tiles_of
 from sgla.kernels.triton import lora as kernels
 from sgla.loading.source import open_source
+from sgla.messages import SAMPLE
+from sgla.worker import gpu_adapters
 from sgla.worker.cuda import CudaRunner
+from sgla.worker.gpu_adapters import AdaptedPrompts
 from sgla.worker.graphs import Capture
+from sgla.worker.prompt_graphs import Which
 
 CONTEXT = 640
 
@@ -126,24 +131,92 @@ def changed(changes: dict[tuple[Any, str], Any]) -> Iterator[None]:
             setattr(*place, value)
 
 
-def variants() -> dict[str, dict[tuple[Any, str], Any]]:
-    def expand(**options: Any) -> dict[tuple[Any, str], Any]:
-        return {(kernels, "_expand"): Other(kernels._expand, **options)}
+PROMPTS, READ = 3, 128  # rows that read prompts, and tokens of each
 
-    narrow = {(kernels, "EXPANDED"): 256}
+
+class PromptStep:
+    """The graph of a step that reads prompts beside decode rows."""
+
+    def __init__(self, runner: CudaRunner, rows: int) -> None:
+        self.runner, self.slots = runner, np.arange(rows, dtype=np.int32)
+        self.q_lens = np.ones(rows, np.int32)
+        self.q_lens[-PROMPTS:] = READ
+        self.starts = np.where(self.q_lens > 1, 0, CONTEXT + 2).astype(np.int32)
+        size = next(n for n in runner.prompts.tokens if n >= self.q_lens.sum())
+        self.sizes = runner.prompts._pair(rows - PROMPTS, size)
+
+    def ms(self, places: list[int]) -> float:
+        """Of rows with these adapters."""
+        prompts = self.runner.prompts
+        set_places(self.runner, places)
+        flags = np.full(len(self.slots), SAMPLE, np.uint8)
+        prompts.run(self.slots, self.starts, self.q_lens, flags)
+        return graph_ms(prompts._graphs[Which(*self.sizes, False, any(places))], 20)
+
+    def capture(self) -> None:
+        """Anew."""
+        prompts, adapted = self.runner.prompts, self.runner.steps.adapted
+        assert adapted is not None
+        prompts._adapted = AdaptedPrompts(adapted, prompts.limit, prompts._samples(prompts._steps.rows), 2)
+        self.runner.steps.forward._programs.clear()
+        self.runner.steps.forward._records.clear()
+        which = Which(*self.sizes, False, True)
+        prompts._forward(*which)
+        prompts._graphs[which] = Capture()(partial(prompts._forward, *which))
+
+
+def cuts() -> dict[str, tuple[int, Any]]:
+    """Rows of a tile, and how their kernels take it."""
+    few, some, many = (kernels.CUTS[size] for size in (kernels.FEW, kernels.SOME, kernels.MANY))
+    return {
+        "64 rows": (64, many),
+        "8 rows": (8, few),
+        "16 rows, 512 wide": (16, some._replace(outputs=512)),
+        "16 rows, 128 wide": (16, some._replace(outputs=128)),
+        "16 rows, 8 splits": (16, some._replace(splits=8)),
+        "32 rows": (32, some._replace(outputs=128, warps=4)),
+        "64 rows, 4 splits": (64, many._replace(splits=4)),
+        "8 rows, 256 wide": (8, few._replace(outputs=256)),
+    }
+
+
+def prompt_steps(runner: CudaRunner, rows: int, base: dict[str, Any], seconds: float) -> None:
+    """Of rows of the base, of one adapter, of five and of as many as there are rows; for so many seconds with
+    other tiles."""
+    begun, step = time.perf_counter(), PromptStep(runner, rows)
+    lines.emit(base | {"w": "prompts", "adapters": "base", "ms": step.ms([0] * rows)})
+
+    def tell(name: str) -> None:
+        found = {n: step.ms([1 + i % n for i in range(rows)]) for n in (1, 5, rows)}
+        lines.emit(base | {"w": "prompts", "variant": name, "ms": found})
+
+    tell("as it is")
+    for name, (size, cut) in cuts().items():
+        if time.perf_counter() - begun > seconds:
+            print("sweep: no time for", name, flush=True)
+            continue
+        sizes = {(kernels, "CUTS"): kernels.CUTS | {size: cut}, (gpu_adapters, "SOME"): size}
+        with changed(sizes):
+            step.capture()
+            tell(name)
+
+
+def variants() -> dict[str, dict[tuple[Any, str], Any]]:
+    def tiles(x: Any, stack: Stack, rows: Rows, sampled: bool, there: bool = False) -> torch.Tensor:
+        return kernels._shrunk(x, stack, rows.tiles[sampled], len(stack.sizes), there)
+
     return {
         "as it is": {},
-        "2 warps expand": expand(num_warps=2),
-        "8 warps expand": expand(num_warps=8),
-        "256 wide": narrow,
-        "256 wide, 2 warps expand": narrow | expand(num_warps=2),
-        "128 wide, 1 warp expands": {(kernels, "EXPANDED"): 128} | expand(num_warps=1),
         "apart": {},
+        "apart, tiles shrink": {(kernels, "_shrunk_rows"): tiles},
+        "apart, 128 added": {(kernels, "ADDED"): 128},
+        "apart, 512 added": {(kernels, "ADDED"): 512},
         "apart, 128 wide": {(kernels, "APART"): 128},
+        "apart, 1024 shrunk": {(kernels, "ALONE"): 1024},
+        "apart, 2 warps expand": {(kernels, "_expand_row"): Other(kernels._expand_row, num_warps=2)},
+        "apart, 2 warps add": {(kernels, "_expand_added"): Other(kernels._expand_added, num_warps=2)},
         "apart, 64 wide where gated": {(kernels, "GATED"): 64},
-        "apart, 1 warp shrinks": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=1)},
-        "4 splits": {(kernels, "SPLITS"): 4},
-        "4 warps shrink": {(kernels, "_shrink"): Other(kernels._shrink, num_warps=4)},
+        "128 added": {(kernels, "ADDED"): 128},
     }
 
 
@@ -235,6 +308,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--prompts", action="store_true")
     parser.add_argument("--sweep", type=float, default=0, help="seconds, at most")
     parser.add_argument("--variants", default="", help="with --sweep: those whose names begin so")
     args = parser.parse_args()
@@ -270,6 +344,8 @@ def main() -> None:
                     lines.emit(base | {"w": "timeline", "adapters": kind, **kernels_of(adapted[rows])})
         if args.timeline:
             lines.emit(base | {"w": "timeline", "adapters": "base", **kernels_of(graphs._graphs[rows])})
+        if args.prompts:
+            prompt_steps(runner, rows, base, args.sweep)
         if args.sweep:
             sweep(runner, rows, base, without, args.sweep, args.variants)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgla.kernels.lora import Rows, Tiles, tiles_of
 from sgla.kernels.triton.fetch import fetch
-from sgla.kernels.triton.lora import FEW, MANY, sort
+from sgla.kernels.triton.lora import FEW, MANY, SOME, sort
 from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
 from sgla.worker.device_state import DeviceTables, upload
@@ -87,7 +87,7 @@ class AdaptedPrompts:
 
     def _sizes(self, tokens: int, samples: int) -> list[int]:
         """Of what ``_parts`` makes, at most: all samples may be rows of one token."""
-        tiles = min(samples, self._adapted.count) + tokens // MANY
+        tiles = min(samples, self._adapted.count) + tokens // SOME
         return [tokens, samples, tokens, 3 * tiles, samples, 3 * samples]
 
     @contextmanager
@@ -95,7 +95,7 @@ class AdaptedPrompts:
         """Inside of a graph of so many."""
         rows = self._adapted.rows
         columns = self._columns.split(self._lengths)
-        _read(rows, [part[:size] for part, size in zip(columns, self._sizes(tokens, samples))], MANY)
+        _read(rows, [part[:size] for part, size in zip(columns, self._sizes(tokens, samples))], SOME)
         rows.active = True
         try:
             yield
@@ -111,7 +111,7 @@ class AdaptedPrompts:
         host = pinned.numpy()
         host[:] = 0
         at = 0
-        for part, size in zip(_parts(tokens, samples, MANY), self._lengths):
+        for part, size in zip(_parts(tokens, samples, SOME), self._lengths):
             host[at : at + len(part)] = part
             at += size
         fetch(pinned, self._columns)

@@ -28,10 +28,11 @@ from sgla.kernels.trace import STAND_INS
 from sgla.kernels.triton.lora import (
     FEW,
     MANY,
+    SOME,
     add,
     add_experts,
+    expand_added,
     expand_gated,
-    expand_norm,
     grouped,
     pairs,
     shrink,
@@ -69,27 +70,33 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
     x, y = wide[:, :k], torch.randn(len(places), sum(sizes), generator=generator)
     expected = y + lora.body(x, stack, rows, False)
     torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
+    rows.tiles = on_host(places, SOME), rows.tiles[1]
+    torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
     few, before = x[picked.tolist()], y[picked.tolist()]
     made = add(before.clone(), few, stack, rows, True)
     torch.testing.assert_close(made, expected[picked.tolist()], atol=1e-4, rtol=1e-4)
     on_device(rows, places)
     torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
-    inner = shrink(x, stack, rows, False)
     for rows.apart in (True, False):
         torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
         if len(sizes) == 2:
-            gated = expand_gated(y.clone(), inner, stack, rows, False, "silu")
+            gated = expand_gated(y.clone(), shrink(x, stack, rows, False), stack, rows, False, "silu")
             torch.testing.assert_close(gated, ops.act_mul.body(expected, "silu"), atol=1e-3, rtol=1e-3)
     squares = torch.zeros(3, 96)
     squares[:2, : len(places)] = torch.rand(2, len(places), generator=generator)
     scale = ((squares.sum(0) / k + 0.01) ** -0.5)[: len(places), None]
-    made = add(y.clone(), Unscaled(x, squares, 0.01), stack, rows, False)
-    torch.testing.assert_close(made, y + (expected - y) * scale, atol=1e-3, rtol=1e-4)
+    for rows.apart in (True, False):
+        made = add(y.clone(), Unscaled(x, squares, 0.01), stack, rows, False)
+        torch.testing.assert_close(made, y + (expected - y) * scale, atol=1e-3, rtol=1e-4)
     if len(sizes) == 1:
         stream, weight = torch.randn(y.shape, generator=generator), torch.rand(stack.n, generator=generator)
         normed, total = ops.add_rms_norm.body(expected, stream, weight, 1e-5)
-        found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
-        torch.testing.assert_close(found, (normed, total), atol=1e-4, rtol=1e-4)
+        for rows.apart in (True, False):
+            norm = ops.AddedNorm(stream.clone(), weight, 1e-5)
+            found = expand_added(y.clone(), shrink(x, stack, rows, False), norm, stack, rows, False)
+            sums = found.squares[:, : len(places), None].sum(0)
+            made = found.x * torch.rsqrt(sums / stack.n + found.eps)
+            torch.testing.assert_close((made, norm.residual), (normed, total), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -203,6 +210,32 @@ def test_who_does_the_gate_behind_adapters(
     settle(recorder.record)
     taken = rules.apply(recorder.record, rewrite.Asked({"tokens": rows, "sampled": 0, "rows": rows})).taken
     assert {name for name in taken if "gate" in name} == {rule}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_layer_behind_a_sum_divides_by_its_rms(adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an adapter, whose ranks are added to the stream behind the layer, as without; and so do the ranks
+    of its own adapter. No kernel norms."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    recorder, rows, stack = Recorder(), Rows(), Stack(1, 4096, [4096])
+    x, stream = (
+        recorder.input(name, (STAND_INS["tokens"], 4096), torch.bfloat16) for name in ("x", "stream")
+    )
+    weight, norm = storage("bf16").empty(4096, 4096), torch.ones(4096)
+    with using(recorder):
+        stream = ops.add(stream, stream)
+        addend = lora(x, stack, rows, False) if adapted else None
+        normed, stream = ops.add_rms_norm(ops.linear(x, weight, None, addend), stream, norm, 1e-5)
+        last = ops.linear(normed, weight, None, lora(normed, stack, rows, False))
+        recorder.record.outputs += [recorder.number(last), recorder.number(stream)]
+    settle(recorder.record)
+    work = rules.apply(recorder.record, rewrite.Asked({"tokens": 64, "sampled": 0, "rows": 64}))
+    nodes = list(work.nodes.values())
+    names = [node.op for node in nodes if isinstance(node.op, str)]
+    added = ["tiles", SHRINK, "expanded, added"] if adapted else ["tiles, added"]
+    assert names == [*added, "tiles", SHRINK, EXPAND]
+    unscaled = next(node for node in nodes if node.op == added[-1]).results[0]
+    assert [node.given["x"] for node in nodes[-3:-1]] == [Ref(unscaled)] * 2
 
 
 def test_what_joins_the_residual_stream_is_added_there() -> None:

@@ -33,7 +33,7 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
     from sgla.kernels import ops
     from sgla.kernels.cuda.batch_gemm import Unscaled
     from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
-    from sgla.kernels.triton.lora import FEW, MANY, add, expand_gated, expand_norm, shrink, sort
+    from sgla.kernels.triton.lora import FEW, MANY, SOME, add, expand_added, expand_gated, shrink, sort
 
     torch.manual_seed(rank)
     with torch.device("cuda"):
@@ -63,7 +63,7 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
             made = add(y.clone(), x, stack, rows, False).float()
             torch.testing.assert_close(made, expected, atol=tolerance, rtol=tolerance)
 
-        for size in (MANY, FEW):
+        for size in (MANY, SOME, FEW):
             order, runs = (torch.from_numpy(part).cuda() for part in tiles_of(places, size))
             rows.tiles = (Tiles(order, runs, size),) * 2
             check(x, expected)
@@ -74,22 +74,28 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
         rows.tiles = (Tiles(torch.zeros_like(rows.places[0]), torch.zeros(len(places), 3).int(), FEW),) * 2
         sort(rows, table, slots)
         assert rows.places[0].tolist() == places.tolist()
-        inner = shrink(x, stack, rows, False)
         for rows.apart in (True, False):
             check(x, expected)
             if len(sizes) == 2:
-                gated = expand_gated(y.clone(), inner, stack, rows, False, "silu").float()
+                gated = expand_gated(
+                    y.clone(), shrink(x, stack, rows, False), stack, rows, False, "silu"
+                ).float()
                 wanted = ops.act_mul.body(expected, "silu")
                 torch.testing.assert_close(gated, wanted, atol=2 * tolerance, rtol=2 * tolerance)
         if len(sizes) == 1:
             stream, weight = torch.randn(y.shape).to(dtype), torch.rand(stack.n)
             wanted = ops.add_rms_norm.body(expected, stream.float(), weight, 1e-5)
-            found = expand_norm(y.clone(), inner, stream, weight, 1e-5, stack, rows, False)
-            for made, each in zip(found, wanted):
-                torch.testing.assert_close(made.float(), each, atol=tolerance, rtol=tolerance)
+            for rows.apart in (True, False):
+                norm = ops.AddedNorm(stream.clone(), weight, 1e-5)
+                found = expand_added(y.clone(), shrink(x, stack, rows, False), norm, stack, rows, False)
+                sums = found.squares[:, : len(places), None].sum(0)
+                normed = found.x.float() * torch.rsqrt(sums / stack.n + found.eps)
+                for made, each in zip((normed, norm.residual), wanted):
+                    torch.testing.assert_close(made.float(), each, atol=tolerance, rtol=tolerance)
         squares = torch.rand(32, -(-len(places) // 32) * 32) * k / 32
         scale = torch.rsqrt(squares.sum(0)[: len(places), None] / k + 1e-6)
-        check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)
+        for rows.apart in (True, False):
+            check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)
 
 
 MIXTURE: dict[str, Any] = json.loads(

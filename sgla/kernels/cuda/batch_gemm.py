@@ -363,7 +363,7 @@ def linear_add(
     the norm of the sum, which another ``linear`` completes."""
     assert norm.residual is not None
     m, n = norm.residual.shape
-    squares = torch.empty(-(-n // config.tile), _row_stride(m), device=norm.residual.device)
+    squares = torch.empty(-(-n // config.tile), row_stride(m), device=norm.residual.device)
     result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)
     _launch(x, weight, config, bias, ADD, result.x, norm, squares)
     return result
@@ -406,7 +406,7 @@ def _launch(
         *_maps(x, weight, config, x_rows, gated),
         *(None if t is None else t.data_ptr() for t in (*tensors, *drawing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
-        0 if row_squares is None else row_squares.shape[0], _row_stride(m),
+        0 if row_squares is None else row_squares.shape[0], row_stride(m),
         0 if draw is None else draw.first, eps,
         *((None, None) if scales is None else (t.data_ptr() for t in scales)),
     )  # fmt: skip
@@ -461,7 +461,8 @@ def _maps(
     return w_map, tensor_map(x.data_ptr(), (k, m), (k * size,), (128 // size, x_rows), size == 1)
 
 
-def _row_stride(m: int) -> int:
+def row_stride(m: int) -> int:
+    """Of the squares of ``Unscaled``."""
     return -(-m // 32) * 32
 
 

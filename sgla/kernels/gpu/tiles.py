@@ -13,6 +13,7 @@ from sgla.kernels.gpu.adapters import EXPAND, SHRINK
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
+from sgla.kernels.lora import Rows, Stack
 from sgla.kernels.ops import AddedNorm, Ranks
 from sgla.kernels.triton import elementwise, lora
 
@@ -148,16 +149,15 @@ def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
 
 def add(work: Work, linear: Node, add: Node) -> list[Node]:
     residual, (normed, total) = add.given["residual"], add.results
+    unscaled, weight, eps = work.value(), add.given["weight"], add.given["eps"]
+    rest = {"x": Ref(total), "weight": weight, "eps": eps, "rows": Ref(unscaled)}
+    scaled = Node(UNSCALED, _scaled, rest, [normed], add.rows)
+    made, norm = [unscaled, total], {"norm": weight, "eps": eps}
     if (found := _behind(work, linear, residual)) is not None:
-        return _expanded(work, linear, add, *found)
+        return [*_expanded(work, linear, norm, made, *found), scaled]
     given = {name: linear.given[name] for name in ("x", "weight", "bias")}
-    given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
-    unscaled = work.value()
-    rest = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"], "rows": Ref(unscaled)}
-    return [
-        Node("tiles, added", _added, given, [unscaled, total], add.rows, residual.number, linear.rule),
-        Node(UNSCALED, _scaled, rest, [normed], add.rows),
-    ]
+    given |= norm | {"residual": residual}
+    return [Node("tiles, added", _added, given, made, add.rows, residual.number, linear.rule), scaled]
 
 
 def _behind(work: Work, linear: Node, residual: Ref) -> tuple[Node, Node] | None:
@@ -171,16 +171,30 @@ def _behind(work: Work, linear: Node, residual: Ref) -> tuple[Node, Node] | None
     return (shrink, expand) if len(shrink.given["stack"].sizes) == 1 else None
 
 
-def _expanded(work: Work, linear: Node, add: Node, shrink: Node, expand: Node) -> list[Node]:
-    """The layer, what is shrunk beside it, and one kernel that expands that, adds and norms."""
+def _expanded(
+    work: Work, linear: Node, norm: dict[str, Any], results: list[int], shrink: Node, expand: Node
+) -> list[Node]:
+    """The layer, what is shrunk beside it, and one kernel that expands that and adds it to the residual."""
     work.drop(expand)
     work.drop(shrink)
     shrink.fn, made = lora.shrink_beside, work.value()
     given = {"y": Ref(made), "inner": Ref(shrink.results[0]), "residual": expand.given["y"]}
-    given |= {name: shrink.given[name] for name in ("stack", "rows", "sampled")}
-    given |= {"weight": add.given["weight"], "eps": add.given["eps"]}
-    last = Node("expanded, added", lora.expand_norm, given, add.results, add.rows, expand.given["y"].number)
+    given |= norm | {name: shrink.given[name] for name in ("stack", "rows", "sampled")}
+    last = Node("expanded, added", _expand_added, given, results, linear.rows, expand.given["y"].number)
     return [linear.but({}, [made]), shrink, last]
+
+
+def _expand_added(
+    y: Tensor,
+    inner: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    stack: Stack,
+    rows: Rows,
+    sampled: bool,
+) -> tuple[batch_gemm.Unscaled, Tensor]:
+    return lora.expand_added(y, inner, AddedNorm(residual, norm, eps), stack, rows, sampled), residual
 
 
 def _added(

@@ -11,22 +11,43 @@ there.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import Unscaled
+from sgla.kernels.cuda.batch_gemm import Unscaled, row_stride
 from sgla.kernels.lora import Rows, Stack, Tiles
+from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton.common import _activate, _begin, _pdl, cdiv, next_power_of_2
 from sgla.kernels.triton.elementwise import act_mul
 
-FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
-SPLITS, SPLIT = 8, 512  # parts at most, and inputs about, that decode rows are shrunk by at the same time
-SHRUNK, EXPANDED = 256, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
-APART, GATED = 256, 128  # outputs of a row by itself, and of its gate and of its up, that a program makes
+# Rows of a tile: of decode rows, of steps that read prompts in graphs, and of others that read prompts.
+FEW, SOME, MANY = 8, 16, 64
+SPLIT = 512  # inputs about that a program shrinks at least
+
+
+class Cut(NamedTuple):
+    """Of programs that have a tile: the ``inputs`` that one multiplies at a time, in ``stages``, and the
+    ``outputs`` in all, of low ranks; into how many ``splits`` the inputs are cut at most; ``warps`` that
+    shrink."""
+
+    inputs: int
+    outputs: int
+    splits: int
+    warps: int
+    stages: int
+
+
+CUTS = {FEW: Cut(256, 512, 8, 2, 2), SOME: Cut(256, 256, 4, 2, 2), MANY: Cut(128, 128, 1, 4, 3)}
+SPLITS = 8  # into how many the inputs of a row by itself are cut, at most where they are not many
+# Outputs of a row by itself, of its gate and of its up, and of what joins the residual, that a program makes.
+APART, GATED, ADDED = 256, 128, 256
+ALONE = 512  # inputs of a row by itself that a program takes at least
 GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
-EARLY, VALUES = 16, 1 << 16  # ranks, and values of these, that a program which norms loads before it waits
+EARLY = 16  # ranks of an adapter that a program which has one row loads before it waits
 SORTED = 16  # rows that a program finds the places of
 
 
@@ -130,6 +151,49 @@ def _shrink(
 
 
 @triton.jit
+def _scale_of(squares, s_squares, count, k, eps, row, SQUARES: tl.constexpr, CACHED: tl.constexpr):
+    """What a row of ``Unscaled`` is to be multiplied by."""
+    p = tl.arange(0, SQUARES)
+    sums = tl.load(squares + p * s_squares + row, mask=p < count, other=0.0, cache_modifier=CACHED)
+    return tl.rsqrt(tl.sum(sums) / k + eps)
+
+
+@triton.jit(do_not_specialize_on_alignment=["places"])
+def _shrink_row(
+    x, a, places, squares, inner, k, s_x, s_place, s_rank, s_inner, s_squares, squares_count, eps,
+    R: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SQUARES: tl.constexpr,
+    THERE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``_shrink`` of a row by itself: one program takes ``BK`` inputs of a part, by sums, for which it needs
+    no shared memory beside the layer's kernel."""
+    CACHED: tl.constexpr = ".cg" if THERE else ""
+    row, part, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.load(places + row).to(tl.int64)
+    if place == 0:
+        _wait_at(row == 0, PDL)
+        return
+    r, j = tl.arange(0, EARLY), split * BK + tl.arange(0, BK)
+    live = j < k
+    source = a + (place - 1) * s_place + part.to(tl.int64) * k + r.to(tl.int64)[:, None] * s_rank + j[None, :]
+    w = tl.load(source, mask=(r < R)[:, None] & live[None, :], other=0.0)
+    if PDL and not THERE:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + row * s_x + j, mask=live, other=0.0, cache_modifier=CACHED).to(tl.float32)
+    if SQUARES:
+        v *= _scale_of(squares, s_squares, squares_count, k, eps, row, SQUARES, CACHED)
+    at = inner + split * s_inner + (row * PARTS + part) * R + r
+    tl.store(at, tl.sum(w.to(tl.float32) * v[None, :], 1), mask=r < R)
+    for first in range(EARLY, R, EARLY):
+        own = first + r < R
+        w = tl.load(source + first * s_rank, mask=own[:, None] & live[None, :], other=0.0)
+        tl.store(at + first, tl.sum(w.to(tl.float32) * v[None, :], 1), mask=own)
+    if THERE:
+        _wait_at(row + part + split == 0, PDL)
+
+
+@triton.jit
 def _part_of(block, ends, PARTS: tl.constexpr, BN: tl.constexpr):
     """The part that has the block of outputs, and where this begins and the part ends."""
     part, start, stop, begin, passed = 0, 0, 0, 0, 0
@@ -191,56 +255,6 @@ def _shrunk_of(inner, s_inner, ranks, own, SPLITS: tl.constexpr, SP: tl.constexp
     s = tl.arange(0, SP)
     parts = inner + s[:, None] * s_inner + ranks[None, :]
     return tl.sum(tl.load(parts, mask=(s < SPLITS)[:, None] & own[None, :], other=0.0), 0)
-
-
-@triton.jit(do_not_specialize_on_alignment=["places"])
-def _expand_norm(
-    inner, b, places, y, residual, weight, out, n, s_place, s_rank, s_inner, eps, R: tl.constexpr,
-    SPLITS: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
-    SOME: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: a row of a stack of one part, with the residual that it joins and the norm behind that.
-    What the adapter has for ``EARLY`` ranks it loads before it waits; of others it asks for ``LINES`` each,
-    and takes ``SOME`` at a time."""
-    row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    place = tl.load(places + row).to(tl.int64)
-    source, count = b + tl.maximum(place - 1, 0) * s_place, tl.where(place > 0, R, 0)
-    inner += row * R
-    i, r, early = tl.arange(0, BLOCK), tl.arange(0, SOME), tl.arange(0, EARLY)
-    live, there = i < n, early < count
-    lines = tl.load(
-        source + early[:, None] * s_rank + i[None, :], mask=there[:, None] & live[None, :], other=0.0
-    )
-    norm = tl.load(weight + i, mask=live, other=0.0).to(tl.float32)
-    if PDL:
-        for first in range(EARLY, count):
-            line = (source + first * s_rank + tl.arange(0, LINES) * (BLOCK // LINES)).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [line],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        tl.extra.cuda.gdc_wait()
-    v = tl.load(y + row * n + i, mask=live, other=0.0).to(tl.float32)
-    v += tl.load(residual + row * n + i, mask=live, other=0.0).to(tl.float32)
-    shrunk = _shrunk_of(inner, s_inner, early, there, SPLITS, SP)
-    v += tl.sum(lines.to(tl.float32) * shrunk[:, None], 0)
-    for first in range(EARLY, count, SOME):
-        own = first + r < R
-        w = tl.load(
-            source + (first + r)[:, None] * s_rank + i[None, :], mask=own[:, None] & live[None, :], other=0.0
-        )
-        u = _shrunk_of(inner, s_inner, first + r, own, SPLITS, SP)
-        v += tl.sum(w.to(tl.float32) * u[:, None], 0)
-    h = v.to(residual.dtype.element_ty)
-    tl.store(residual + row * n + i, h, mask=live)
-    v = h.to(tl.float32)
-    tl.store(out + row * n + i, v * tl.rsqrt(tl.sum(v * v) / n + eps) * norm, mask=live)
 
 
 @triton.jit
@@ -314,6 +328,41 @@ def _expand_gated(
     tl.store(out + row * n + i, _activate(gate, GELU) * up, mask=live)
 
 
+@triton.jit(do_not_specialize_on_alignment=["places"])
+def _expand_added(
+    inner, b, places, y, residual, weight, out, squares, n, s_place, s_rank, s_inner, s_squares,
+    R: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """``_expand_row`` of one part with n outputs, and the residual that it joins: ``Unscaled`` of the norm
+    behind that."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place, i, r = tl.load(places + row).to(tl.int64), block * BN + tl.arange(0, BN), tl.arange(0, EARLY)
+    live, count = i < n, tl.where(place > 0, R, 0)
+    source = b + tl.maximum(place - 1, 0) * s_place + r.to(tl.int64)[:, None] * s_rank + i[None, :]
+    own = r < count
+    w = tl.load(source, mask=own[:, None] & live[None, :], other=0.0)
+    norm = tl.load(weight + i, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = row * n + i
+    inner += row * R
+    total = tl.load(y + at, mask=live, other=0.0).to(tl.float32)
+    total += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
+    total += _expanded_by(w, inner, s_inner, r, own, SPLITS, SP)
+    for first in range(EARLY, count, EARLY):
+        own = first + r < R
+        w = tl.load(source + first * s_rank, mask=own[:, None] & live[None, :], other=0.0)
+        total += _expanded_by(w, inner, s_inner, first + r, own, SPLITS, SP)
+    h = total.to(residual.dtype.element_ty)
+    tl.store(residual + at, h, mask=live)
+    v = h.to(tl.float32)
+    tl.store(out + at, v * norm, mask=live)
+    tl.store(squares + block * s_squares + row, tl.sum(v * v))
+
+
 @triton.jit(do_not_specialize_on_alignment=["places", "ids"])
 def _pair(places, ids, order, runs, pairs, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Each pair of a token and an expert here is a tile."""
@@ -371,12 +420,39 @@ def grouped(ids: Tensor, places: Tensor, stack: Stack) -> Tiles:
 def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """x [T, k] -> what ``expand`` reads, float32 [splits, T, parts, rank], whose sum over the splits is
     ``x @ a.T`` of rows with an adapter; others are not written."""
-    return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes))
+    return _shrunk_rows(x, stack, rows, sampled)
 
 
 def shrink_beside(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``shrink`` beside the kernel before, which reads x, too, and lets this one start when x is there."""
-    return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes), there=True)
+    return _shrunk_rows(x, stack, rows, sampled, there=True)
+
+
+def _shrunk_rows(
+    x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool, there: bool = False
+) -> Tensor:
+    if rows.apart:
+        return _shrunk_apart(x, stack, rows.places[sampled], there)
+    return _shrunk(x, stack, rows.tiles[sampled], len(stack.sizes), there)
+
+
+def _shrunk_apart(x: Tensor | Unscaled, stack: Stack, places: Tensor, there: bool) -> Tensor:
+    squares, eps = None, 0.0
+    if isinstance(x, Unscaled):
+        x, squares, eps = x
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    (tokens, k), parts, rank = x.shape, len(stack.sizes), stack.a.shape[2]
+    width = max(ALONE, min(4 * ALONE, next_power_of_2(cdiv(k, SPLITS))))
+    splits = cdiv(k, width)
+    inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
+    _shrink_row[tokens, parts, splits](
+        x, stack.a, places, squares, inner, k, x.stride(0), stack.a.stride(0), stack.a.stride(2),
+        inner.stride(0), 0 if squares is None else squares.stride(0), 0 if squares is None else len(squares),
+        eps, R=rank, PARTS=parts, BK=width, EARLY=min(EARLY, next_power_of_2(rank)),
+        SQUARES=0 if squares is None else next_power_of_2(len(squares)), THERE=there,
+        num_warps=width // 256, **_pdl(),
+    )  # fmt: skip
+    return inner
 
 
 def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there: bool = False) -> Tensor:
@@ -388,8 +464,9 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there:
     order, runs, size, experts = tiles
     (tokens, k), rank = x.shape, stack.a.shape[2]
     padded, exact = max(16, next_power_of_2(rank)), stack.a.dtype == torch.float32
-    width = max(32, min(SHRUNK if size == FEW else 128, 8192 // padded))
-    splits = min(SPLITS, cdiv(k, SPLIT)) if size == FEW else 1
+    cut = CUTS[size]
+    width = max(32, min(cut.inputs, 8192 // padded))
+    splits = min(cut.splits, cdiv(k, SPLIT))
     span = cdiv(cdiv(k, splits), width) * width
     splits = cdiv(k, span)
     inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
@@ -399,8 +476,8 @@ def _shrunk(x: Tensor | Unscaled, stack: Stack, tiles: Tiles, parts: int, there:
         0 if squares is None else len(squares), eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
         MORE=span > width, EXPERTS=experts is not None,
         SQUARES=0 if squares is None else next_power_of_2(len(squares)),
-        PRECISION="ieee" if exact else "tf32", THERE=there, num_warps=2 if size == FEW else 4,
-        num_stages=2 if exact or size == FEW else 3, **_pdl(),
+        PRECISION="ieee" if exact else "tf32", THERE=there, num_warps=cut.warps,
+        num_stages=2 if exact else cut.stages, **_pdl(),
     )  # fmt: skip
     return inner
 
@@ -442,7 +519,7 @@ def _expanded(y: Tensor, inner: Tensor, stack: Stack, tiles: Tiles) -> Tensor:
     order, runs, size, experts = tiles
     splits, _, parts, rank = inner.shape
     padded, exact = max(16, next_power_of_2(rank)), stack.b.dtype == torch.float32
-    width = max(32, min(EXPANDED if size == FEW else 128, 8192 // padded))
+    width = max(32, min(CUTS[size].outputs, 8192 // padded))
     blocks = sum(cdiv(n, width) for n in stack.sizes[:parts])
     aligned = 1 if any(n % 16 for n in stack.sizes) else 16
     _expand[len(runs), blocks](
@@ -453,28 +530,22 @@ def _expanded(y: Tensor, inner: Tensor, stack: Stack, tiles: Tiles) -> Tensor:
     return y
 
 
-def expand_norm(
-    y: Tensor,
-    inner: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    stack: Stack,
-    rows: Rows,
-    sampled: bool,
-) -> tuple[Tensor, Tensor]:
-    """``ops.add_rms_norm`` of ``expand`` [T, n], of one part: the residual takes the sum in its place."""
+def expand_added(
+    y: Tensor, inner: Tensor, norm: AddedNorm, stack: Stack, rows: Rows, sampled: bool
+) -> Unscaled:
+    """``expand`` [T, n], of one part, added to ``norm.residual`` in place; the norm of the sum."""
     splits, tokens, parts, rank = inner.shape
     assert parts == 1
+    assert norm.residual is not None
     n, out = y.shape[1], torch.empty_like(y)
-    block = next_power_of_2(n)
-    _expand_norm[(tokens,)](
-        inner, stack.b, rows.places[sampled], y, residual, weight, out, n, stack.b.stride(0),
-        stack.b.stride(2), inner.stride(0), eps, R=rank, SPLITS=splits, SP=next_power_of_2(splits),
-        BLOCK=block, LINES=max(1, block // 64), EARLY=max(1, min(EARLY, VALUES // block)), SOME=4,
-        num_warps=16 if block >= 4096 else 8, **_pdl(),
+    blocks = cdiv(n, ADDED)
+    squares = torch.empty(blocks, row_stride(tokens), dtype=torch.float32, device=y.device)
+    _expand_added[tokens, blocks](
+        inner, stack.b, rows.places[sampled], y, norm.residual, norm.weight, out, squares, n,
+        stack.b.stride(0), stack.b.stride(2), inner.stride(0), squares.stride(0), R=rank, SPLITS=splits,
+        SP=next_power_of_2(splits), BN=ADDED, EARLY=min(EARLY, next_power_of_2(rank)), num_warps=1, **_pdl(),
     )  # fmt: skip
-    return out, residual
+    return Unscaled(out, squares, norm.eps)
 
 
 def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
