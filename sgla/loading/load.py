@@ -160,7 +160,10 @@ def mending(spec: ModelSpec) -> Mend:
         if family.numbers and name.endswith(family.numbers) and isinstance(tensor, FileTensor):
             return Numbers(tensor)
         if (family.by_head or family.by_quarter) and ".qkv_proj." in name:
-            return Reordered(tensor, joined_order(tensor.shape[0], spec, family.by_quarter))
+            layer, rows = spec.attention[0], tensor.shape[0] if tensor.shape else 0
+            parts = 12 if family.by_quarter else layer.heads + 2 * layer.kv_heads
+            if rows and rows % parts == 0:  # else it is misshapen, which loading names
+                return Reordered(tensor, joined_order(rows, spec, family.by_quarter))
         return tensor
 
     return mend

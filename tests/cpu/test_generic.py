@@ -489,6 +489,8 @@ def test_both_reasons_are_told_where_neither_computes_it(
         ("gemma", {"use_bidirectional_attention": True}, "see those behind them"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of the kind conv"),
         ("glm_moe_dsa", {}, "layers of the kind|changes its attention masks"),
+        ("flint", {"head_dim": 1}, "attention heads of 1 values"),
+        ("laguna", {"num_attention_heads_per_layer": [0, 48, 48]}, "has 0 attention heads"),
     ],
 )
 def test_what_it_cannot_do_right_is_refused(

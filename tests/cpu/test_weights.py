@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ def test_errors_name_the_tensors(tmp_path: Path) -> None:
     assert "1 missing: model.layers.1.self_attn.k_proj.weight;" in message
     assert "1 unexpected: model.layers.0.surprise;" in message
     assert "1 misshapen: model.norm.weight has shape [7], expected [48]" in message
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (145,), (145, 48)])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gpt_neox", {}), ("codegen", {"hidden_size": 64, "num_attention_heads": 4, "rotary_dim": 8})],
+)
+def test_joined_rows_of_no_parts_are_misshapen(
+    name: str, changes: dict[str, Any], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Before they are put in order."""
+    save_checkpoint(tmp_path, name, intermediate_size=..., num_key_value_heads=..., **changes)
+    suffix = ("query_key_value.weight", "qkv_proj.weight")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[next(key for key in tensors if key.endswith(suffix))] = torch.zeros(shape)
+
+    edit(tmp_path, change)
+    with pytest.raises(WeightError, match=re.escape(f"qkv_proj.weight has shape {list(shape)}")):
+        load_model(open_source(tmp_path))
 
 
 def test_a_tensor_of_integers_is_refused_by_name(tmp_path: Path) -> None:
