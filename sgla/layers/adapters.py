@@ -19,20 +19,20 @@ FUSED = {  # what files call layers whose parts have names of their own here
 }
 SAMPLED = 64  # rows of a table
 EXPERTS = "experts"  # stands for their layers, of which there are many
-AdapterPart = tuple[
-    str, int, range, Tensor | None
-]  # name, full output size, this rank's rows, their order in a head
+# Name, full output size, this rank's rows (int64: in this order), their order in a head. A layer whose rows
+# lie in several places is a part for each.
+AdapterPart = tuple[str, int, range | Tensor, Tensor | None]
 
 
 class Target(NamedTuple):
     """A linear layer ``[n, k]`` that an adapter may change: part ``part`` of a stack, which has ``rows`` of
-    the outputs and ``columns`` of the inputs (None: all)."""
+    the outputs (int64: in this order) and ``columns`` of the inputs (None: all)."""
 
     stack: Stack
     part: int
     n: int
     k: int
-    rows: range
+    rows: range | Tensor
     columns: range | None
     order: Tensor | None
     embedding: bool = False  # k are ids
@@ -41,7 +41,7 @@ class Target(NamedTuple):
         """This rank's share of an adapter's a [r, k] and b [n, r]."""
         if self.columns is not None:
             a = a[:, self.columns.start : self.columns.stop]
-        b = b[self.rows.start : self.rows.stop]
+        b = b[self.rows] if isinstance(self.rows, Tensor) else b[self.rows.start : self.rows.stop]
         if self.order is not None:
             b = b.unflatten(0, (-1, len(self.order)))[:, self.order].flatten(0, 1)
         return a, b
@@ -61,7 +61,8 @@ class Mixture(NamedTuple):
 @dataclass
 class Adapters:
     """For ``places`` adapters of at most ``rank``, in ``dtype``. ``modules``: last names of the layers that
-    they may change; empty: all linear layers of the blocks. ``table``: these layers by full name. ``beyond``:
+    they may change; empty: all linear layers of the blocks. ``table``: these layers by full name, each with
+    all places in which its rows lie. ``beyond``:
     beginnings of the names of those that other stages have; ``sets``: how often there are as many layers as
     this stage has. ``memory`` [places, rank, width]: a place is one piece of it, and an adapter of less than
     the highest rank the beginning of one, so that one copy brings it. ``mixtures``: by the full names of
@@ -80,7 +81,7 @@ class Adapters:
     dtype: torch.dtype
     modules: frozenset[str] = frozenset()
     rows: Rows = field(default_factory=Rows)
-    table: dict[str, Target] = field(default_factory=dict)
+    table: dict[str, list[Target]] = field(default_factory=dict)
     stacks: list[Stack] = field(default_factory=list)
     mixtures: dict[str, Mixture] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
@@ -98,10 +99,10 @@ class Adapters:
         """The targets behind a checkpoint's name of a layer, and which of its outputs each has (None: all);
         [] if no adapter may change it."""
         name = self.rename(module)
-        if (target := self.table.get(name)) is not None:
-            return [(target, None)]
-        found = [(self.table.get(part), rows) for part, rows in self.joined.get(name, [])]
-        return [(target, rows) for target, rows in found if target is not None]
+        if name in self.table:
+            return [(target, None) for target in self.table[name]]
+        parts = self.joined.get(name, [])
+        return [(target, rows) for part, rows in parts for target in self.table.get(part, ())]
 
     def leaves(self, module: str) -> bool:
         """Whether another rank has the layer, which looks at what an adapter has for it."""
@@ -130,7 +131,8 @@ class Adapters:
         made = Stack(self.places, width, [len(rows) for _, _, rows, _ in parts], self.width)
         for part, (name, n, rows, order) in enumerate(parts):
             if self._changes(name):
-                self.table[name] = Target(made, part, n, k, rows, columns, order, embedding)
+                target = Target(made, part, n, k, rows, columns, order, embedding)
+                self.table.setdefault(name, []).append(target)
         self.stacks.append(made)
         return made
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -287,6 +289,15 @@ class Build:
             return None, None
         return self.adapters.stack(k, parts, columns, embedding), self.adapters.rows
 
+    def stack_of(self, k: int, layers: Sequence[Gathered]) -> tuple[Stack | None, Rows | None]:
+        """The same of a matrix whose rows were gathered from these layers."""
+        pieces = [(at, rows, layer.name, layer.n) for layer in layers for rows, at in layer.pieces]
+        parts: list[AdapterPart] = []
+        for (name, n), behind in groupby(sorted(pieces, key=itemgetter(0)), itemgetter(2, 3)):
+            own = [torch.arange(rows.start, rows.stop, device="cpu") for _, rows, *_ in behind]
+            parts.append((name, n, torch.cat(own), None))
+        return self.stack(k, parts)
+
     def table_stack(
         self, name: str, weight: Weight, vocab: int, own: range, embedding: bool
     ) -> tuple[Stack | None, Rows | None]:
@@ -375,7 +386,17 @@ def together(parts: Iterable[Tensor]) -> Tensor:
 Piece = tuple[range, int]  # rows of a stored matrix, and the row of ours where they begin
 
 
-def gather(build: Build, weight: Weight, name: str, shape: tuple[int, int], pieces: Sequence[Piece]) -> None:
+class Gathered(NamedTuple):
+    """A layer of so many outputs, and where which of its rows are here."""
+
+    name: str
+    n: int
+    pieces: Sequence[Piece]
+
+
+def gather(
+    build: Build, weight: Weight, name: str, shape: tuple[int, int], pieces: Sequence[Piece]
+) -> Gathered:
     """Take rows of the checkpoint's matrix ``name``, which stand apart there or here."""
 
     def take(source: Share) -> None:
@@ -386,6 +407,7 @@ def gather(build: Build, weight: Weight, name: str, shape: tuple[int, int], piec
         return together(drawn(weight, at, wanted, shape, rows) for rows, at in pieces)
 
     build.declare(f"{name}.weight", shape, take, give=give)
+    return Gathered(name, shape[0], pieces)
 
 
 def blocks(own: range, width: int, block: int, first: int, at: int) -> list[Piece]:

@@ -61,7 +61,7 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
         scaled = b.float() * config.scale_of(said.get(module, module))
         if not targets:
             continue
-        whole = scaled if len(targets) == 1 and targets[0][1] is None else adapters.mend(module, scaled)
+        whole = scaled if targets[0][1] is None else adapters.mend(module, scaled)
         for target, rows in targets:
             place = id(target.stack), target.part
             if place in taken:
@@ -109,7 +109,7 @@ def _check_copy(folder: Path, adapters: Adapters, module: str, copy: Tensor) -> 
         if adapters.leaves(module):
             return
         raise InvalidAdapter(f"{folder.name}: {module[:200]}: {OF_BASE}")
-    (rows, known), target = adapters.samples[name], adapters.table[name]
+    (rows, known), (target,) = adapters.samples[name], adapters.table[name]
     wanted = target.k if target.embedding else target.n, known.shape[1]
     what = f"{folder.name}: base_layer.weight of {module[:200]}"
     if tuple(copy.shape) != wanted or copy.dtype not in FLOATS:
@@ -123,9 +123,10 @@ def _check_copy(folder: Path, adapters: Adapters, module: str, copy: Tensor) -> 
 def _read(folder: Path, adapters: Adapters) -> bytes:
     """Read whole, not mapped: a file that is cut while it is read must not end the process."""
     path = folder / WEIGHTS
-    most = sum(t.n + t.k for t in adapters.table.values()) + sum(adapters.absent.values())
+    targets = [target for (target, *_) in adapters.table.values()]
+    most = sum(t.n + t.k for t in targets) + sum(adapters.absent.values())
     most = int(4 * adapters.rank * most * adapters.sets) + (STAGED if adapters.beyond else SPARE)
-    most += sum(4 * adapters.table[name].n * adapters.table[name].k for name in adapters.samples)
+    most += sum(4 * target.n * target.k for name in adapters.samples for target in adapters.table[name])
     try:
         if not path.is_file():
             raise FileNotFoundError
@@ -244,7 +245,8 @@ def _checked(folder: Path, rank: int, adapters: Adapters, module: str, pair: dic
     if len(pair) < 2:
         raise bad(f"lora_{'B' if 'A' in pair else 'A'} is missing")
     a, b = pair["A"], pair["B"]
-    n, k = sum(target.n for target, _ in found), found[0][0].k
+    n = found[0][0].n if found[0][1] is None else sum(target.n for target, _ in found)
+    k = found[0][0].k
     for name, tensor, shape in (("lora_A", a, (rank, k)), ("lora_B", b, (n, rank))):
         if tuple(tensor.shape) != shape:
             raise bad(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} (another base?)")

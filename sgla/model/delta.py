@@ -12,10 +12,12 @@ from torch import Tensor
 from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.lora import added
 from sgla.kernels.ops import KVLayer, StateLayer
 from sgla.layers.attention import LayerAttention
 from sgla.layers.build import (
     Build,
+    Gathered,
     Piece,
     Share,
     StackPart,
@@ -67,7 +69,10 @@ class DeltaNet:
         self.ba = None if one else build.empty_plain(2 * self.rates, hidden)
         self._rates = (self.inputs, wide) if self.ba is None else (self.ba, 0)
         declare = {"joined": self._declare_joined, "apart": self._declare_apart, "each": self._declare_each}
-        declare[form](build, name, hidden, own)
+        layers = declare[form](build, name, hidden, own)
+        rates = [] if one else layers[len(large) :]
+        self.added = build.stack_of(hidden, layers[: len(layers) - len(rates)])
+        self.added_rates = build.stack_of(hidden, rates)
         heads = range(own.start * share, own.stop * share)
         self.conv = torch.zeros(sum(self.widths), layer.taps)
         (self._declare_convs if form == "each" else self._declare_conv)(build, name, own)
@@ -78,7 +83,7 @@ class DeltaNet:
         columns = range(heads.start * layer.value_dim, heads.stop * layer.value_dim)
         self.out = RowLinear(build, f"{name}.{out}", hidden, layer.values * layer.value_dim, columns)
 
-    def _declare_joined(self, build: Build, name: str, hidden: int, own: range) -> None:
+    def _declare_joined(self, build: Build, name: str, hidden: int, own: range) -> list[Gathered]:
         layer, share = self.layer, self.layer.share
         dk, dv = layer.key_dim, share * layer.value_dim
         block, at, first = 2 * dk + 2 * dv, 0, 0
@@ -86,42 +91,47 @@ class DeltaNet:
         for width in (dk, dk, dv, dv):
             pieces += blocks(own, width, block, first, at)
             first, at = first + width, at + width * len(own)
-        gather(build, self.inputs, f"{name}.in_proj_qkvz", (block * layer.keys, hidden), pieces)
+        large = gather(build, self.inputs, f"{name}.in_proj_qkvz", (block * layer.keys, hidden), pieces)
         rates, at = self._rates
         pieces = [
             *blocks(own, share, 2 * share, 0, at),
             *blocks(own, share, 2 * share, share, at + self.rates),
         ]
-        gather(build, rates, f"{name}.in_proj_ba", (2 * layer.values, hidden), pieces)
+        return [large, gather(build, rates, f"{name}.in_proj_ba", (2 * layer.values, hidden), pieces)]
 
-    def _declare_apart(self, build: Build, name: str, hidden: int, own: range) -> None:
+    def _declare_apart(self, build: Build, name: str, hidden: int, own: range) -> list[Gathered]:
         layer, (key, _, value) = self.layer, self.widths
         keys, values = layer.keys * layer.key_dim, layer.values * layer.value_dim
         dv = layer.share * layer.value_dim
-        pieces = self._runs(own)
-        gather(build, self.inputs, f"{name}.in_proj_qkv", (2 * keys + values, hidden), pieces)
-        gather(build, self.inputs, f"{name}.in_proj_z", (values, hidden), [run(own, dv, 0, 2 * key + value)])
+        pieces, gates = self._runs(own), [run(own, dv, 0, 2 * key + value)]
+        found = [
+            gather(build, self.inputs, f"{name}.in_proj_qkv", (2 * keys + values, hidden), pieces),
+            gather(build, self.inputs, f"{name}.in_proj_z", (values, hidden), gates),
+        ]
         rates, at = self._rates
         for i, part in enumerate("ba"):
             pieces = [run(own, layer.share, 0, at + i * self.rates)]
-            gather(build, rates, f"{name}.in_proj_{part}", (layer.values, hidden), pieces)
+            found.append(gather(build, rates, f"{name}.in_proj_{part}", (layer.values, hidden), pieces))
+        return found
 
-    def _declare_each(self, build: Build, name: str, hidden: int, own: range) -> None:
+    def _declare_each(self, build: Build, name: str, hidden: int, own: range) -> list[Gathered]:
         layer, (key, _, value) = self.layer, self.widths
         dv, at = layer.share * layer.value_dim, 0
+        found: list[Gathered] = []
         for part, width, size in (
             ("q", layer.key_dim, key),
             ("k", layer.key_dim, key),
             ("v", dv, value),
             ("g", dv, value),
         ):
-            pieces = [run(own, width, 0, at)]
-            gather(build, self.inputs, f"{name}.{part}_proj", (layer.keys * width, hidden), pieces)
+            pieces, shape = [run(own, width, 0, at)], (layer.keys * width, hidden)
+            found.append(gather(build, self.inputs, f"{name}.{part}_proj", shape, pieces))
             at += size
         rates, at = self._rates
         for i, part in enumerate("ba"):
             pieces = [run(own, layer.share, 0, at + i * self.rates)]
-            gather(build, rates, f"{name}.{part}_proj", (layer.values, hidden), pieces)
+            found.append(gather(build, rates, f"{name}.{part}_proj", (layer.values, hidden), pieces))
+        return found
 
     def _runs(self, own: range) -> list[Piece]:
         """This rank's q, k and v of all, in their order."""
@@ -160,11 +170,12 @@ class DeltaNet:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
         layer, widths = self.layer, [sum(self.widths), self.value]
+        made = ops.linear(x, self.inputs, None, added(x, *self.added))
         if self.ba is None:
-            qkv, z, b, a = ops.linear(x, self.inputs).split([*widths, self.rates, self.rates], dim=1)
+            qkv, z, b, a = made.split([*widths, self.rates, self.rates], dim=1)
         else:
-            qkv, z = ops.linear(x, self.inputs).split(widths, dim=1)
-            b, a = ops.linear(x, self.ba).chunk(2, dim=1)
+            qkv, z = made.split(widths, dim=1)
+            b, a = ops.linear(x, self.ba, None, added(x, *self.added_rates)).chunk(2, dim=1)
         q, k, v = ops.causal_conv(qkv, self.conv, None, state, batch).split(self.widths, dim=1)
         q, k = (y.unflatten(1, (-1, layer.key_dim)) for y in (q, k))
         v, z = (y.unflatten(1, (-1, layer.value_dim)) for y in (v, z))
@@ -205,9 +216,14 @@ class GatedAttention:
             )
 
         build.declare(f"{parts[0]}.weight", shape, take_queries, give=give_queries)
+        layers, gates = (
+            [Gathered(parts[0], shape[0], blocks(own, dim, 2 * dim, first, to))] for _, first, to in halves
+        )
         for i, part in enumerate(parts[1:]):
             pieces = [run(own_kv, dim, 0, width + i * kv_width)]
-            gather(build, self.qkv, part, (layer.kv_heads * dim, hidden), pieces)
+            layers.append(gather(build, self.qkv, part, (layer.kv_heads * dim, hidden), pieces))
+        self.added = build.stack_of(hidden, layers + gates if one else layers)
+        self.added_gate = build.stack_of(hidden, [] if one else gates)
         self.q_norm = RMSNorm(build, f"{name}.q_norm", dim, spec.eps, spec.norm_offset)
         self.k_norm = RMSNorm(build, f"{name}.k_norm", dim, spec.eps, spec.norm_offset)
         columns = range(own.start * dim, own.stop * dim)
@@ -215,10 +231,11 @@ class GatedAttention:
         self.cos_sin, self.scale, self.eps = model.angles(layer.rope, dim), layer.scale, spec.eps
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        qkv = ops.linear(x, self.qkv, None, added(x, *self.added))
         if self.gate is None:
-            qkv, gate = ops.linear(x, self.qkv).split(self.widths, dim=1)
+            qkv, gate = qkv.split(self.widths, dim=1)
         else:
-            qkv, gate = ops.linear(x, self.qkv), ops.linear(x, self.gate)
+            gate = ops.linear(x, self.gate, None, added(x, *self.added_gate))
         positions, cos_sin = batch.turns(self.cos_sin)
         q = ops.qk_norm_rope_store(
             qkv,

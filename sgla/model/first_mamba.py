@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.lora import added
 from sgla.kernels.ops import StateLayer, TimeSteps
 from sgla.layers.build import Build, gather, run
 from sgla.layers.linear import MergedColumnLinear, RowLinear
@@ -26,7 +27,8 @@ class FirstMamba:
         width = len(self.own)
         pieces = [run(self.own, 1, 0, 0), run(self.own, 1, layer.inner, width)]
         self.project = build.empty(2 * width, hidden, f"{name}.in_proj")
-        gather(build, self.project, f"{name}.in_proj", (2 * layer.inner, hidden), pieces)
+        rows = gather(build, self.project, f"{name}.in_proj", (2 * layer.inner, hidden), pieces)
+        self.added = build.stack_of(hidden, [rows])
         self.bias = torch.zeros(2 * width) if layer.bias else None
         if self.bias is not None:
             build.declare(f"{name}.in_proj.bias", (2 * layer.inner,), partial(take, self.bias, pieces))
@@ -52,7 +54,7 @@ class FirstMamba:
         self.a.copy_(-source.dense(self.own).float().exp())
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
-        x, gate = ops.linear(x, self.project, self.bias).chunk(2, dim=1)
+        x, gate = ops.linear(x, self.project, self.bias, added(x, *self.added)).chunk(2, dim=1)
         x = ops.causal_conv(x, self.conv, self.conv_bias, state, batch)
         parts = self.select(x).split(self.parts, dim=1)
         if self.layer.norms:

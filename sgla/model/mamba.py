@@ -12,6 +12,7 @@ from torch import Tensor
 from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.lora import added
 from sgla.kernels.ops import StateLayer, TimeSteps
 from sgla.layers.attention import LayerAttention
 from sgla.layers.build import Build, Piece, gather, run
@@ -38,7 +39,8 @@ class Mamba:
         pieces.append(run(self.heads, width, 0, 0))
         pieces.append(run(self.heads, 1, rows - layer.count, 2 * self.inner + 2 * n))
         self.project = build.empty(2 * self.inner + 2 * n + len(self.heads), hidden, f"{name}.in_proj")
-        gather(build, self.project, f"{name}.in_proj", (rows, hidden), pieces)
+        taken = gather(build, self.project, f"{name}.in_proj", (rows, hidden), pieces)
+        self.added = build.stack_of(hidden, [taken])
         self.bias = torch.zeros(self.project.n) if layer.bias else None
         if self.bias is not None:
             build.declare(f"{name}.in_proj.bias", (rows,), partial(take, self.bias, pieces))
@@ -78,7 +80,7 @@ class Mamba:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
         layer = self.layer
-        made = ops.linear(x, self.project, self.bias)
+        made = ops.linear(x, self.project, self.bias, added(x, *self.added))
         if layer.factors != (1.0,) * 5:
             made = (made * self.factors).to(x.dtype)
         z, xbc, dt = made.split([self.inner, sum(self.widths), len(self.heads)], dim=1)

@@ -87,12 +87,13 @@ def save_merged(folder: Path, base: Path, added: dict[str, Tensor]) -> Path:
 def invent(runner: Any, number: int, rank: int) -> None:
     """A random adapter of all layers in host memory, without files; of a stage what others do not have."""
     pieces = []
-    for name, target in runner.adapters.adapters.table.items():
+    for name, targets in runner.adapters.adapters.table.items():
         generator = torch.Generator().manual_seed(crc32(f"{name} {number}".encode()))
-        a = torch.randn(rank, target.k, generator=generator, device="cpu") * 0.2
-        b = torch.randn(target.n, rank, generator=generator, device="cpu") * 0.2
-        own = [x.contiguous().to(runner.adapters.adapters.dtype) for x in target.own(a, b)]
-        pieces.append(Piece(target, *own))
+        a = torch.randn(rank, targets[0].k, generator=generator, device="cpu") * 0.2
+        b = torch.randn(targets[0].n, rank, generator=generator, device="cpu") * 0.2
+        for target in targets:
+            own = [x.contiguous().to(runner.adapters.adapters.dtype) for x in target.own(a, b)]
+            pieces.append(Piece(target, *own))
     runner.adapters.keep(number, pieces)
 
 

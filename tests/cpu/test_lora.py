@@ -31,6 +31,17 @@ from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 
 TOLERANCE = 1e-4
+DELTA = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+HYBRID = DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+HYBRID |= {"shared_expert_intermediate_size": 72}
+NETS = "in_proj_qkvz", "in_proj_ba", "out_proj"
 PROMPT = list(range(5, 29))
 
 
@@ -131,17 +142,22 @@ def test_a_batch_of_eight_adapters(base: Path, tmp_path: Path) -> None:
     assert short.stats().adapter_loads == 8
 
 
-@pytest.mark.parametrize("ways", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
-def test_two_ranks_are_as_one(base: Path, tmp_path: Path, ways: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("ways", "nets"), [({"tp": 2}, False), ({"pp": 2}, False), ({"tp": 2}, True)], ids=["tp", "pp", "nets"]
+)
+def test_two_ranks_are_as_one(base: Path, tmp_path: Path, ways: dict[str, int], nets: bool) -> None:
     submits = [wanted(f"a{number}", number) for number in range(4)]
+    if nets:
+        base = tmp_path / "nets"
+        save_checkpoint(base, "qwen3_next", **HYBRID)
     runner = adapted(base)
     for number in (1, 2, 3):
-        save_adapter(tmp_path / str(number), base, seed=number)
+        save_adapter(tmp_path / str(number), base, (*ATTENTION, *NETS) if nets else ALL, seed=number)
         load(runner, number, tmp_path / str(number))
     alone = logprobs(runner, submits)
     contents = set()
-    save_adapter(tmp_path / "odd", base)
-    _rename(tmp_path / "odd", "layers.0", "layers.9")
+    save_adapter(tmp_path / "odd", base, ATTENTION)
+    _rename(tmp_path / "odd", "layers.1", "layers.9")
 
     async def ranks() -> Transcript:
         config = tiny_config(**ways, enable_lora=True, max_lora_rank=8)
@@ -384,6 +400,7 @@ def test_copies_of_the_base_lie_beside_what_is_added_to_its_tables(
         _tensors(folder, lambda tensors: tensors.update(copies))
 
 
+SPACES = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "q, k and v, gate and up fused": ("phi3", {}, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     "q, k and v fused head by head": (
@@ -397,6 +414,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "qwen3_moe",
         {"head_dim": 8, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
         ATTENTION,
+    ),
+    "a gate behind each query, delta nets": ("qwen3_next", HYBRID, (*ATTENTION, *NETS)),
+    "delta nets whose rows are apart": (
+        "qwen3_5_text",
+        DELTA,
+        (*ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    ),
+    "state spaces with their factors": (
+        "falcon_h1",
+        SPACES | {"mamba_d_ssm": None, "ssm_multipliers": [0.5, 0.7, 1.2, 1.1, 0.9]},
+        ("in_proj", "out_proj", "q_proj"),
+    ),
+    "the first state spaces": (
+        "jamba",
+        {"num_experts": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8},
+        ("in_proj", "x_proj", "dt_proj", "v_proj"),
     ),
     "both ends": ("llama", {"head_dim": 8}, ("lm_head", "up_proj", "embed_tokens")),
 }
