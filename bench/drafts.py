@@ -17,8 +17,8 @@ guesses beside, for models that do not fit twice.
 
 Engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text with
 medians; ``step_ms`` is what a step of the guessing engine takes on its device, ``gap_ms`` how long that waits
-for the next one; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the
-number of rows.
+for the next one, and ``runs`` the steps of a run, and milliseconds in them and beside them; the exit code
+is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -116,11 +116,18 @@ def measure(
     case = Case(name, args.tokens, rows)
     texts = {kind: case.answer(llm)[0] for kind, llm in llms.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in llms}
+    runs = {kind: {"steps": 0.0, "in_steps_ms": 0.0, "beside_ms": 0.0} for kind in llms}
     before, same = llms["guessing"].engine.stats(), True
     for _ in range(args.repeat):
         for kind, llm in llms.items():
+            begun = llm.engine.stats()
             found, took = case.answer(llm)
+            ended = llm.engine.stats()
             seconds[kind].append(took)
+            own = ended.step_seconds - begun.step_seconds
+            parts = ended.steps - begun.steps, 1e3 * own, 1e3 * (took - own)
+            for field, part in zip(runs[kind], parts):
+                runs[kind][field] = round(runs[kind][field] + part / args.repeat, 2)
             same &= found == next(iter(texts.values()))
     after = llms["guessing"].engine.stats()
     verifies, drafts, verified, guessed, steps, computing, idle = (
@@ -152,6 +159,7 @@ def measure(
             "steps": steps,
             "step_ms": round(1e3 * computing / max(1, steps), 3),
             "gap_ms": round(1e3 * idle / max(1, steps), 3),
+            "runs": runs,
             "same_text": same,
         }
     )

@@ -513,6 +513,26 @@ def small_model(architecture: str, shard: Shard | None = None, **more: Any) -> E
     return driver
 
 
+def test_a_layer_whose_input_is_copied_has_the_kernels_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum and its norm are the layer's before; the copy is behind them, of the sum."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    asked, found = rewrite.Asked({"tokens": 64, "sampled": 64, "rows": 64}), []
+    for copies in (False, True):
+        driver = small_model("Qwen3ForCausalLM", hidden_size=1024, intermediate_size=1024)
+        if copies:
+            columns = torch.zeros(64, 1024, dtype=torch.bfloat16)
+            driver.model.blocks[1] = Hooked(driver.model.blocks[1], partial(ops.copied, to=columns))
+        forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+        work = forward.rewritten("step", False, asked)
+        assert work is not None
+        found.append(list(work.nodes.values()))
+    others, nodes = found
+    [at] = [i for i, node in enumerate(nodes) if node.op is ops.copied]
+    assert nodes[at - 1].op == "tiles, added"
+    assert nodes[at].reads == nodes[at - 1].results[1:]
+    assert [node.op for node in nodes[:at] + nodes[at + 1 :]] == [node.op for node in others]
+
+
 @pytest.mark.parametrize("copied", [None, [], [0, 1], [1]])
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_a_whole_step_is_found_in_what_was_recorded(

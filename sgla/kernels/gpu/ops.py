@@ -100,6 +100,10 @@ class GpuOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous(), weight, eps)
 
+    @LOWERINGS.of(ops.copied)
+    def copied(self, x: Tensor, to: Tensor) -> Tensor:
+        return elementwise.copy_rows(x if x.stride(1) == 1 else x.contiguous(), to)
+
     @LOWERINGS.of(ops.rms_norm_beside)
     def rms_norm_beside(self, x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm_beside(x if x.stride(1) == 1 else x.contiguous(), first, second, eps)

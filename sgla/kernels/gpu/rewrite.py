@@ -132,15 +132,30 @@ def rewrite(record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]]) -
     work = Work(record, asked, values=len(record.dtypes))
     work.mixtures = any(node.op is ops.moe for node in record.nodes)
     work.e4m3 = any(w.kind in ("fp8", "fp8g128") for w in record.weights)
-    work.left = dict(Counter(number for node in record.nodes for number in node.reads))
+    nodes = _summed(record.nodes)
+    work.left = dict(Counter(number for node in nodes for number in node.reads))
     work.uses = dict(work.left)
     for number in record.outputs:
         work.uses[number] = work.uses.get(number, 0) + 1
-    for node in record.nodes:
+    for node in nodes:
         for number in node.reads:
             work.left[number] -= 1
         _visit(work, node, rules.get(node.op, ()))
     return work
+
+
+def _summed(nodes: Sequence[Node]) -> list[Node]:
+    """With sums that are copied before their norm as ``add_rms_norm``, and the copies behind that."""
+    made: list[Node | None] = list(nodes)
+    for at, (total, copied, norm) in enumerate(zip(nodes, nodes[1:], nodes[2:])):
+        if (total.op, copied.op, norm.op) != (ops.add, ops.copied, ops.rms_norm):
+            continue
+        if copied.reads == total.results and norm.reads == copied.results:
+            residual, x = total.given["x"], total.given["y"]
+            given = {"x": x, "residual": residual, **{name: norm.given[name] for name in ("weight", "eps")}}
+            joined = Node(ops.add_rms_norm, None, given, norm.results + total.results, norm.rows)
+            made[at : at + 3] = joined, copied, None
+    return [node for node in made if node is not None]
 
 
 def _plain(work: Work, node: Node) -> str | None:

@@ -228,6 +228,13 @@ def _take_rows(rows, x, out, d, scale, PDL: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * d + i, v.to(tl.float32) * scale, mask=i < d)
 
 
+@triton.jit
+def _copy_rows(x, out, d, s_x, s_out, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin(PDL)
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    tl.store(out + row * s_out + i, tl.load(x + row * s_x + i, mask=i < d), mask=i < d)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "out_loc"])
 def _qk_norm_rope_store(
     qkv,
@@ -516,6 +523,14 @@ def take_rows(x: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
         block = min(2048, next_power_of_2(d))
         _take_rows[(rows.shape[0], cdiv(d, block))](rows, x, out, d, scale, BLOCK=block, **_pdl())
     return out
+
+
+def copy_rows(x: Tensor, to: Tensor) -> Tensor:
+    """``ops.copied``: rows of both are contiguous."""
+    d = x.shape[1]
+    block = next_power_of_2(d)
+    _copy_rows[(len(x),)](x, to, d, x.stride(0), to.stride(0), BLOCK=block, num_warps=_warps(d), **_pdl())
+    return x
 
 
 def qk_norm_rope_store(
