@@ -518,7 +518,7 @@ def save(head: Head, config: dict[str, Any], out: Path) -> None:
     same += ["vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"]
     found = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
     found |= {key: config[key] for key in same} | {"draft_vocab_size": len(head.kept)}
-    found |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.told)}}
+    found["eagle_aux_hidden_state_layer_ids"] = list(head.told)  # whose inputs they are
     found["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",

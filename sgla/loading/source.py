@@ -16,7 +16,10 @@ from sgla.hub.fetch import REMOTE
 from sgla.model.drafting import is_medusa
 from sgla.model.generic_spec import FACTS, settled
 from sgla.model.read import read_spec
-from sgla.model.registry import layouts
+from sgla.model.registry import EAGLE, layouts
+
+PROJECTION = b"fc.weight"
+BEGINNING = 1 << 16  # bytes of a file, which have the names of a head's tensors
 
 
 def open_source(
@@ -30,12 +33,23 @@ def open_source(
     """See ``hub/source.py``; GGUF files may have the architectures of all families. ``impl``, ``trusted``,
     ``ranks``: see ``generic_spec.settled``; ``overrides``: keys of config.json that are others than in the
     file. Raises ConfigError."""
-    found = source.open_source(path, load_format, layouts())
+    found = as_eagle(source.open_source(path, load_format, layouts()))
     if overrides:
         found = replace(found, config=overridden(found.config, overrides))
     if impl == "native" and is_medusa(found.config):  # no model, so without an architecture
         return found
     return settled(found, impl, trusted, ranks, lacking(found.config))
+
+
+def as_eagle(found: source.ModelSource) -> source.ModelSource:
+    """A head of EAGLE or EAGLE-2 by a name of its own. Its authors call it a Llama of one layer; it has a
+    projection, which its file names at the beginning."""
+    match found.config, found.files:
+        case {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM" | "Qwen2ForCausalLM"]}, (path,):
+            with path.open("rb") as file:
+                if PROJECTION in file.read(BEGINNING):
+                    return replace(found, config=found.config | {"architectures": [EAGLE[0]]})
+    return found
 
 
 def lacking(config: Mapping[str, Any]) -> UnsupportedValue | None:

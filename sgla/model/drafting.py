@@ -102,8 +102,7 @@ def automatic(config: Config, draft: Mapping[str, Any] | None) -> Config:
 
 
 def _kind_of(draft: Mapping[str, Any]) -> str:
-    """The algorithm of a model that guesses, by its config.json. Heads of EAGLE whose authors call them
-    Llamas are not told from these."""
+    """The algorithm of a model that guesses, by its config.json."""
     if is_medusa(draft):
         return "medusa"
     if _is_block(draft):
@@ -338,11 +337,15 @@ def _spread(spec: ModelSpec, target: ModelSpec) -> list[int]:
 
 
 def _told_layers(c: Reader, layers: int) -> tuple[int, ...]:
-    """Those of a target with so many layers that EAGLE-3 reads."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    given = Reader(EAGLE3[0], c.table("eagle_config") or c.values).integers(key, LAYERS)
+    """Those of a target with so many layers whose inputs EAGLE-3 reads. A file has these for vLLM, and for
+    SGLang, in ``eagle_config``, those whose outputs they are."""
+    key, own = "eagle_aux_hidden_state_layer_ids", Reader(EAGLE3[0], c.table("eagle_config"))
+    if own.values.get("use_aux_hidden_state") is False:
+        raise _unfit("it reads the last hidden state alone (use_aux_hidden_state)")
+    said = own.integers(key, LAYERS)
+    given = [1 + layer for layer in said] or c.integers(key, LAYERS)
     if given and (len(given) != TOLD or max(given) >= layers):
-        raise _unfit(f"{key} is {given}, and the model has {layers} layers")
+        raise _unfit(f"{key} is {said or given}, and the model has {layers} layers")
     usual = sorted(min(max(layer, 0), layers - 1) for layer in (2, layers // 2, layers - 3))
     return tuple(given or usual)
 

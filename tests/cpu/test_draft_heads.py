@@ -516,13 +516,19 @@ def test_layers_count_as_two_whatever_their_experts_do() -> None:
 def test_heads_that_do_not_fit_are_refused() -> None:
     target = read_decoder(DEEP)
     assert read_eagle(EAGLE, target, third=True).layers == (1, 2, 2)
-    named = EAGLE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}
-    assert read_eagle(named, target, third=True).layers == (0, 1, 3)
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    for named, layers in ((ids, (0, 1, 2)), ({"eagle_config": ids}, (1, 2, 3))):
+        assert read_eagle(EAGLE | named, target, third=True).layers == layers
     for change, said in (
         ({"hidden_size": 32}, "its width is 32, and the model's 64"),
         ({"vocab_size": 300}, "another vocabulary"),
         ({"architectures": ["LlamaForCausalLM"]}, "it is no head of EAGLE-3"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"is \[1, 2, 9\], and the model has 4 layers"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+            r"is \[0, 1, 3\], and the model has 4 layers",
+        ),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "reads the last hidden state alone"),
     ):
         with pytest.raises(ConfigError, match=said) as caught:
             read_eagle(EAGLE | change, target, third=True)
@@ -555,6 +561,32 @@ def test_heads_that_do_not_fit_are_refused() -> None:
     for name in ("mtp", "NEXTN"):
         with pytest.raises(ConfigError, match="mtp cannot be honoured with --kv-cache-dtype fp8 on GPUs yet"):
             resolve(Config(speculative_algorithm=name, kv_cache_dtype="fp8"), gpu, LATENT)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_head_that_its_authors_call_a_llama_is_known_by_its_file(tmp_path: Path, kind: str) -> None:
+    d, name = 64, "layers.0"
+    shapes = {"fc.weight": (d, 2 * d), "fc.bias": (d,), f"{name}.post_attention_layernorm.weight": (d,)}
+    parts = (("q", d, d), ("k", 32, d), ("v", 32, d), ("o", d, d))
+    shapes |= {f"{name}.self_attn.{part}_proj.weight": (n, k) for part, n, k in parts}
+    parts = (("gate", 96, d), ("up", 96, d), ("down", d, 96))
+    shapes |= {f"{name}.mlp.{part}_proj.weight": (n, k) for part, n, k in parts}
+    head = {key: torch.randn(shape) for key, shape in shapes.items()}
+    tables = {"embed_tokens.weight": torch.zeros(VOCAB, d)}
+    asked = tiny_config(speculative_model=str(tmp_path), speculative_adaptive=False)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
+    for tensors, algorithm in ((tables, "draft_model"), (tables | head, "eagle")):
+        if kind == "bin":
+            torch.save(tensors, tmp_path / "pytorch_model.bin")
+        else:
+            save_file(tensors, tmp_path / "model.safetensors")
+        draft = configured_source(tmp_path, drafting(asked))
+        config = resolve(asked, model=DEEP, draft=draft.config).config
+        assert config.speculative_algorithm == algorithm
+    runner = CpuRunner(config, replace(source_of(DEEP, None), draft=draft), 0, 1, "", lambda progress: None)
+    x = torch.randn(3, 2 * d)
+    expected = F.linear(x, head["fc.weight"], head["fc.bias"])
+    torch.testing.assert_close(runner._drafter._forward.head.join(x), expected)  # type: ignore[attr-defined]
 
 
 def test_what_guesses_if_nobody_says_what() -> None:

@@ -50,7 +50,7 @@ BY_HEAD = BY_MODEL | {"speculative_algorithm": "eagle3", "draft": EAGLE}
 FOUR = TINY | {"num_hidden_layers": 4}
 BY_LAYERS = {
     "speculative_algorithm": "eagle3",
-    "draft": EAGLE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+    "draft": EAGLE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
 }
 BY_LAST = {"speculative_algorithm": "medusa", "draft": MEDUSA}
 ROUNDED = {"speculative_head_quantization": "int4"}
