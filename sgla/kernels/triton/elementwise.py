@@ -230,7 +230,7 @@ def _take_rows(rows, x, out, d, scale, PDL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_rows(x, out, d, s_x, s_out, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    _begin(PDL)
+    _begin_early(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     tl.store(out + row * s_out + i, tl.load(x + row * s_x + i, mask=i < d), mask=i < d)
 
