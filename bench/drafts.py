@@ -156,6 +156,7 @@ def measure(
             "tokens_a_step": round(verified / max(1, verifies), 2),
             "guessed_a_step": round(guessed / max(1, verifies), 2),
             "rows_that_guessed": round(drafts / max(1, verifies), 2),
+            "verifies": verifies,  # rows of steps that might guess
             "steps": steps,
             "step_ms": round(1e3 * computing / max(1, steps), 3),
             "gap_ms": round(1e3 * idle / max(1, steps), 3),
