@@ -2,7 +2,8 @@
 
     python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
                            [--algorithm ngram] [--draft MODEL] [--guesses N] [--accept SHARE]
-                           [--texts loop,free] [--alone] [--all] [--always] [--values STATEMENTS]
+                           [--texts loop,free] [--alone] [--all] [--always] [--second SHARE]
+                           [--values STATEMENTS]
 
 ``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one. From the
 second time on, the text of another request helps to guess. ``chats``: those of ``chats.py``, each once.
@@ -12,6 +13,7 @@ the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at 
 commas. ``--accept``: on a GPU, this share of the guesses of a model with random weights is taken as right
 (``forced.py``); an engine for each of several. ``--guesses``: at most, several by commas, the most first,
 with one engine. ``--all``: as many as that, whatever the clock says; ``--always``: of n-grams, with
+``--accept``; ``--second``: each has another one beside it, which is right in this share of all cases, with
 ``--accept``; ``--values``: Python that the worker runs first, with the same. ``--alone``: no engine without
 guesses beside, for models that do not fit twice.
 
@@ -150,6 +152,7 @@ def measure(
             "tokens": args.tokens,
             "repeat": args.repeat,
             "accept": share,
+            "second": args.second,
             "tok_s": speeds,
             "ms": {kind: round(1e3 * median(found) / args.tokens, 3) for kind, found in seconds.items()},
             **({} if args.alone else {"ratio": round(speeds["guessing"] / speeds["none"], 2)}),
@@ -183,6 +186,7 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--all", action="store_true", help="--no-speculative-adaptive")
     parser.add_argument("--always", action="store_true", help="n-grams guess in every step")
+    parser.add_argument("--second", type=float, help="--speculative-eagle-topk 2")
     parser.add_argument("--values", default="", help="set in the worker: module.CONSTANT = value")
     parser.add_argument("--extra", default="{}", help="other settings, as JSON")
     parser.add_argument("--accept", default="")
@@ -204,6 +208,7 @@ def main() -> int:
     for share in shares:
         if share is not None:
             os.environ["SGLA_BENCH_ACCEPT"], os.environ["SGLA_BENCH_VALUES"] = str(share), args.values
+            os.environ["SGLA_BENCH_SECOND"] = str(args.second or 0)
             if args.always:
                 os.environ["SGLA_BENCH_ALWAYS"] = "1"
             procs.runner_of = lambda config: "forced:runner"
@@ -213,11 +218,12 @@ def main() -> int:
             speculative_model=args.draft,
             speculative_num_draft_tokens=most[0] or None,
             speculative_adaptive=not args.all,
+            speculative_eagle_topk=1 if args.second is None else 2,
             **settings,
         )
         for n in most:
             if n:
-                guess_at_most(guessing, n)
+                guess_at_most(guessing, n if args.second is None else 2 * n)
             llms = none | {"guessing": guessing}
             for count in rows:
                 same += [measure(name, count, share, n, llms, args) for name in texts if name != "chats"]

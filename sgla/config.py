@@ -416,6 +416,13 @@ class EngineSettings(RankSettings, kw_only=True):
     speculative_num_draft_tokens: Annotated[
         int | None, Doc(description="tokens that a row may guess in a step, at most; 0: none")
     ] = None
+    speculative_eagle_topk: Annotated[
+        int,
+        Doc(
+            description="guesses of a model for each place, on GPUs: 2 has steps of up to four rows verify "
+            "the second best one, too, where that brings more tokens a second; the best alone is gone on from"
+        ),
+    ] = 1
     policy: Annotated[
         Literal["fcfs", "lpm", "auto", "dfs-weight", "lof", "random", "priority"],
         Doc(

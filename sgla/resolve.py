@@ -885,6 +885,7 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
 
 RANGES: dict[str, tuple[float, float]] = {
     "speculative_num_draft_tokens": (0, 63),
+    "speculative_eagle_topk": (1, 2),
     "cpu_offload_gb": (0, 1 << 16),
     "max_loras": (1, 4096),
     "max_lora_rank": (1, 256),

@@ -68,6 +68,9 @@
 #ifndef TURNED  // rotations go by positions of their own
 #define TURNED 0
 #endif
+#ifndef LEAVES  // a row sees what stands before its position, and itself, the last of its tokens
+#define LEAVES 0
+#endif
 #ifndef PAGE_TILES  // page size / 16
 #define PAGE_TILES 1
 #endif
@@ -159,6 +162,7 @@ struct Params {
   float* k_scales;        // INT8: of page p, head h, token i at p * scale_page + h * scale_head + i
   u32* v_scales;          // the same, floats; INT4: [page, head, GROUPS, token]
   const int* positions;   // TURNED: [R], of the rotation of q and the new k; else they follow from kv_len
+  const int* ends;        // LEAVES: [R], behind the positions of rows
   const float* by;        // SCALED: of a row's dim at row * by_row + dim * by_dim
   const float* also;      // SCALED: as many, or null
   long long page_stride, head_stride, scale_page, scale_head;
@@ -973,6 +977,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
     float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2t and 2t + 1; l is this lane's share
     if (next < before + x.count) {
       const int oldest = p.window > 0 ? x.len - p.window : 0;
+      const int position = LEAVES ? p.ends[x.row] - 1 : 0;
       const unsigned char* query = memory.queries + u % QUERIES * Q_BYTES;
       u32 qf[ACC][2];
       memory.wait(PREPARED, u);
@@ -1024,7 +1029,8 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
           if constexpr (INT8) y *= scales[g + j / 2 * 8];
           if (SOFTCAP) y = tanh_fast(y) * p.softcap;
           const int at_token = token + (j >= 2 ? 8 : 0);
-          s[j] = at_token < x.len && at_token >= oldest ? y : NEG;
+          const bool before = LEAVES ? at_token < position || at_token == x.len - 1 : at_token < x.len;
+          s[j] = before && at_token >= oldest ? y : NEG;
         }
         float n0 = fmaxf(s[0], s[2]), n1 = fmaxf(s[1], s[3]);
 #pragma unroll

@@ -118,7 +118,9 @@ class DeviceBatch(ForwardBatch):
     ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see
     ``kernels/cuda``), for window 0 without those that ``prefixes`` cover. ``turned``: ``positions``, which
     keys and queries are turned by, may be others than the numbers of the tokens. ``units``: what decode
-    attention that is cut into chunks has made of the lengths, with the first layer of the step.
+    attention that is cut into chunks has made of the lengths, with the first layer of the step. ``ends``
+    int32[decode_rows]: where rows may be leaves (``kernels/triton/drafts.py: place``), the position behind
+    each. A row then sees what stands before its position, and itself, which is the last of ``kv_len``.
     """
 
     decode_rows: int = 0
@@ -127,6 +129,7 @@ class DeviceBatch(ForwardBatch):
     prefixes: DevicePrefixes | None = None
     turned: bool = False
     units: Units | None = None
+    ends: Tensor | None = None
 
 
 class Unusable(Exception):
@@ -147,6 +150,7 @@ class Backend(Protocol):
 
 class Decode(Backend, Protocol):
     cascades: bool  # honours ``DeviceBatch.prefixes``, which are given only then
+    leaves: bool  # honours ``DeviceBatch.ends``, which is given only then
 
     @property
     def fused(self) -> FusedDecode | None:
@@ -326,7 +330,7 @@ class _Backends(_Parts[B]):
 
 
 class DecodeByLayer(_Backends[Decode]):
-    cascades = False
+    cascades = leaves = False
 
     @property
     def fused(self) -> FusedDecode | None:

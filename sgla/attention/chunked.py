@@ -37,7 +37,7 @@ def refuses(shape: AttentionShape, device: Device) -> str | None:
 
 
 class ChunkedDecode:
-    name, captured, grows, cascades, fused = "chunked", True, False, False, None
+    name, captured, grows, cascades, leaves, fused = "chunked", True, False, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._blocks = blocks_of(shape)

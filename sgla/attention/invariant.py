@@ -22,7 +22,7 @@ def chunk_of(shape: AttentionShape) -> int:
 
 
 class InvariantDecode:
-    name, captured, grows, cascades, fused = "invariant", True, False, False, None
+    name, captured, grows, cascades, leaves, fused = "invariant", True, False, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._chunk = chunk_of(shape)

@@ -26,7 +26,7 @@ def refuses(shape: AttentionShape) -> str | None:
 
 
 class LatentDecode:
-    name, captured, grows, cascades, fused = "triton", True, False, False, None
+    name, captured, grows, cascades, leaves, fused = "triton", True, False, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._device = device
@@ -54,7 +54,7 @@ class LatentDecode:
 
 
 class NativeLatentDecode:
-    name, captured, grows, cascades, fused = "native", True, False, False, None
+    name, captured, grows, cascades, leaves, fused = "native", True, False, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._device = device

@@ -25,7 +25,7 @@ SPLIT, SPLIT_HEADS = 256, 512
 
 
 class NativeDecode:
-    name, captured, grows = "native", True, False
+    name, captured, grows, leaves = "native", True, False, True
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._kernel = decode_attention.DecodeAttention(
@@ -66,6 +66,7 @@ class NativeDecode:
         """With ``projection``, q is the output of the q, k, v projection: see the kernel."""
         n, prefix = batch.decode_rows, None
         positions = batch.positions[:n] if batch.turned and projection is not None else None
+        ends = batch.ends if projection is None else None
         if batch.prefixes is not None and not scoring.window:
             valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
@@ -79,7 +80,7 @@ class NativeDecode:
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             batch.cum[scoring.window],
             scoring.scale, scoring.window, scoring.softcap, projection, prefix, (kv.k_scale, kv.v_scale),
-            scoring.sinks, kv.scales, positions,
+            scoring.sinks, kv.scales, positions, ends,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ PAIRS = 1 << 22  # of a prompt's token and a place in its history
 
 
 class TorchDecode:
-    name, captured, grows, cascades, fused = "torch", False, True, False, None
+    name, captured, grows, cascades, leaves, fused = "torch", False, True, False, False, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         pass

@@ -29,7 +29,7 @@ def refuses(shape: AttentionShape, device: Device) -> str | None:
 
 
 class TritonDecode:
-    name, captured, grows, cascades, fused = "triton", True, False, False, None
+    name, captured, grows, cascades, leaves, fused = "triton", True, False, False, True, None
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._kv_heads, self._device = shape.kv_heads, device
@@ -44,7 +44,7 @@ class TritonDecode:
         return attention.decode(
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             scoring.scale * kv.k_scale, scoring.window, scoring.softcap, splits, kv.v_scale,
-            self._device.shared, scoring.sinks, kv.scales, scoring.chunked, scoring.slopes,
+            self._device.shared, scoring.sinks, kv.scales, scoring.chunked, scoring.slopes, batch.ends,
         )  # fmt: skip
 
 

@@ -268,7 +268,6 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "speculative-tokens": Alias("speculative_num_draft_tokens"),
     "speculative-num-steps": Alias("speculative_num_draft_tokens", beside=1),
     "num-speculative-tokens": Alias("speculative_num_draft_tokens"),
-    "speculative-eagle-topk": Always("guesses follow one another, and are no tree", ("1",)),
     "speculative-accept-threshold-single": Always(ONLY_DRAWN, ("1", "1.0")),
     "speculative-accept-threshold-acc": Always(ONLY_DRAWN, ("1", "1.0")),
     "model-draft": Alias("speculative_model"),

@@ -14,6 +14,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.homes import expanded
 from sgla.hub.reader import Reader
+from sgla.layers.spec import AttentionSpec
 from sgla.model.family import PredictorNames
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.limits import LAYERS, VOCAB
@@ -44,6 +45,13 @@ APART = {  # settings that guesses cannot be beside, and why
     "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
     "cp": "with --cp, which shares out the tokens of prompts alone",
     "dp_attention": "with --dp-attention, whose ranks compute rows of their own",
+}
+LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
+NO_LEAVES = {  # settings that these cannot be beside, and why
+    "tp": "with --tp: each rank would know the second guess of its own part alone",
+    "dcp": "with --dcp, whose ranks share out the tokens of a page",
+    "deterministic": "with --deterministic, whose kernels have no places for second guesses",
+    "kv_cache_dtype": "with --kv-cache-dtype: what leaves keep is copied as it is in --dtype",
 }
 BLOCK, BLOCKS = 16, 64  # tokens of a block of DFlash, if its file does not say, and at most
 TOLD = 3  # layers of a target that EAGLE-3 reads
@@ -122,8 +130,9 @@ def check_settings(config: Config, device: str) -> None:
             "speculative_quantization",
             "speculative_head_quantization",
             "speculative_token_map",
+            "speculative_eagle_topk",
         ):
-            if getattr(config, field):
+            if getattr(config, field) != getattr(plain, field):
                 raise _refused(field, f"needs {FLAG}")
     if (name is None or (name == "ngram" and device != "cpu")) and not config.speculative_adaptive:
         raise ConfigError(
@@ -148,8 +157,12 @@ def check_settings(config: Config, device: str) -> None:
         raise _refused("speculative_token_map", f"is for {FLAG} mtp and eagle; leave one of them out")
     if config.speculative_token_map is not None and device == "cpu" and config.tp > 1:
         raise _refused("speculative_token_map", "cannot be honoured with --tp on CPUs; leave it out")
+    if config.speculative_eagle_topk > 1 and name not in LEAVED:
+        raise _refused("speculative_eagle_topk", f"2 is for {FLAG} {', '.join(LEAVED)}; leave it out")
     if config.executor == "fake":
         return
+    if config.speculative_eagle_topk > 1:
+        _check_leaves(config, device)
     obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
@@ -161,6 +174,29 @@ def check_settings(config: Config, device: str) -> None:
         )
 
 
+def _check_leaves(config: Config, device: str) -> None:
+    """Raise ConfigError where there are no second guesses."""
+    plain = Config()
+    obstacles = [why for field, why in NO_LEAVES.items() if getattr(config, field) != getattr(plain, field)]
+    if device == "cpu":
+        obstacles.append("on CPUs, where a row more costs a fifth of a step")
+    if obstacles:
+        raise _refused("speculative_eagle_topk", f"2 cannot be honoured {obstacles[0]}; leave it out")
+
+
+def check_leaves(config: Config, target: ModelSpec) -> None:
+    """Raise ConfigError where second guesses are asked for that kernels of ``target`` have no places for."""
+    if config.speculative_eagle_topk == 1 or config.executor == "fake":
+        return
+    whole = [type(one) is AttentionSpec and not (one.window or one.slopes) for one in target.attention]
+    if isinstance(target, GenericSpec) or not all(whole):
+        raise _refused(
+            "speculative_eagle_topk",
+            "2 is for models all of whose layers attend to all tokens before, with keys and values of heads; "
+            "leave it out",
+        )
+
+
 def _refused(field: str, why: str) -> ConfigError:
     return ConfigError(f"--{field.replace('_', '-')} {why}", param=field)
 
@@ -168,6 +204,7 @@ def _refused(field: str, why: str) -> ConfigError:
 def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: ModelSpec) -> Guessing | None:
     """The shape of what guesses for ``target``, if it has weights. ``draft``: config.json of another model.
     Raises ConfigError for what cannot guess."""
+    check_leaves(config, target)
     match config.speculative_algorithm:
         case "draft_model":
             return None if draft is None else _split(read_draft(draft, target), config.tp)

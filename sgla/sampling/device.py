@@ -148,10 +148,12 @@ class DeviceSampler:
         out: Tensor,
         first: int,
         exact: sampling.Exact | None = None,
+        beside: Tensor | None = None,
     ) -> None:
         """``draw`` by temperature, top-k, top-p and min-p, from the whole vocabulary; with several ranks by
         temperature alone, each from its part, which begins at ``first``. ``exact``: what the logits are
-        rounded of; they are changed. Capturable."""
+        rounded of; they are changed. ``beside``: where second guesses go (``sampling.sample``).
+        Capturable."""
         thresholds = None
         if self._shard.size == 1:
             thresholds = fast.find_thresholds(
@@ -161,7 +163,7 @@ class DeviceSampler:
             sampling.sharpen(
                 logits, slots, positions, self.seeds, self.temperatures, exact, thresholds, first
             )
-        self._draw(logits, slots, positions, out, first, thresholds)
+        self._draw(logits, slots, positions, out, first, thresholds, beside=beside)
 
     def fused_draw(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> DrawInputs:
         """What the output layer needs to draw instead of ``draw``; then ``land`` does the rest."""
@@ -182,10 +184,11 @@ class DeviceSampler:
         first: int,
         thresholds: Tensor | None = None,
         landing: sampling.Landing | None = None,
+        beside: Tensor | None = None,
     ) -> None:
         sampling.sample(
             logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, thresholds, first,
-            self._best_of_ranks, landing,
+            self._best_of_ranks, landing, beside,
         )  # fmt: skip
 
     def _send(self, values: Any) -> Tensor:

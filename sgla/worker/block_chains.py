@@ -69,7 +69,7 @@ class BlockChains(HeadChains):
             self._guesses[size, count] = every[:, 1:].flatten()
 
     def _chain(self, size: int, count: int) -> None:
-        state, (rows, most) = self._state, self._columns[:, :size]
+        state, (rows, most, _) = self._state, self._columns[:, :size]
         slots, starts = self._slots[: size * (count + 1)], self._starts[: size * (count + 1)]
         known = state.computed, state.limits
         drafts.go_on(

@@ -26,7 +26,7 @@ from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make
 from sgla.worker.block_chains import BlockChains, BlockModel
 from sgla.worker.chains import ROWS, Chains
-from sgla.worker.facts import drafts_of
+from sgla.worker.facts import drafts_of, guesses_of
 from sgla.worker.gpu_load import choose_kernels, dtype_of
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
 from sgla.worker.head_chains import Hand, HeadChains, HeadModel
@@ -63,7 +63,7 @@ def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: 
     assert isinstance(target, Decoder)
     layers, dtype = _layers_read(config, source, target.spec), DTYPES[dtype_of(config)]
     tokens = sizes.step_tokens + sizes.rows
-    return TargetHidden(target, layers, tokens, sizes.slots + 1, drafts_of(config), dtype)
+    return TargetHidden(target, layers, tokens, sizes.slots + 1, guesses_of(config), dtype)
 
 
 def load_chains(

@@ -25,6 +25,7 @@ from sgla.worker.verify import DeviceDrafts
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two tokens at least
 COUNTS = (*range(1, 9), 12, 16, 24, 32, 48)  # guesses of a row: one that may make another number is padded
+LEAVED = 4  # rows of a step, at most, whose guesses may have second ones beside them
 RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
 
 
@@ -44,14 +45,14 @@ class Chains(ABC):
         self._flights: deque[tuple[Flight, int]] = deque()
         self._admitted = np.zeros(self._padding + 1, np.int64)  # the steps in which requests took slots
         self.pairs = [pair for size, before in zip(ROWS, (0, *ROWS)) for pair in self._counts(size, before)]
-        self._columns = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
+        self._columns = torch.zeros(3, ROWS[-1], dtype=torch.int32, device="cuda")
         self._columns[0] = self._padding
         self._sent: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # what the columns hold
         # Of each slot: before this token nothing can be read again.
         self._floors = torch.zeros(self._padding + 1, dtype=torch.int32, device="cuda")
         room = max(self._room(), *(size * self._width(count) for size, count in self.pairs))
         self._slots, self._starts = torch.zeros(2, room, dtype=torch.int32, device="cuda")
-        self._ends, self._out = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
+        self._ends, self._out, self._beside = torch.zeros(3, ROWS[-1], dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _room(self) -> int:
@@ -91,8 +92,9 @@ class Chains(ABC):
         """What its graphs are going to take."""
 
     @abstractmethod
-    def follow(self, plan: StepPlan) -> None:
-        """Before the target's step: guess for the rows that may, and read what the target is to read."""
+    def follow(self, plan: StepPlan, deep: int) -> None:
+        """Before the target's step: guess for the rows that may, and read what the target is to read. Guesses
+        of a row behind the first ``deep`` are leaves (``verify.py: Layout``)."""
 
     def behind(  # noqa: B027  (some do nothing)
         self, slots: Int32s, starts: Int32s, q_lens: Int32s, first: Int32s
@@ -102,10 +104,12 @@ class Chains(ABC):
 
     @abstractmethod
     def _chain(self, size: int, count: int) -> None:
-        """Guess up to ``count`` tokens for each of ``size`` rows in ``_columns``."""
+        """Guess up to ``count`` tokens for each of ``size`` rows in ``_columns``, and second ones beside the
+        first of them as far as these say."""
 
-    def limit_drafts(self, plan: StepPlan) -> StepPlan:
-        """The same with as many guesses as pay. New requests take their slots."""
+    def limit_drafts(self, plan: StepPlan, leaves: bool = False) -> tuple[StepPlan, int]:
+        """The same with as many guesses as pay, and how many of a row follow each other at most: those behind
+        are leaves, if there may be ``leaves``. New requests take their slots."""
         self._learn(plan.step)
         for new in plan.new:
             self._admitted[new.slot] = plan.step
@@ -115,11 +119,20 @@ class Chains(ABC):
         most = column(plan.drafts) if plan.drafts else np.zeros(0, np.int32)
         rows = np.flatnonzero(most > 0)
         if not len(rows):
-            return plan
+            return plan, VERIFIED
         alone = np.where(most < 0, column(plan.q_lens), 1)
         slots = column(plan.slots)[rows]
-        best = self._pace.most(slots, min(int(most.max()), self._most), int(alone.sum()))
-        return replace(plan, drafts=np.minimum(most, best).astype(np.int32).tobytes())
+        asked = slots, min(int(most.max()), self._most), int(alone.sum())
+        if leaves and len(rows) <= LEAVED:
+            deep, more = self._pace.tree(*asked, int(most.max()))
+        else:
+            deep, more = self._pace.most(*asked), 0
+        best = np.full(len(most), deep)
+        if more:
+            ruled = np.array([self._target.sampler.ruled(slot) for slot in slots.tolist()])
+            best[rows[~ruled]] += more
+        plan = replace(plan, drafts=np.minimum(most, best).astype(np.int32).tobytes())
+        return plan, deep if more else VERIFIED
 
     @abstractmethod
     def _admit(self, plan: StepPlan) -> None:
@@ -144,18 +157,19 @@ class Chains(ABC):
             flight.end.synchronize()
             rows, guesses = tokens, 0
             if flight.verify is not None:
-                slots, guessed, right = flight.verify.brought()
+                slots, guessed, right, tried, second = flight.verify.brought()
                 still = self._admitted[slots] <= flight.step
                 self._pace.learn(slots[still], guessed[still], right[still])
+                self._pace.learn_second(slots[still & tried], second[still & tried])
                 rows, guesses = len(slots), flight.verify.most
             if tokens and not flight.waited and self._target.shard.size == 1:
                 seconds = flight.begin.elapsed_time(flight.end) / 1e3
                 self._pace.took(rows, guesses, tokens, seconds)
 
-    def _guess(self, slots: Int32s, most: Int32s, pair: tuple[int, int]) -> None:
-        host = np.zeros((2, ROWS[-1]), np.int32)
+    def _guess(self, slots: Int32s, most: Int32s, pair: tuple[int, int], leaves: Int32s) -> None:
+        host = np.zeros((3, ROWS[-1]), np.int32)
         host[0] = self._padding
-        host[:, : len(slots)] = slots, most
+        host[:, : len(slots)] = slots, most, leaves
         if not np.array_equal(host, self._sent):
             self._columns.copy_(upload(host))
             self._sent = host

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from sgla.dist.lockstep import PlannedLockstep
-from sgla.messages import DENOISE, SAMPLE, StepPlan, StepResult
+from sgla.messages import DENOISE, SAMPLE, VERIFIED, StepPlan, StepResult
 from sgla.worker.batch import StateColumns, eager_order, state_columns
 from sgla.worker.crossing import Crossing
 from sgla.worker.device_state import upload
@@ -106,7 +107,7 @@ class CudaRunner(GpuExperts):
                 self.constraints.admit(new)
         verify = None
         if self.steps.drafts is not None:
-            verify, plan = self._guess(self.steps.drafts, plan)
+            verify, plan = self._guess(self.steps.drafts, plan, counted)
         if self.canvases is not None:
             for new in plan.new:
                 self.canvases.admit(new)
@@ -155,19 +156,27 @@ class CudaRunner(GpuExperts):
         if late and self.host is not None:
             self.host.wait(late, kept)
 
-    def _guess(self, drafts: DeviceDrafts, plan: StepPlan) -> tuple[Verify | None, StepPlan]:
+    def _guess(self, drafts: DeviceDrafts, plan: StepPlan, counted: bool) -> tuple[Verify | None, StepPlan]:
         """What its rows guess, and the plan with a row for each of that."""
         if plan.new:
             drafts.admit(plan.new)
+        deep = VERIFIED
         if self.chains is not None:
-            plan = self.chains.limit_drafts(plan)
+            plan, deep = self.chains.limit_drafts(plan, drafts.leaves and self._bears(plan, counted))
         guided = self.constraints is not None and self.constraints.any(column(plan.slots))
-        verify = Verify(drafts, plan, guided) if plan.drafts else None
+        verify = Verify(drafts, plan, guided, deep) if plan.drafts else None
         if verify is None:
             drafts.skip(plan)
         if self.chains is not None:
-            self.chains.follow(plan)
+            self.chains.follow(plan, deep)
         return verify, plan if verify is None else verify.plan
+
+    def _bears(self, plan: StepPlan, counted: bool) -> bool:
+        """Whether its guesses may have leaves: where a graph of decode rows is going to compute them."""
+        q_lens = column(plan.q_lens)
+        if plan.drafts:
+            q_lens = np.where(column(plan.drafts) < 0, q_lens, 1).astype(np.int32)
+        return not counted and self._decodes(replace(plan, q_lens=q_lens.tobytes()))
 
     def _decodes(self, plan: StepPlan) -> bool:
         """It is a step of decode rows alone, and there is a graph for it."""

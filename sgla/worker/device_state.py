@@ -222,8 +222,9 @@ class DeviceTables:
         cum: dict[int, Tensor],
         skip: Tensor | None = None,
         shift: int = 0,
+        ends: Tensor | None = None,
     ) -> None:
-        """See ``kernels/triton/step.py``, for all cache groups; ``cum``: see ``DeviceBatch``.
+        """See ``kernels/triton/step.py``, for all cache groups; ``cum`` and ``ends``: see ``DeviceBatch``.
         ``shift``: the ids are those of so many tokens further on."""
         left, tile = dict(cum), attention.TILE
         first = next(window for window in cum if window not in self.windows[1:])
@@ -231,7 +232,7 @@ class DeviceTables:
             window = self.windows[group] if group else first
             step.prepare_decode(
                 slots, starts, self.tokens, table, ids, positions, kv_len, out_loc_of(out_loc, group),
-                left.pop(window), tile, window, None if group else skip, self.deltas, shift, self.part,
+                left.pop(window), tile, window, None if group else skip, self.deltas, shift, self.part, ends,
             )  # fmt: skip
         for window, tiles in left.items():
             step.count_tiles(kv_len, tiles, tile, window)

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from sgla.config import Config
-from sgla.messages import Pooling
+from sgla.messages import VERIFIED, Pooling
 from sgla.model.encoder import EncoderSpec
 from sgla.model.spec import ModelSpec
 
@@ -41,8 +41,13 @@ def most_rows(config: Config, spec: ModelSpec | EncoderSpec, pooling: Pooling | 
 
 
 def drafts_of(config: Config) -> int:
-    """Most tokens that a row may guess in a step."""
+    """Most tokens that a row may guess in a step that follow each other."""
     return (config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0
+
+
+def guesses_of(config: Config) -> int:
+    """Most that a row may guess, second guesses of these places among them."""
+    return min(drafts_of(config) * config.speculative_eagle_topk, VERIFIED - 1)
 
 
 def answer_facts(
@@ -63,5 +68,5 @@ def answer_facts(
         "processors": processors or {},
         "hidden": spec.hidden if config.enable_return_hidden_states else 0,
         "experts": experts_of(config, spec),
-        "drafts": drafts_of(config),
+        "drafts": guesses_of(config),
     }

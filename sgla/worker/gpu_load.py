@@ -25,7 +25,7 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.sizes import experts_kind
 from sgla.model.spec import ModelSpec
 from sgla.model.whole_experts import with_copies
-from sgla.worker.facts import drafts_of, most_rows
+from sgla.worker.facts import guesses_of, most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, GIB, Weights, splits, within_memory
 from sgla.worker.gpu_shared_cache import Shares
 from sgla.worker.gpu_steps import Kernels, Sizes
@@ -47,7 +47,7 @@ def choose_sizes(config: Config, spec: ModelSpec, pooling: Pooling | None) -> Si
         config.step_tokens or STEP_TOKENS,
         config.context_length or min(spec.context_len, LONGEST),
         config.page_size,
-        slots + min(VERIFIED, slots * drafts_of(config)),
+        slots + min(VERIFIED, slots * guesses_of(config)),
     )
 
 
@@ -72,6 +72,12 @@ def choose_kernels(
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = choose()
         second = choose()[0] if config.two_batch_overlap else None
+    if config.speculative_eagle_topk > 1 and not (backend.decode.leaves and backend.captures):
+        raise ConfigError(
+            f"--speculative-eagle-topk 2 cannot be honoured: {backend.name} has no places for second "
+            "guesses; leave it out, or the backend of attention",
+            param="speculative_eagle_topk",
+        )
     attend: Attend = backend
     if config.dcp > 1:
         shard = place.shard

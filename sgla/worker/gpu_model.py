@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sgla.config import Config
+from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.rehearsal import compilers
 from sgla.loading.load import load_model
@@ -81,6 +82,12 @@ class GpuModel(Runner):
                 self.pictures, self.seeing = open_pictures(
                     config, source, spec, self.place.torch, dtype_of(config)
                 )
+        if config.speculative_eagle_topk > 1 and self.pictures is not None and self.pictures.turns:
+            raise ConfigError(
+                "--speculative-eagle-topk 2 cannot be honoured with a model that reads pictures whose tokens "
+                "have positions of their own; leave it out",
+                param="speculative_eagle_topk",
+            )
         self.copies.identity = self.seeing.identity or {}
         self.notes += [self.seeing.note] if self.seeing.note else []
         canvases = gpu_canvas_bytes(spec, sizes.slots)
@@ -177,7 +184,14 @@ class GpuModel(Runner):
             places = None if self.adapters is None else self.adapters.adapters
             hidden = target_hidden(self.config, self.source, model, sizes)
             self.steps = GpuSteps(
-                model, kernels, sizes, places, beside=beside, hidden=hidden, pictures=self.pictures
+                model,
+                kernels,
+                sizes,
+                places,
+                beside=beside,
+                hidden=hidden,
+                pictures=self.pictures,
+                leaves=self.config.speculative_eagle_topk > 1,
             )
         adapters = 0 if places is None else places.nbytes
         tables = torch.cuda.memory_allocated() - made

@@ -41,7 +41,6 @@ from sgla.worker.kv import allocate_on_gpu, tokens_of
 from sgla.worker.listening import Listening
 from sgla.worker.pictures import Pictures
 from sgla.worker.pooler import Pooler, label_logprobs
-from sgla.worker.rewind import Units
 from sgla.worker.state import Int32s
 from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts, Verify
@@ -96,10 +95,10 @@ def sizes_up_to(limit: int, guesses: bool = False) -> list[int]:
 class GpuSteps:
     """A model with its tables, sampler and pages on the GPU. ``kv`` is set when its size is known, and again
     whenever that changes; ``logits`` float32[rows, this rank's part of V] are those of graphs;
-    ``scales``: of k and v of each layer; ``drafts``: None where no row guesses; ``adapted``: None where none
-    has an adapter. ``tables``: those of another model, for which this one guesses; ``beside``: what the
-    layers of a model keep that guesses for this one, whose pages are behind its own in ``kv``; ``hidden``:
-    what that reads of this one, if it reads hidden states; ``pictures``: None where rows show none."""
+    ``scales``: of k and v of each layer; ``drafts`` (with ``leaves``): None where no row guesses;
+    ``adapted``: None where none has an adapter. ``tables``: those of another model, for which this one
+    guesses; ``beside``: what the layers of a model keep that guesses for this one, whose pages are behind its
+    own in ``kv``; ``hidden``: what that reads of this one; ``pictures``: None where rows show none."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
     listening: Listening | None = None  # of one whose layers attend to sounds
@@ -115,6 +114,7 @@ class GpuSteps:
         beside: Sequence[LayerState] = (),
         hidden: TargetHidden | None = None,
         pictures: Pictures | None = None,
+        leaves: bool = False,
     ) -> None:
         self.model, self.shard, self.hidden, self.pictures = model, model.shard, hidden, pictures
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic, second = (
@@ -153,8 +153,7 @@ class GpuSteps:
         self.halved = second is not None
         if second is not None:
             self._divides = Halves(self.extend_batch, (self.attention, second))
-        searches = not beside and hidden is None
-        self.drafts = DeviceDrafts(self.tables, searches) if guesses else None
+        self.drafts = DeviceDrafts(self.tables, not beside, hidden, leaves) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
         own = len(model.lm_head.own) if self.shard.samples else 0
         self.logits = torch.empty(self.rows, own, device="cuda")
@@ -171,8 +170,8 @@ class GpuSteps:
         rows = None if self.adapted is None else self.adapted.rows
         final = None if self.hidden is None else self.hidden.final
         self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, final)
-        if self.drafts is not None and self.tables.states:
-            self.drafts.units = Units(kv, self.spare)
+        if self.drafts is not None:
+            self.drafts.take(kv, self.own, self.spare)
 
     def admit(self, plan: StepPlan) -> None:
         """Take in what its new rows and its pages are."""

@@ -265,7 +265,9 @@ class DecodeGraphs:
         prefixes = self._prefixes(size) if cascade else None
         ids, positions, out_loc = self._ids[:size], self._positions[:size], self._out_loc[..., :size]
         skip = prefixes.skip if prefixes is not None else None
-        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip)
+        leaves = steps.drafts is not None and steps.drafts.leaves
+        behind = ends if leaves and not alone else None
+        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip, ends=behind)
         batch = tables.batch(
             slots,
             ids,
@@ -278,6 +280,7 @@ class DecodeGraphs:
             cum=cum,
             prefixes=prefixes,
             states=self._device_states(units),
+            ends=behind,
         )
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
@@ -291,7 +294,7 @@ class DecodeGraphs:
         drawing = draw if steps.forward.draws else None
         logits, drawn = steps.forward.step(batch, None, steps.logits[:size], drawing, fused)
         if steps.hidden is not None:
-            steps.hidden.keep(slots, positions)
+            steps.hidden.keep(slots, positions if behind is None else starts)
         if drawn:
             steps.sampler.land(draw, self.out[:size], landing)
             return

@@ -50,12 +50,12 @@ class MedusaChains(Chains):
     def _admit(self, plan: StepPlan) -> None:
         self._raise_floors(plan)
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, plan: StepPlan, deep: int) -> None:
         most = column(plan.drafts) if plan.drafts else np.zeros(0, np.int32)
         guessing = most > 0
         if guessing.any():
             rows = column(plan.slots)[guessing], most[guessing]
-            self._guess(*rows, self._pair(*rows))
+            self._guess(*rows, self._pair(*rows), np.zeros_like(rows[1]))
 
     def behind(self, slots: Int32s, starts: Int32s, q_lens: Int32s, first: Int32s) -> None:
         at, d_slots, positions = upload(np.stack([first + q_lens - 1, slots, starts + q_lens - 1]))
@@ -64,7 +64,7 @@ class MedusaChains(Chains):
 
     def _chain(self, size: int, count: int) -> None:
         target, computed, limits = self._target, self._state.computed, self._state.limits
-        rows, most = self._columns[:, :size]
+        rows, most, _ = self._columns[:, :size]
         slots, starts, ends = self._slots[:size], self._starts[:size], self._ends[:size]
         given, read = self._given[:size], (slots, starts, ends, self._padding)
         for ahead, head in enumerate(self._heads[:count]):

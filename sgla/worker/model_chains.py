@@ -21,7 +21,7 @@ from sgla.kernels.triton import drafts
 from sgla.kernels.triton.sampling import Exact
 from sgla.messages import StepPlan
 from sgla.worker.batch import eager_order
-from sgla.worker.chains import Chains
+from sgla.worker.chains import LEAVED, Chains
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import GRAPH_LAYER
 from sgla.worker.gpu_steps import GpuSteps
@@ -69,7 +69,7 @@ class ModelChains(Chains):
         """What new rows find in the prefix tree was read by both models."""
         self._unread[[new.slot for new in plan.new]] = 0
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, plan: StepPlan, deep: int) -> None:
         slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
         most = column(plan.drafts) if plan.drafts else np.full_like(slots, -1)
         prompts, guessing = (most < 0) & (q_lens > 1), most > 0
@@ -78,10 +78,10 @@ class ModelChains(Chains):
         others = ~(prompts | guessing)
         self._unread[slots[others]] += 1
         if guessing.any():
-            rows = slots[guessing], most[guessing]
+            rows = slots[guessing], np.minimum(most[guessing], deep)
             pair = self._pair(*rows)
             self._catch_up(slots[guessing], starts[guessing], self._width(pair[1]))
-            self._guess(*rows, pair)
+            self._guess(*rows, pair, np.maximum(most[guessing] - deep, 0))
 
     def _read_on(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
         """Read ``q_lens`` tokens of ``slots`` from ``starts`` on, and those before that are unread."""
@@ -131,9 +131,9 @@ class ModelChains(Chains):
         else:
             self._reader(size)
 
-    def _guess(self, slots: Int32s, most: Int32s, pair: tuple[int, int]) -> None:
+    def _guess(self, slots: Int32s, most: Int32s, pair: tuple[int, int], leaves: Int32s) -> None:
         self._unread[slots] = self._left(most)
-        super()._guess(slots, most, pair)
+        super()._guess(slots, most, pair, leaves)
 
     def _left(self, most: Int32s) -> Int32s:
         """How many of the tokens before the pending one are unread, at most, after so many guesses."""
@@ -189,16 +189,17 @@ class ModelChains(Chains):
 
     def _step(self, size: int, ahead: int, width: int) -> None:
         state, sampler = self._state, self._target.sampler
-        rows, most = self._columns[:, :size]
+        rows, most, leaves = self._columns[:, :size]
         slots, starts, ends = self._slots[: size * width], self._starts[: size * width], self._ends[:size]
+        beside = self._beside[:size] if state.leaves and size <= LEAVED else None
         drafts.go_on(
             rows, most, state.computed, state.limits, self._floors, ahead, self.shift, slots, starts, ends,
-            self._padding,
+            self._padding, None if beside is None else (leaves, beside),
         )  # fmt: skip
         batch, out = self._batch(slots, starts), self.steps.logits[:size]
         logits = self._further(batch, out) if ahead else self._first(batch, self._last[width][:size], out)
         own, begin = self._of_target(logits)
-        sampler.guess(own, rows, ends, self._out[:size], begin, self._exact(size))
+        sampler.guess(own, rows, ends, self._out[:size], begin, self._exact(size), beside)
 
     def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Tensor:
         """Logits of the tokens ``last`` int32[S] of a chain's first step, if possible in ``out``."""

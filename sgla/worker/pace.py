@@ -16,6 +16,7 @@ from sgla.worker.drafts import begin
 from sgla.worker.state import Int32s, SlotTables, column
 
 FIRST = 0.7  # share of right guesses that a request begins with
+SECOND = 0.4  # of wrong guesses, of how many the second is right, to begin with
 LOSING = FIRST / 2  # a row with less may be left out beside others, where that brings more
 WEIGHT = 0.1  # of the latest guess, and of the latest step
 FORGOTTEN = 0.005  # with each step, of what other steps have taken
@@ -78,6 +79,7 @@ class Pace:
 
     def __init__(self, slots: int, adaptive: bool, rare: int = RARE, shard: Shard | None = None) -> None:
         self._right, self._shard = np.full(slots, FIRST), shard
+        self._second = np.full(slots, SECOND)
         self.adaptive, self._rare = adaptive, rare
         self._target: Line | Curve = Line()
         self._guess: Line | Curve = Line()
@@ -90,7 +92,7 @@ class Pace:
         self._target, self._guess, self._read, self._timed = target, guess, read, TIMED
 
     def admit(self, slot: int) -> None:
-        self._right[slot] = FIRST
+        self._right[slot], self._second[slot] = FIRST, SECOND
 
     def step(self, tokens: int, seconds: float) -> None:
         """The target's forward pass of so many tokens. That of a part of a prompt tells nothing of others."""
@@ -139,6 +141,25 @@ class Pace:
         share = np.where(wrong_last, (1 - WEIGHT) * (1 - (1 - WEIGHT) ** right), 1 - kept)
         self._right[slots] = self._right[slots] * kept + np.where(tried > 0, share, 0.0)
 
+    def learn_second(self, slots: Int32s, right: NDArray[np.bool_]) -> None:
+        """A guess in each slot was wrong, and the one beside it right or not."""
+        self._second[slots] += WEIGHT * (right - self._second[slots])
+
+    def tree(self, slots: Int32s, most: int, tokens: int, room: int) -> tuple[int, int]:
+        """``most``, and how many second guesses there are to be, beside the first of these: ``room`` is for
+        both together. One counts where the first wrong guess is that which it stands beside."""
+        self._steps += 1
+        counts, beside = np.arange(most + 1)[:, None], np.arange(min(most, room - 1) + 1)
+        there = (beside <= counts) & (counts + beside <= room)
+        if not self._chooses(most):
+            deep = min(most, -(-room // 2))
+            return deep, min(deep, room - deep)
+        shares, second = self._shares(slots)[:, None, None], self._second[slots][:, None, None]
+        brought = ((1 - shares ** (counts + 1)) / (1 - shares) + second * (1 - shares**beside)).sum(0)
+        found = brought / self._seconds(tokens, len(slots), counts, beside)
+        deep, more = divmod(int(np.where(there, found, -1.0).argmax()), found.shape[1])
+        return max(deep, self._tries), more
+
     def most(self, slots: Int32s, most: int, tokens: int) -> int:
         """How many tokens rows of ``slots`` guess, ``most`` at most,
         in a step of so many ``tokens`` without guesses."""
@@ -184,7 +205,13 @@ class Pace:
         counts, rows = np.arange(most + 1), np.arange(1, len(shares) + 1)[:, None]
         share = shares[:, None]
         brought = ((1 - share ** (counts + 1)) / (1 - share)).cumsum(0) + (len(shares) - rows)
-        seconds = self._target.at(tokens + rows * counts)
-        seconds += self._guess.at(rows) * np.maximum(counts - 1, 0)
-        seconds += self._read.at(np.array([tokens])) * (counts > 0)
-        return brought / np.maximum(seconds, 1e-9)
+        return brought / self._seconds(tokens, rows, counts, 0)
+
+    def _seconds(
+        self, tokens: int, rows: int | NDArray[Any], counts: NDArray[Any], beside: int | NDArray[Any]
+    ) -> NDArray[Any]:
+        """Of a step in which so many rows guess ``counts`` tokens each, and ``beside`` second ones."""
+        seconds = self._target.at(tokens + rows * (counts + beside))
+        seconds = seconds + self._guess.at(np.array(rows)) * np.maximum(counts - 1, 0)
+        seconds = seconds + self._read.at(np.array([tokens])) * (counts > 0)
+        return np.maximum(seconds, 1e-9)

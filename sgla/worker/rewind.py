@@ -1,4 +1,5 @@
-"""How layers that keep one state of all tokens go back behind a wrong guess."""
+"""What layers keep behind a guess: how those with one state of all tokens go back behind a wrong one, and
+where those that keep tokens have one that stood elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sgla.kernels.ops import Layer, StateLayer
 from sgla.worker.batch import Columns, StateColumns, Wanted
-from sgla.worker.kv import state_of_layer
+from sgla.worker.kv import state_of_layer, tokens_of
 from sgla.worker.state import Int32s
 
 
@@ -63,6 +65,25 @@ class Units:
         dtype = {4: torch.int32, 2: torch.int16, 1: torch.int8}[size]
         self.memory = torch.empty(0, dtype=dtype, device=tensors[0].device).set_(storage)  # type: ignore[call-overload]
         self.places = torch.tensor(places, device=tensors[0].device) // size
+
+
+class Pages:
+    """What layers on a GPU keep of tokens, in pages of one cache group that ``table`` int32[slots, *] names,
+    of ``size`` tokens each; ``memory`` and ``places``: see ``kernels/triton/drafts.py: move``."""
+
+    def __init__(self, kv: Sequence[Layer], table: Tensor, size: int) -> None:
+        self.table, self.size = table, size
+        tensors = [x for layer in kv if (kept := tokens_of(layer)) is not None for x in (kept.k, kept.v)]
+        storage = tensors[0].untyped_storage()
+        assert all(x.untyped_storage().data_ptr() == storage.data_ptr() for x in tensors), (
+            "one piece of memory"
+        )
+        sizes = [[n * x.itemsize for n in (x.storage_offset(), *x.stride()[:3], x.shape[3])] for x in tensors]
+        assert not any(n % 4 for row in sizes for n in row)
+        places = [[*(n // 4 for n in row[:4]), x.shape[2], row[4] // 4] for x, row in zip(tensors, sizes)]
+        device = tensors[0].device
+        self.memory = torch.empty(0, dtype=torch.int32, device=device).set_(storage)  # type: ignore[call-overload]
+        self.places = torch.tensor(places, device=device)
 
 
 def _layers(kv: Sequence[Layer]) -> list[StateLayer]:

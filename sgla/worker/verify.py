@@ -4,6 +4,9 @@ the device, which is steps ahead of the host."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.kernels.gpu.states import DeviceStates
+from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
 from sgla.kernels.triton.drafts import Others
 from sgla.kernels.triton.tokens import put_tokens
@@ -21,22 +25,43 @@ from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables, upload
 from sgla.worker.ngrams import FIRST, LONGEST, SHORTEST
 from sgla.worker.others import BITS, PRIME, ROOM, RUN
-from sgla.worker.rewind import Units
+from sgla.worker.rewind import Pages, Units
 from sgla.worker.state import Int32s, column
+from sgla.worker.target_hidden import TargetHidden
 
+NOBODY = np.zeros(0, np.int32)
 LAYOUTS = 4  # kept: those of steps with guesses, and of the steps between them that have none
+
+
+class Brought(NamedTuple):
+    """Of each row that samples: its slot, how many guesses it had that follow each other, and how many of
+    these were right, the first ones; whether there was a second guess beside the first wrong one (``tried``),
+    and whether that was right."""
+
+    slots: Int32s
+    guessed: Int32s
+    right: Int32s
+    tried: NDArray[np.bool_]
+    second: NDArray[np.bool_]
 
 
 class DeviceDrafts:
     """What ``NGrams`` and ``SlotTables`` know of each slot on a CPU, int32[slots + 1] each on the GPU.
-    ``searches``: guesses are looked for in what has come; else a model has put them into the token table.
+    ``searches``: guesses are looked for in what has come, where no model that keeps something is beside
+    (``alone``) and none reads ``hidden`` states; else a model has put them into the token table.
     ``units``: of layers that keep states, if there are any; ``others``: what is known beside a row's own
-    text, which ``DeviceOutputs`` fills."""
+    text, which ``DeviceOutputs`` fills. ``leaves``: guesses may have second ones beside them; ``pages``: of
+    layers, if so."""
 
     units: Units | None = None
+    pages: Pages | None = None
 
-    def __init__(self, tables: DeviceTables, searches: bool) -> None:
-        self.tokens, self.padding, self.searches = tables.tokens, tables.tokens.slots - 1, searches
+    def __init__(
+        self, tables: DeviceTables, alone: bool, hidden: TargetHidden | None = None, leaves: bool = False
+    ) -> None:
+        self.hidden, self.leaves, self._tables = hidden, leaves, tables
+        self.tokens, self.padding = tables.tokens, tables.tokens.slots - 1
+        self.searches = alone and hidden is None
         self.host = tables.host
         shape = 3, tables.tokens.slots
         self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
@@ -49,6 +74,13 @@ class DeviceDrafts:
         )
         self._layouts: dict[tuple[bytes, ...], Layout] = {}  # the latest ones, by what they were made of
         self._behind = np.zeros(slots, bool)  # slots whose ``computed`` is of an earlier step
+
+    def take(self, kv: Sequence[Layer], own: int, spare: int) -> None:
+        """What layers keep, of which the first ``own`` are the model's. ``spare``: see ``Units``."""
+        if self._tables.states:
+            self.units = Units(kv, spare)
+        if self.leaves:
+            self.pages = Pages(kv[:own], self._tables.tables[0], self._tables.page_size)
 
     def admit(self, rows: list[NewRow]) -> None:
         """Requests take slots."""
@@ -73,13 +105,13 @@ class DeviceDrafts:
         told = upload(rows)
         self.others.forced.index_copy_(0, told[:, 0].long(), told[:, 1:])
 
-    def layout(self, plan: StepPlan) -> Layout:
+    def layout(self, plan: StepPlan, deep: int) -> Layout:
         units = b""
         if self.units is not None:
             assert self.host.unit is not None
             units = self.host.unit[column(plan.slots)].tobytes()
-        made_of = plan.slots, plan.q_lens, plan.flags, plan.drafts, units
-        layout = self._layouts.pop(made_of, None) or Layout(self, plan)
+        made_of = plan.slots, plan.q_lens, plan.flags, plan.drafts, units, bytes([deep])
+        layout = self._layouts.pop(made_of, None) or Layout(self, plan, deep)
         if len(self._layouts) == LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
         self._layouts[made_of] = layout
@@ -96,14 +128,17 @@ class DeviceDrafts:
 
 class Layout:
     """Where the decode rows of steps stand that say the same of their rows, but for where these begin: so it
-    serves one step after another. ``most``: guesses of a row; ``rows``: the step's row of each decode row;
+    serves one step after another. ``deep``: guesses of a row that follow each other, at most; those behind
+    are leaves, second guesses of the first places, if there are any (``leaves``). ``most``: guesses of a row
+    that follow each other; ``rows``: the step's row of each decode row;
     ``first`` and ``runs``: of each row that samples the first decode row, and how many it has; ``leading``:
     decode rows up to the last that may be a guess."""
 
-    def __init__(self, state: DeviceDrafts, plan: StepPlan) -> None:
+    def __init__(self, state: DeviceDrafts, plan: StepPlan, deep: int) -> None:
         slots, flags = column(plan.slots), np.frombuffer(plan.flags, np.uint8)
         most = column(plan.drafts) if plan.drafts else np.full(len(slots), -1, np.int32)
-        self.most = max(int(most.max()), 0)
+        self.deep, self.leaves = deep, bool(most.max() > deep)
+        self.most = min(max(int(most.max()), 0), deep)
         spans = np.maximum(most, 0) + 1
         self.rows = np.repeat(np.arange(len(slots)), spans)
         sampled = np.flatnonzero(flags & SAMPLE)
@@ -139,17 +174,21 @@ class Layout:
 class Verify:
     """A step whose rows may guess. ``plan``: the same with a decode row for each token that a row verifies,
     at the latest place where that can be. ``guided``: the host is told of the guesses, since grammars want
-    to know them."""
+    to know them. ``deep``: see ``Layout``."""
 
     _told: Tensor | None = None
     _ids: Tensor
+    _starts: Tensor
     _where: Tensor
     _ends: Tensor
 
-    def __init__(self, state: DeviceDrafts, plan: StepPlan, guided: bool = False) -> None:
-        self._state, layout = state, state.layout(plan)
+    def __init__(
+        self, state: DeviceDrafts, plan: StepPlan, guided: bool = False, deep: int = VERIFIED
+    ) -> None:
+        self._state, layout = state, state.layout(plan, deep)
         self.most, self._leading, self._layout = layout.most, layout.leading, layout
-        self._counts = torch.ones(2, len(layout.runs), dtype=torch.int32, pin_memory=True)
+        kinds = 3 if layout.leaves else 2
+        self._counts = torch.ones(kinds, len(layout.runs), dtype=torch.int32, pin_memory=True)
         state.begin(layout.guessing_slots, column(plan.starts)[layout.guessing])
         if self._leading and guided:
             self._told = torch.zeros(2, self._leading, dtype=torch.int32, pin_memory=True)
@@ -164,7 +203,7 @@ class Verify:
     def guess(self, ids: Tensor, slots: Tensor, starts: Tensor, where: Tensor, ends: Tensor) -> None:
         """The columns of ``plan`` are on the GPU: slots and positions of its tokens, whose ids will be in
         ``ids``, and of its samples. Those of rows that guess are the first, and corrected."""
-        self._ids, self._where, self._ends = ids, where, ends
+        self._ids, self._starts, self._where, self._ends = ids, starts, where, ends
         state, rows = self._state, (slots, starts, where, ends)
         if self._leading and state.searches:
             drafts.guess(
@@ -172,7 +211,10 @@ class Verify:
                 state.padding, (LONGEST, SHORTEST), VERIFIED, state.others,
             )  # fmt: skip
         elif self._leading:
-            drafts.place(self._layout.columns, state.computed, state.limits, *rows, state.padding, VERIFIED)
+            drafts.place(
+                self._layout.columns, state.computed, state.limits, *rows, state.padding, VERIFIED,
+                self._layout.deep,
+            )  # fmt: skip
         if self._told is not None:
             drafts.tell(slots, starts, ends, state.tokens, self._told)
             self._heard.record()
@@ -190,7 +232,18 @@ class Verify:
         """bool[S]: which samples of ``plan`` count. The step is over."""
         counts = self._counts.numpy()[0]
         behind = np.arange(self._layout.runs.sum()) - np.repeat(self._layout.first, self._layout.runs)
-        return behind < np.repeat(counts, self._layout.runs)
+        came = behind < np.repeat(counts, self._layout.runs)
+        leaves, standing_for = self._taken()
+        came[leaves], came[standing_for] = True, False
+        return came
+
+    def _taken(self) -> tuple[Int32s, Int32s]:
+        """Decode rows of leaves that count, and those of the wrong guesses in whose places they come."""
+        if not self._layout.leaves:
+            return NOBODY, NOBODY
+        counts, _, leaf = self._counts.numpy()
+        first, rows = self._layout.first, np.flatnonzero(leaf)
+        return first[rows] + leaf[rows], first[rows] + counts[rows] - 1
 
     def link(self, states: DeviceStates) -> None:
         """The rows of a slot go on from each other's states. Behind ``guess``."""
@@ -203,12 +256,16 @@ class Verify:
         """Put the guesses, which rules read, back into the token table, where a graph put what it drew."""
         if self._leading:
             n = self._leading
-            put_tokens(self._where[:n], self._ends[:n] - 1, self._ids[:n], self._state.tokens)
+            places = torch.where(self._ends[:n] > 0, self._starts[:n], -1)
+            put_tokens(self._where[:n], places, self._ids[:n], self._state.tokens)
 
     def accept(self, out: Tensor) -> None:
         """All rows have drawn, into ``out``."""
         state, columns = self._state, (self._ids, out, self._ends)
         if not len(self._layout.runs):
+            return
+        if self._layout.leaves:
+            self._take_leaves(out)
             return
         units, sources = state.units, None
         if units is not None:
@@ -218,11 +275,27 @@ class Verify:
         if self._leading and units is not None and sources is not None:
             drafts.go_back(self._layout.columns, sources, units.memory, units.places)
 
-    def brought(self) -> tuple[Int32s, Int32s, Int32s]:
-        """Slots of the rows that sample, how much each has guessed, and how much of that was right. The step
-        is over."""
-        counts, guessed = self._counts.numpy()
-        return self._layout.slots, guessed, np.maximum(counts - 1, 0)
+    def _take_leaves(self, out: Tensor) -> None:
+        """``accept`` in a step that has some."""
+        state, layout = self._state, self._layout
+        assert state.pages is not None
+        moves = torch.empty(2, len(layout.runs), dtype=torch.int32, device=out.device)
+        drafts.take_leaf(
+            layout.columns, self._ids, out, self._ends, state.tokens, state.computed, self._counts, moves,
+            layout.deep, VERIFIED,
+        )  # fmt: skip
+        pages = state.pages
+        drafts.move(layout.columns, moves, pages.table, pages.size, pages.memory, pages.places)
+        if state.hidden is not None:
+            drafts.move_hidden(layout.columns, moves, state.hidden.ring)
+
+    def brought(self) -> Brought:
+        """What the rows that sample have brought. The step is over."""
+        counts, guessed = self._counts.numpy()[:2]
+        leaves = self._counts.numpy()[2] > 0 if self._layout.leaves else np.zeros(len(counts), bool)
+        right = np.maximum(counts - 1, 0) - leaves
+        tried = (right < guessed) & (right < self._layout.runs - 1 - self._layout.deep)
+        return Brought(self._layout.slots, guessed, right, tried, leaves)
 
     def know(self, constraints: Constraints) -> None:
         """What grammars force behind its rows, for the guesses of the next step."""
@@ -233,15 +306,22 @@ class Verify:
         """Slots of the rows that sample, and what each brings of the ``tokens`` of ``plan``. The step is
         over."""
         counts = self._counts.numpy()[0].tolist()
+        for leaf, place in zip(*self._taken()):
+            tokens[place] = tokens[leaf]
         parts = zip(self._layout.slots.tolist(), self._layout.first.tolist(), counts)
         return [(slot, [t for t in tokens[at : at + count] if t >= 0]) for slot, at, count in parts]
 
     def fold(self, result: StepResult, samples: Samples) -> None:
         """Make the result of ``plan``, with one sample of each of its rows, that of the step. It is over."""
-        counts, guessed = self._counts.numpy()
+        counts, guessed = self._counts.numpy()[:2]
         first, runs, rows = self._layout.first, self._layout.runs, self._layout.rows
         if guessed.any():
             result.guessed = guessed.tobytes()
+        leaves, places = self._taken()
+        if len(leaves):
+            tokens = samples.tokens.copy()
+            tokens[places] = tokens[leaves]
+            samples = samples._replace(tokens=tokens)
         if not (samples.forced or samples.known or result.logprobs or result.failed):
             result.tokens, result.counts = ragged(samples, first, counts)
             return
@@ -253,7 +333,7 @@ class Verify:
         result.tokens, result.counts = ragged(samples, first, counts)
         if self._leading:
             # Rows with several samples are the first: their samples have the numbers of their rows.
-            wrong = set(np.flatnonzero(np.arange(len(of)) - first[of] >= counts[of]).tolist())
+            wrong = set(np.flatnonzero(~self.came()).tolist())
             result.logprobs = [block for block in result.logprobs if block.prompt or block.row not in wrong]
             for block in result.logprobs:
                 block.row = int(rows[block.row])

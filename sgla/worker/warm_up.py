@@ -83,6 +83,10 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
             plan = msgspec.structs.replace(_step([(0, 0, 1)]), drafts=bytes(4))
             verify = Verify(steps.drafts, plan, guided=True)
             verify.accept(steps.run_eagerly(verify.plan, verify).out)
+            if steps.drafts.leaves:
+                plan = msgspec.structs.replace(plan, drafts=np.array([2], np.int32).tobytes())
+                verify = Verify(steps.drafts, plan, deep=1)
+                verify.accept(steps.run_eagerly(verify.plan, verify).out)
         measure(steps)
         for plan in _plans(steps):
             steps.tables.apply(plan, steps.sampler)

@@ -41,6 +41,7 @@ from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.kernels.cuda import thresholds
 from sgla.kernels.triton import attention, sampling
+from sgla.kernels.triton.tokens import put_tokens
 from sgla.messages import Control, Grammar, StepPlan, Submit
 from sgla.sched.core import Core
 from sgla.worker import chains, gpu_model, gpu_setup
@@ -117,6 +118,7 @@ DFLASH = DECODER | {
     "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 7},
 }
 ROUNDED = {"speculative_head_quantization": "int4"}
+LEAVES = {"attention_backend": "triton", "speculative_eagle_topk": 2}
 DEEPER = DECODER | {"num_hidden_layers": 4}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
 # model, settings, those of the GPU alone, limits of the scheduler
@@ -146,6 +148,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "medusa": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "dflash": (DEEPER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "others": (SHALLOW, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
+    "leaves": (SHALLOW, {"step_tokens": 36}, LEAVES, {"depth": 3, "drafts": 2 * DRAFTS - 1}),
+    "leaves of a head": (DEEPER, {"step_tokens": 36}, LEAVES, {"depth": 2, "drafts": 2 * DRAFTS}),
 }
 # What guesses: random weights go by their names, so a model with fewer layers is right at times.
 MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -162,8 +166,10 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a window of its own": ("mtp", None),
     "medusa": ("medusa", MEDUSA),
     "dflash": ("dflash", DFLASH),
+    "leaves": ("draft_model", SHALLOW),
+    "leaves of a head": ("eagle3", DECODER | EAGLE),
 }
-HEADS = MODELS.keys() - {"model", "itself"}
+HEADS = MODELS.keys() - {"model", "itself", "leaves"}
 NARROWED = [*range(0, VOCAB, 3)]  # tokens that a head may guess
 
 
@@ -175,6 +181,21 @@ def shown(transcript: Transcript) -> dict[str, Any]:
         "ranks": [entry.rank for entry in entries],
         "logprobs": [entry.logprob for entry in entries],
     }
+
+
+def branching() -> list[Submit]:
+    """For guesses beside which stand others."""
+    stem = list(range(40, 57))
+    return [
+        submit("free", [5, 9, 2], 40),
+        submit("shown", stem, 25, temperature=0.8, seed=3, logprobs=2),
+        submit("shared", [*stem, 3], 12, temperature=1.0, seed=4, stop_ids=[79]),
+        submit("cut", [7] * 3, 14, temperature=1.0, seed=3, top_k=9, top_p=0.9),
+        submit("ruled", [5], 11, temperature=1.0, seed=1, frequency=1.5, logprobs=1),
+        submit("prompt", list(range(45)), 7, prompt_logprobs=1),
+        submit("grammar", [5, 9], 6, grammar=REGEX, temperature=1.0, seed=6),
+        submit("two", [8, 1], 2),
+    ]
 
 
 def few() -> list[Submit]:
@@ -192,6 +213,8 @@ def answers() -> list[Submit]:
 def wanted(case: str) -> list[Submit]:
     if case == "others":
         return answers()
+    if "leaves" in case:
+        return branching()
     if case in HEADS:
         return few()
     if case == "model":
@@ -200,7 +223,7 @@ def wanted(case: str) -> list[Submit]:
 
 
 class Guesses(dict[str, list[int]]):
-    """What was guessed, by the beginning of a text and the place of the first guess."""
+    """What was guessed, by the text before."""
 
     def of_cpu(self, runner: Any) -> None:
         drafter, tables = runner._drafter, runner.tables
@@ -218,8 +241,8 @@ class Guesses(dict[str, list[int]]):
     def of_gpu(self, runner: Any) -> None:
         state, guess = runner.steps.drafts, runner.chains._guess
 
-        def spied(slots: Any, most: Any, pair: tuple[int, int]) -> None:
-            guess(slots, most, pair)
+        def spied(slots: Any, most: Any, pair: tuple[int, int], leaves: Any) -> None:
+            guess(slots, most, pair, leaves)
             for slot, n in zip(slots.tolist(), most.tolist()):
                 known = int(state.computed[slot]) + 1
                 count = min(n, int(state.limits[slot]) - known - 1)
@@ -229,7 +252,42 @@ class Guesses(dict[str, list[int]]):
 
     def _note(self, tokens: Any, known: int, count: int) -> None:
         if count > 0:
-            self[f"{tokens[0]} {known}"] = tokens[known : known + count].tolist()
+            self[str(tokens[:known].tolist())] = tokens[known : known + count].tolist()
+
+
+class Oracle:
+    """Puts others in the place of guesses, of which some are right, or the one beside the first wrong one is.
+    ``texts``: what comes. ``taken``: leaves that were right and could count."""
+
+    def __init__(self, runner: Any, texts: list[list[int]]) -> None:
+        self._state, self._texts, self.taken = runner.steps.drafts, texts, 0
+        guess = runner.chains._guess
+
+        def told(slots: Any, most: Any, pair: tuple[int, int], leaves: Any) -> None:
+            guess(slots, most, pair, leaves)
+            for each in zip(slots.tolist(), most.tolist(), leaves.tolist()):
+                self._tell(*each)
+
+        runner.chains._guess = told
+
+    def _tell(self, slot: int, deep: int, leaves: int) -> None:
+        known = int(self._state.computed[slot]) + 1
+        begun = row(self._state.tokens, slot, known)
+        left = int(self._state.limits[slot]) - known - 1
+        comes = next((text[known:] for text in self._texts if text[:known] == begun), [])
+        rng = np.random.default_rng(known)
+        deep, leaves = min(deep, left), min(leaves, left - deep)
+        right = min(int(rng.integers(0, deep + 1)), len(comes)) if deep > 0 else 0
+        tokens = rng.integers(0, VOCAB, max(deep, 0) + max(leaves, 0)).astype(np.int32)
+        tokens[:right] = comes[:right]
+        if right < min(deep, len(comes)):
+            tokens[right] = (comes[right] + 1) % VOCAB
+            if right < leaves and rng.random() < 0.9:
+                tokens[deep + right] = comes[right]
+                self.taken += 1
+        places = known + np.arange(len(tokens), dtype=np.int32)
+        columns = np.full_like(places, slot), places, tokens
+        put_tokens(*map(torch.from_numpy, columns), self._state.tokens)
 
 
 def guessed(runner: Any, case: str) -> dict[str, Any]:
@@ -314,7 +372,13 @@ def main() -> None:
         guesses = Guesses()
         if case in HEADS:
             guesses.of_gpu(runner)
+        if runner.steps.drafts.leaves:
+            told = found[case]["cpu"]["tokens"]
+            prompts = {one.rid: one.tokens for one in wanted(case)}
+            oracle = Oracle(runner, [[*prompts[rid], *text] for rid, text in told.items()])
         found[case]["gpu"] = guessed(runner, case)
+        if runner.steps.drafts.leaves:
+            found[case]["taken"] = oracle.taken
         found[case]["guesses"] = guesses
     if second:
         return

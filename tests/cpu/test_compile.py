@@ -230,6 +230,7 @@ def test_every_file_of_cuda_compiles(nvrtc: None) -> None:
         ],
         "decode_attention.cu": [
             {"FUSED": 1, "SCALED": 1},
+            {"LEAVES": 1},
             *(
                 {"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused, "INT8": int8, "INT4": int4}
                 for fused in (0, 1)

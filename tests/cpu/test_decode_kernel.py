@@ -97,6 +97,33 @@ def test_rows_of_a_slot_are_as_torch_has_them(
         torch.testing.assert_close(out[r].float(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_leaves_see_what_stands_before_their_positions(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And themselves, which are the last of their rows: of one row three guesses and the ones beside them, of
+    another 40 and some, between whose places a tile of nobody lies."""
+    monkeypatch.setattr(decode_attention, "processors", lambda: blocks)
+    torch.manual_seed(0)
+    group, slots = 2, [1] * 7 + [2] * 3
+    lengths, ends = [*range(45, 52), 150, 190, 195], [45, 46, 47, 48, 46, 47, 48, 150, 151, 156]
+    pages = -(-max(lengths) // PAGE)
+    table = torch.arange(1, 1 + 3 * pages).view(3, pages).flip(1).int().contiguous()
+    k, v = pages_of(3 * pages + 1, beside=blocks > 1)
+    q = torch.randn(len(slots), group * KV_HEADS * DIM).bfloat16()
+    kernel = kernel_of(len(slots), group)
+    slot, length, end = (torch.tensor(numbers).int() for numbers in (slots, lengths, ends))
+    cum = torch.tensor([0, *(-(-n // TILE) for n in lengths)]).cumsum(0).int()
+    paged = k.transpose(1, 2), v.transpose(1, 2)
+    out = kernel(q, *paged, table, slot, length, cum, DIM**-0.5, ends=end)
+    assert not kernel._count.any()
+    for r, s in enumerate(slots):
+        at = torch.tensor([*range(ends[r] - 1), lengths[r] - 1])
+        keys, values = (x[table[s, at // PAGE].long(), :, at % PAGE].float() for x in (k, v))
+        heads = q[r].view(KV_HEADS, group, DIM).float()
+        shares = torch.einsum("hgd,nhd->hgn", heads, keys).mul(DIM**-0.5).softmax(-1)
+        expected = torch.einsum("hgn,nhd->hgd", shares, values).flatten()
+        torch.testing.assert_close(out[r].float(), expected, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize(("v_norm", "scaled"), [(False, ""), (True, ""), (False, "heads"), (False, "rows")])
 @pytest.mark.parametrize(
     ("lengths", "cut"),

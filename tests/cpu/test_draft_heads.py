@@ -558,6 +558,22 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ConfigError, match=said):
             resolve(tiny_config(**settings), model=DEEP, draft=draft)
     gpu = Machine(gpus=(H200,), torch_cuda="13.0")
+    two = {"speculative_algorithm": "draft_model", "speculative_model": "a/b", "speculative_eagle_topk": 2}
+    window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
+    for settings, model, said in (
+        ({"device": "cpu"}, DEEP, "2 cannot be honoured on CPUs"),
+        ({"speculative_algorithm": "ngram", "speculative_model": None}, DEEP, "2 is for"),
+        ({"speculative_algorithm": None, "speculative_model": None}, DEEP, "needs --speculative-algorithm"),
+        ({"speculative_eagle_topk": 3}, DEEP, "from 1 to 2"),
+        ({"deterministic": True}, DEEP, "2 cannot be honoured with --deterministic"),
+        ({"kv_cache_dtype": "int8"}, DEEP, "2 cannot be honoured with --kv-cache-dtype"),
+        ({}, LATENT, "attend to all tokens before"),
+        ({}, DEEP | window, "attend to all tokens"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            resolve(Config(**two | {"device": "cuda"} | settings), gpu, model, draft=DEEP)
+        assert caught.value.param == "speculative_eagle_topk"
+    assert resolve(Config(**two, device="cuda"), gpu, DEEP, draft=DEEP).config.speculative_eagle_topk == 2
     for name in ("mtp", "NEXTN"):
         with pytest.raises(ConfigError, match="mtp cannot be honoured with --kv-cache-dtype fp8 on GPUs yet"):
             resolve(Config(speculative_algorithm=name, kv_cache_dtype="fp8"), gpu, LATENT)

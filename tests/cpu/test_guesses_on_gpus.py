@@ -27,7 +27,8 @@ def answers_of(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    return answers_of("graphs", "itself", "eagle3", "states, eagerly", "dflash", "others")
+    cases = "graphs", "itself", "eagle3", "states, eagerly", "dflash", "others", "leaves", "leaves of a head"
+    return answers_of(*cases)
 
 
 def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any]) -> None:
@@ -59,6 +60,32 @@ def check_text(found: dict[str, Any]) -> None:
     assert {"length", "stop"} <= set(cpu["finish"].values())
     assert gpu["guessed"] > sum(gpu["right"]) > 5
     assert gpu["verifies"] + sum(gpu["right"]) < sum(map(len, cpu["tokens"].values()))
+
+
+def test_a_head_guesses_behind_second_guesses_as_on_a_cpu(answers: dict[str, Any]) -> None:
+    """It reads what its target has made of those that count, wherever that stood."""
+    found = answers["leaves of a head"]
+    check_leaves(found)
+    cpu, gpu = found["guesses of a cpu"], found["guesses"]
+    both = cpu.keys() & gpu.keys()
+    assert len(both) > 15
+    for place in both:
+        count = min(len(cpu[place]), len(gpu[place]))
+        assert gpu[place][:count] == cpu[place][:count]
+
+
+def test_text_is_that_of_a_cpu_where_second_guesses_count(answers: dict[str, Any]) -> None:
+    check_leaves(answers["leaves"])
+
+
+def check_leaves(found: dict[str, Any]) -> None:
+    """Beside rows with rules and grammars, which have none, behind shared prefixes and parts of prompts."""
+    cpu, gpu = found["cpu"], found["gpu"]
+    for kind in ("tokens", "finish", "ranks"):
+        assert gpu[kind] == cpu[kind]
+    assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4)
+    assert found["taken"] > 5
+    assert gpu["verifies"] + sum(gpu["right"]) <= sum(map(len, cpu["tokens"].values()))
 
 
 def test_a_second_answer_like_the_first_is_guessed(answers: dict[str, Any]) -> None:
@@ -206,6 +233,59 @@ def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
         drafts.accept(rows, ids, out, ends, state[0], state[2], counts, MOST)
         assert list(zip(*counts.tolist(), state[0].tolist(), state[2].tolist())) == expected
     assert found[1, :3].min() > 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and no interpreter")
+def test_kernels_take_a_second_guess_where_the_first_is_wrong() -> None:
+    """What it keeps, in pages of two layers and in a ring, goes to the place of the first. Slot 3 has all its
+    tokens, and slot 4 no guess beside its last."""
+    rng, deep, found = np.random.default_rng(0), 3, [0, 0, 0]
+    kv = torch.arange(2 * 6 * 2 * 16 * 4, dtype=torch.float32).view(2, 6, 2, 16, 4).transpose(2, 3)
+    for _ in range(12):
+        tokens = torch.from_numpy(rng.integers(0, 3, (6, 64)).astype(np.int32))
+        table = torch.from_numpy(rng.permutation(6)[:, None].repeat(4, 1)).int()  # of a page each
+        known = torch.from_numpy(rng.integers(2, 9, 6).astype(np.int32))
+        computed, left = known - 1, columns([9, 6, 4, -1, 9, 9])[0]
+        most = [6, 6, 6, 6, 5]
+        first = np.cumsum([0, 7, 7, 7, 7]).tolist()
+        total = first[-1] + 6
+        slots, starts, where, ends = torch.zeros(4, total, dtype=torch.int32)
+        rows = columns(list(range(5)), most, first)
+        drafts.place(rows, computed, known + 1 + left, slots, starts, where, ends, 5, MOST, deep)
+        ids = tokens[slots.long(), starts.long()]
+        out = torch.from_numpy(rng.integers(0, 3, total).astype(np.int32))
+        counts, moves = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int32)
+        text, before = in_rows(tokens), tokens.clone()
+        drafts.take_leaf(rows, ids, out, ends, text, computed, counts, moves, deep, MOST)
+        pool = kv.clone()
+        places = torch.tensor([[i * 768, 128, 4, 64, 2, 4] for i in range(2)])
+        drafts.move(rows, moves, table, 16, pool.view(torch.int32), places)
+        ring = torch.arange(6 * 16 * 3).view(6, 16, 3).float()
+        drafts.move_hidden(rows, moves, ring)
+        for slot, (at, n) in enumerate(zip(first, most)):
+            real, begin = min(n, int(left[slot])), int(known[slot])
+            chain, drawn = min(real, deep), out[at : at + n + 1].tolist()
+            assert starts[at : at + real + 1].tolist() == [*range(begin - 1, begin + real)]
+            behind = [*range(begin, begin + chain + 1), *range(begin + 1, begin + 1 + max(real - deep, 0))]
+            assert ends[at : at + n + 1].tolist() == [*behind, *[0] * (n - real)] if real >= 0 else [0] * 7
+            if real < 0:
+                assert counts[:, slot].tolist() == [0, 0, 0]
+                assert int(computed[slot]) == begin - 1
+                continue
+            guesses = before[slot, begin : begin + real].tolist()
+            right = next((i for i in range(chain) if guesses[i] != drawn[i]), chain)
+            leaf = deep + right
+            taken = right < chain and leaf < real and guesses[leaf] == drawn[right]
+            brought = drawn[: right + 1] + ([drawn[leaf + 1]] if taken else [])
+            assert counts[:, slot].tolist() == [len(brought), chain, leaf + 1 if taken else 0]
+            assert int(computed[slot]) == begin + len(brought) - 1
+            assert tokens[slot, begin : begin + len(brought)].tolist() == brought
+            page, source = int(table[slot, 0]), begin + leaf if taken else begin + right
+            assert (pool[:, page, begin + right] == kv[:, page, source]).all()
+            assert ring[slot, (begin + right) % 16, 0] == slot * 48 + source % 16 * 3
+            found[0 if taken else 1 if right < chain else 2] += 1
+        assert (pool != kv).any(-1).any(-1).sum() == 2 * int((moves[0] > 0).sum())
+    assert min(found) > 1
 
 
 def answered(rng: Any) -> Outputs:

@@ -106,6 +106,28 @@ def test_costs_that_are_known_at_the_start(guess: float, expected: int) -> None:
     assert pace.most(SLOTS[:1], 8, 1) == expected
 
 
+def test_second_guesses_where_they_pay() -> None:
+    """Beside the first guesses, as long as what they bring is worth a row; fewer than there is room for."""
+    pace = pace_of(10.0, 0.1, 1.0, 0.6)
+    one = SLOTS[:1]
+    assert pace.tree(one, 8, 1, 16)[1] > 0
+    for room in range(1, 17):
+        deep, beside = pace.tree(one, 8, 1, room)
+        assert deep + beside <= room
+        assert beside <= deep
+    for _ in range(60):
+        pace.learn_second(one, np.array([False]))
+    assert pace.tree(one, 8, 1, 16) == (pace.most(one, 8, 1), 0)
+    for _ in range(60):
+        pace.learn_second(one, np.array([True]))
+    deep, beside = pace.tree(one, 8, 1, 16)
+    assert deep == beside > 1
+    pace.admit(0)
+    assert pace._second[0] == pace._second[5]
+    pace.adaptive = False
+    assert [pace.tree(one, 8, 1, room) for room in (16, 10, 3, 1)] == [(8, 8), (5, 5), (2, 1), (1, 0)]
+
+
 def test_a_row_that_is_never_right_is_left_out_beside_others() -> None:
     """Once it has been wrong a few times, but for rare tries; what others guess does not change."""
     pace, alone = pace_of(1.0, 0.05, 0.2, 0.9), pace_of(1.0, 0.05, 0.2, 0.9)

@@ -95,6 +95,22 @@ def test_decode(group: int, dim: int, window: int, softcap: float, splits: int) 
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_leaves_see_what_stands_before_their_positions(splits: int) -> None:
+    """And themselves, which are the last of their rows."""
+    q, kv, batch = random_batch([1, 1, 1, 1], [3, 70, 101, 68], 4, 2, 16)
+    ends = torch.tensor([3, 66, 101, 2]).int()
+    out = attention.decode(
+        q, kv.k, kv.v, batch.page_table, batch.slots, batch.kv_len, 0.3, splits=splits, ends=ends
+    )
+    for row, (slot, length, end) in enumerate(zip(batch.slots, batch.kv_len.tolist(), ends.tolist())):
+        seen = torch.tensor([*range(end - 1), length - 1])
+        pages, place = batch.page_table[slot, seen // 4].long(), seen % 4
+        keys, values = (x[pages, place].transpose(0, 1) for x in (kv.k, kv.v))
+        scores = (q[row].view(2, 2, 16) @ keys.transpose(1, 2) * 0.3).softmax(-1)
+        torch.testing.assert_close(out[row], (scores @ values).flatten(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("dim", "values"), [(24, 16), (12, 40)])
 def test_values_of_another_width(dim: int, values: int) -> None:
     """Than keys: decode rows in one part and in several, with sinks, and prompts behind a window."""
@@ -588,6 +604,29 @@ def draw(
     sampling.sample(logits, slots, positions, torch.tensor(seeds), temperatures, in_rows(table), out, cuts)
     assert torch.equal(table[:, position], out.clamp(min=0))
     return out, cuts
+
+
+@pytest.mark.parametrize(("temperature", "cut"), [(0.0, False), (0.8, False), (0.8, True)])
+def test_the_second_is_drawn_as_if_there_were_no_first(temperature: float, cut: bool) -> None:
+    """It goes where it is wanted; the third row wants none, and of the last nothing else is left."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5000) * 3
+    logits[3] = -torch.inf
+    logits[3, 7] = 0.0
+    slots, where = torch.arange(4, dtype=torch.int32), torch.full((4,), 3, dtype=torch.int32)
+    beside = torch.tensor([6, 7, 0, 5]).int()
+    seeds, temperatures = torch.tensor([1, 2, 3, 4]), torch.full((4,), temperature)
+    cuts = torch.full((4,), 1.0) if cut else None
+    cuts = torch.where(torch.arange(4) < 3, cuts, -torch.inf) if cut else None
+    both, alone = torch.zeros(2, 4, 8, dtype=torch.int32)
+    out, second = torch.zeros(2, 4, dtype=torch.int32)
+    given = slots, where, seeds, temperatures
+    sampling.sample(logits, *given, in_rows(both), out, cuts, beside=beside)
+    assert both[:, 3].tolist() == out.tolist()
+    logits.scatter_(1, out[:, None].long(), -torch.inf)
+    sampling.sample(logits, *given, in_rows(alone), second, cuts)
+    assert [both[0, 6], both[1, 7]] == second[:2].tolist()
+    assert (both > 0).sum(1)[:3].tolist() == [2, 2, 1]
 
 
 def test_greedy_takes_the_first_largest() -> None:

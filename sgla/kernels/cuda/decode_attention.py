@@ -45,6 +45,7 @@ POINTERS = [
     "k_scales",
     "v_scales",
     "positions",
+    "ends",
     "by",
     "also",
 ]
@@ -62,7 +63,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_float)
             for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
         ),
-        ("pad", ctypes.c_int * 10),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 8),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -165,6 +166,7 @@ def _kernel(
     turned: bool,
     v_norm: bool = False,
     scaled: bool = False,
+    leaves: bool = False,
 ) -> Kernel:
     """``kind``: of v; with uint8, two numbers a byte, k is int8."""
     int4 = kind == torch.uint8
@@ -201,6 +203,7 @@ def _kernel(
     defines |= {"TURNED": 1} if turned else {}
     defines |= {"V_NORM": 1} if v_norm else {}
     defines |= {"SCALED": 1} if scaled else {}
+    defines |= {"LEAVES": 1} if leaves else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
@@ -256,6 +259,7 @@ class DecodeAttention:
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq
         + 2 Hkv) * hd]`` as it comes from the linear layer, and the new token's k and v are written to the
@@ -264,7 +268,8 @@ class DecodeAttention:
         ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, e4m3 to be
         multiplied by ``kv_scales``, or integers with ``scales``; they lie as ``worker/kv.py`` lays them out:
         between pages is room for whole heads, or none, and v is behind k. ``positions`` int32[R]: by which q
-        and k of a ``projection`` are rotated, where these are not ``kv_len - 1``."""
+        and k of a ``projection`` are rotated, where these are not ``kv_len - 1``. ``ends``: see
+        ``DeviceBatch``; not with a ``projection``, nor with a window."""
         pages, page_size, kv_heads, dim = k.shape
         page_heads, rest = divmod(k.stride(0), page_size * dim)
         assert not rest
@@ -286,6 +291,7 @@ class DecodeAttention:
                 steps = (by.stride(0), 0) if by.dim() == 2 else (0, by.stride(0))
                 assert also is None or (also.dtype == by.dtype and also.stride() == by.stride())
         assert prefix is None or not window
+        assert ends is None or not (projection or window)
         assert scales is None or all(x.is_contiguous() for x in scales)
         tensors = (
             q,
@@ -304,6 +310,7 @@ class DecodeAttention:
             sinks,
             *(scales or (None, None)),
             positions,
+            ends,
             by,
             also,
         )
@@ -336,6 +343,7 @@ class DecodeAttention:
             positions is not None,
             projection is not None and projection.v_norm,
             by is not None,
+            ends is not None,
         )
         kernel.launch(processors() * cut.per_sm, cut.threads, params)
         return out

@@ -74,14 +74,15 @@ def _sink(sink, top):
 
 
 # Eager steps pass columns of one upload, which lie anywhere.
-@triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "kv_len", "ends"])
 def _decode(
-    q, k, v, k_scales, v_scales, page_table, slots, kv_len, out, part, part_ml, sinks, slopes,
+    q, k, v, k_scales, v_scales, page_table, slots, kv_len, ends, out, part, part_ml, sinks, slopes,
     s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head, y_page, y_head,
     table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     INT8: tl.constexpr, DIMS: tl.constexpr, CHUNKED: tl.constexpr, RISING: tl.constexpr,
+    ENDS: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     none: tl.constexpr = 0 if INT8 else 0.0
@@ -112,9 +113,13 @@ def _decode(
     pages = page_table + slot * table_stride
     if RISING:
         slope = tl.load(slopes + head * GROUP + m, mask=m < GROUP, other=0.0) * LOG2_E
+    if ENDS:
+        position = tl.load(ends + row) - 1
     for start in range(begin, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         live = n < end
+        if ENDS:
+            live = live & ((n < position) | (n == length - 1))
         page = tl.load(pages + n // page_size, mask=live, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
         there = live[None, :] & inside[:, None]
@@ -338,13 +343,14 @@ def decode(
     kv_scales: Scales = None,
     chunked: bool = False,
     slopes: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> ``[R or more, Hq * vd]``, R rows of it;
     k, v ``[pages, page_size, Hkv, hd or vd]``.
 
     ``shared``: bytes of shared memory that a block may have.
     Of e4m3 pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``. ``kv_scales``:
-    of pages of integers. ``chunked`` and ``slopes``: see ``ops.attention``.
+    of pages of integers. ``chunked`` and ``slopes``: see ``ops.attention``. ``ends``: see ``DeviceBatch``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -362,14 +368,14 @@ def decode(
     rows_of_group = max(16, next_power_of_2(group))
     cut = decode_cut(max(dim, values), rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
-        q, k, v, *_scales(kv_scales, q), page_table, slots, kv_len, out, part, part_ml,
-        q if sinks is None else sinks, q if slopes is None else slopes,
+        q, k, v, *_scales(kv_scales, q), page_table, slots, kv_len, kv_len if ends is None else ends, out,
+        part, part_ml, q if sinks is None else sinks, q if slopes is None else slopes,
         *k.stride()[:3], *v.stride()[:3], *_places(kv_scales),
         page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, INT8=kv_scales is not None, DIMS=dims, CHUNKED=chunked,
-        RISING=slopes is not None,
+        RISING=slopes is not None, ENDS=ends is not None,
         num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:

@@ -21,14 +21,17 @@ PLACES = 21  # bits of a place in a history (``messages.LONGEST``)
 
 
 @triton.jit
-def _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST: tl.constexpr):
-    """The decode rows of a row."""
+def _spread(
+    slot, known, guessed, most, left, deep, first, slots, starts, where, ends, padding, MOST: tl.constexpr
+):
+    """The decode rows of a row: of the guesses behind the first ``deep`` each stands beside one of these."""
     i = tl.arange(0, MOST)
     real, own = (i <= guessed) & (left >= 0), i <= most
+    end = known + i - tl.where(i > deep, deep, 0)
     tl.store(slots + first + i, tl.where(real, slot, padding), mask=own)
     tl.store(starts + first + i, tl.where(real, known - 1 + i, 0), mask=own)
     tl.store(where + first + i, tl.where(real, slot, padding), mask=own)
-    tl.store(ends + first + i, tl.where(real, known + i, 0), mask=own)
+    tl.store(ends + first + i, tl.where(real, end, 0), mask=own)
 
 
 @triton.jit
@@ -110,15 +113,15 @@ def _guess(
         tl.store(
             _token(tokens, pages, stride, held, page_size, base, own, known + i), token, mask=i < guessed
         )
-        _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST)
+        _spread(slot, known, guessed, most, left, MOST, first, slots, starts, where, ends, padding, MOST)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "padding"],
+    do_not_specialize=["rows", "padding", "deep"],
     do_not_specialize_on_alignment=["columns", "slots", "starts", "where", "ends"],
 )
 def _place(
-    columns, rows, computed, limits, slots, starts, where, ends, padding, MOST: tl.constexpr,
+    columns, rows, computed, limits, slots, starts, where, ends, padding, deep, MOST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot, most = tl.load(columns + row), tl.load(columns + rows + row)
@@ -127,7 +130,7 @@ def _place(
         known = tl.load(computed + slot) + 1
         left = tl.load(limits + slot) - known - 1
         guessed = tl.minimum(most, left)
-        _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST)
+        _spread(slot, known, guessed, most, left, deep, first, slots, starts, where, ends, padding, MOST)
 
 
 @triton.jit(
@@ -178,13 +181,17 @@ def _tell(
 
 @triton.jit(do_not_specialize=["ahead", "padding"])
 def _go_on(
-    rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
-    SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    rows, most, leaves, computed, limits, floors, ahead, slots, starts, ends, beside, padding,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(rows + row)
     known = tl.load(computed + slot) + 1
-    wanted = tl.minimum(tl.load(most + row), tl.load(limits + slot) - known - 1)
+    deep, left = tl.load(most + row), tl.load(limits + slot) - known - 1
+    wanted = tl.minimum(deep, left)
+    if LEAVES:
+        leaf = (ahead < tl.load(leaves + row)) & (deep + ahead < left)
+        tl.store(beside + row, tl.where(leaf, known + deep + ahead, 0))
     i = tl.arange(0, BLOCK)
     start = known - SHIFT - WIDTH + ahead + i
     real, own = (wanted > ahead) & (start >= tl.load(floors + slot)), i < WIDTH
@@ -223,6 +230,70 @@ def _look_back(
     real = (far > 0) & (start >= tl.load(floors + slot, mask=live, other=0))
     tl.store(slots + i, tl.where(real, slot, padding), mask=live)
     tl.store(starts + i, tl.where(real, start, 0), mask=live)
+
+
+@triton.jit
+def _take_leaf(
+    columns, rows, ids, out, ends, tokens, pages, stride, held, page_size, base, computed, counts, moves,
+    deep, MOST: tl.constexpr,
+):  # fmt: skip
+    """``_accept`` of a row behind whose first ``deep`` guesses stand others, one beside each of the first."""
+    row = tl.program_id(0)
+    slot, first = tl.load(columns + row), tl.load(columns + 2 * rows + row)
+    position, most = tl.load(ends + first), tl.load(columns + rows + row)
+    i = tl.arange(0, MOST)
+    there = tl.load(ends + first + 1 + i, mask=i < most, other=0)
+    guessed = tl.sum((there > 0).to(tl.int32), 0)
+    chain = tl.minimum(guessed, deep)
+    draft = tl.load(ids + first + 1 + i, mask=i < chain, other=0)
+    drawn = tl.load(out + first + i, mask=i <= chain, other=0)
+    right = tl.min(tl.where((i < chain) & (drawn != draft), i, chain), 0)
+    leaf = tl.where(right < chain, 1 + deep + right, MOST)
+    beside = tl.load(ids + first + leaf, mask=leaf <= guessed, other=-3)
+    taken = tl.where(beside == tl.load(out + first + right), leaf, 0)
+    more = (taken > 0).to(tl.int32)
+    tl.store(counts + row, tl.where(position > 0, right + 1 + more, 0))
+    tl.store(counts + rows + row, chain)
+    tl.store(counts + 2 * rows + row, taken)
+    tl.store(computed + slot, position + right + more, mask=position > 0)
+    tl.store(moves + row, tl.where(taken > 0, position + deep + right, 0))
+    tl.store(moves + rows + row, position + right)
+    own = slot.to(tl.int64)
+    place = _token(tokens, pages, stride, held, page_size, base, own, position + i)
+    tl.store(place, tl.maximum(drawn, 0), mask=i <= tl.where(position > 0, right, -1))
+    place = _token(tokens, pages, stride, held, page_size, base, own, position + right + 1)
+    last = tl.load(out + first + taken, mask=taken > 0, other=0)
+    tl.store(place, tl.maximum(last, 0), mask=taken > 0)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["columns", "moves"])
+def _move_kv(columns, rows, moves, page_table, table_stride, page_size, memory, places, BLOCK: tl.constexpr):
+    """One program: what a tensor has of a token."""
+    row, tensor = tl.program_id(0), tl.program_id(1)
+    source, target = tl.load(moves + row), tl.load(moves + rows + row)
+    if source > 0:
+        pages = page_table + tl.load(columns + row).to(tl.int64) * table_stride
+        own = places + 6 * tensor
+        begin, page_stride, token_stride = memory + tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        head_stride, heads, words = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
+        there = begin + tl.load(pages + source // page_size) * page_stride + source % page_size * token_stride
+        here = begin + tl.load(pages + target // page_size) * page_stride + target % page_size * token_stride
+        for at in range(0, (words * heads).to(tl.int32), BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            inside = i < words * heads
+            word = i // words * head_stride + i % words
+            tl.store(here + word, tl.load(there + word, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["columns", "moves"])
+def _move_ring(columns, rows, moves, ring, width, REACH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    source, target = tl.load(moves + row), tl.load(moves + rows + row)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = ring + tl.load(columns + row).to(tl.int64) * REACH * width + i
+    inside = i < tl.where(source > 0, width, 0)
+    kept = tl.load(own + source % REACH * width, mask=inside)
+    tl.store(own + target % REACH * width, kept, mask=inside)
 
 
 @triton.jit(
@@ -264,7 +335,7 @@ def _ring(
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(slots + row).to(tl.int64) * REACH + tl.load(positions + row) % REACH
+    place = tl.load(slots + row).to(tl.int64) * REACH + tl.maximum(tl.load(positions + row), 0) % REACH
     here, there = values + row * stride + i, ring + place * width + i
     if INTO:
         tl.store(there, tl.load(here, mask=i < width), mask=i < width)
@@ -341,6 +412,55 @@ def accept(
     )  # fmt: skip
 
 
+def take_leaf(
+    columns: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    ends: Tensor,
+    tokens: TokenTable,
+    computed: Tensor,
+    counts: Tensor,
+    moves: Tensor,
+    deep: int,
+    most: int,
+) -> None:
+    """``accept`` in a step with leaves: of the guesses of a row the first ``deep`` follow each other, and the
+    others are second guesses of the first places, in their order (``place``). Where the first wrong guess has
+    one beside it that is right, the row brings that and what was drawn behind it.
+
+    ``counts`` int32[3, R]: as in ``accept``, guesses of the chain alone; then which decode row of the row has
+    drawn the last token, 0: the one behind those before. ``moves`` int32[2, R]: the place of the leaf that
+    counts (0: none does), and the one that it takes now (``move``). Rows of one place draw into the same
+    place of ``tokens``, so what counts is written there once more."""
+    rows = columns.shape[1]
+    _take_leaf[(rows,)](
+        columns, rows, ids, out, ends, *tokens.arguments, computed, counts, moves, deep, MOST=most,
+        num_warps=1,
+    )  # fmt: skip
+
+
+def move(
+    columns: Tensor, moves: Tensor, page_table: Tensor, page_size: int, memory: Tensor, places: Tensor
+) -> None:
+    """Copy what layers keep of leaves to where their tokens stand now: ``moves`` of ``take_leaf``.
+    ``memory``: integers, among which all pages are; ``places`` int64[N, 6]: of each of N tensors, where in
+    there it begins, how far pages, tokens and heads are apart, how many heads there are, and how many
+    integers one of a token takes."""
+    rows = columns.shape[1]
+    _move_kv[rows, len(places)](
+        columns, rows, moves, page_table, page_table.stride(0), page_size, memory, places, BLOCK=512,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def move_hidden(columns: Tensor, moves: Tensor, ring: Tensor) -> None:
+    """The same for ``ring`` (``keep``)."""
+    rows, width = columns.shape[1], ring.shape[2]
+    _move_ring[rows, cdiv(width, 1024)](
+        columns, rows, moves, ring, width, REACH=ring.shape[1], BLOCK=1024, num_warps=4
+    )
+
+
 def link(columns: Tensor, ends: Tensor, reads: Tensor, writes: Tensor, runs: Tensor, most: int) -> None:
     """Decode rows of one row go on from each other's states: ``reads``, ``writes`` and ``runs`` int32 of each
     decode row, see ``gpu/states.py: DeviceStates``. ``columns`` int32[5, R]: as in ``guess``, which has set
@@ -370,11 +490,14 @@ def place(
     ends: Tensor,
     padding: int,
     most: int,
+    deep: int,
 ) -> None:
-    """``guess`` where a model has put all that may be guessed into the token table."""
+    """``guess`` where a model has put all that may be guessed into the token table. The first ``deep``
+    guesses of a row follow each other. Those behind are leaves: each samples what comes behind the second
+    guess of a place, the first for the first place, and stands (``starts``) behind all guesses before it."""
     rows = columns.shape[1]
     _place[(rows,)](
-        columns, rows, computed, limits, slots, starts, where, ends, padding, MOST=most, num_warps=1
+        columns, rows, computed, limits, slots, starts, where, ends, padding, deep, MOST=most, num_warps=1
     )
 
 
@@ -397,6 +520,7 @@ def go_on(
     starts: Tensor,
     ends: Tensor,
     padding: int,
+    leaves: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Fill in the step of a model that guesses ``ahead`` tokens behind the next one, of the slots ``rows``
     int32[R], which may guess ``most`` int32[R] tokens.
@@ -404,11 +528,13 @@ def go_on(
     Each reads as many tokens as ``slots`` and ``starts`` int32[R * width] have room for, up to the one before
     that which it guesses, and ``shift`` further back, but none before ``floors`` int32[slots]. Where a row
     does not guess so far, or has no such token, the first token of the slot ``padding`` is read. ``ends``
-    int32[R]: the position of the guess, 0: there is none."""
+    int32[R]: the position of the guess, 0: there is none. ``leaves``: how many second guesses each row has,
+    and where the one for this place goes (0: there is none), int32[R] each."""
     count, width = len(rows), len(slots) // len(rows)
+    given, beside = leaves or (most, ends)
     _go_on[(count,)](
-        rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
-        SHIFT=shift, WIDTH=width, BLOCK=next_power_of_2(width), num_warps=1,
+        rows, most, given, computed, limits, floors, ahead, slots, starts, ends, beside, padding,
+        SHIFT=shift, WIDTH=width, LEAVES=leaves is not None, BLOCK=next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
 

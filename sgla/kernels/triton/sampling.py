@@ -142,17 +142,49 @@ def _find(
 
 
 @triton.jit
+def _find_second(
+    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, winner,
+    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The token that ``_find`` would find without the ``winner``."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    threshold = tl.load(thresholds + row) if HAS_THRESHOLDS else float("-inf")
+    seed, position = tl.load(seeds + slot), tl.load(positions + row)
+    c = tl.arange(0, CHUNKS)
+    bound = tl.load(bounds + row * chunks + c, mask=c < chunks, other=float("-inf"))
+    most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
+    best = tl.full([], float("-inf"), dtype=tl.float32)
+    token = tl.full([], 0, dtype=tl.int32) + first
+    while (most > float("-inf")) & (most >= best):
+        i = chunk * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
+        x = _usable(x, threshold)
+        if temperature >= COLD:
+            x = x * (LOG2_E / temperature) - _noise(_hash(seed, position, first + i), FAST)
+        x = tl.where(first + i == winner, float("-inf"), x)
+        top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+        found = first + chunk * BLOCK + at
+        better = top > best
+        best, token = tl.where(better, top, best), tl.where(better, found, token)
+        bound = tl.where(c == chunk, float("-inf"), bound)
+        most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
+    return token
+
+
+@triton.jit
 def _land(token, row, landing, stride, place, LANDS: tl.constexpr):
     if LANDS:
         tl.store(landing + tl.load(place) * stride + row, token)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place", "beside"])
 def _finish(
     logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
-    tokens, pages, stride, held, page_size, base, out, landing, landing_stride, place,
-    LANDS: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    tokens, pages, stride, held, page_size, base, out, landing, landing_stride, place, beside,
+    SECOND: tl.constexpr, LANDS: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr,
+    PDL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -166,6 +198,14 @@ def _finish(
     slot = tl.load(slots + row).to(tl.int64)
     at = _token(tokens, pages, stride, held, page_size, base, slot, position)
     tl.store(at, tl.maximum(token, 0), mask=position > 0)
+    if SECOND:
+        other = tl.load(beside + row)
+        if other > 0:
+            second = _find_second(
+                logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
+                token, HAS_THRESHOLDS, FAST, BLOCK, CHUNKS,
+            )  # fmt: skip
+            tl.store(_token(tokens, pages, stride, held, page_size, base, slot, other), second)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -434,13 +474,15 @@ def sample(
     first: int = 0,
     best_of_ranks: Callable[[Tensor], None] | None = None,
     landing: Landing | None = None,
+    beside: Tensor | None = None,
 ) -> None:
     """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S] (see above
     for what is no token), and into ``tokens`` if the position is above 0. ``seeds`` int64 and
     ``temperatures`` float32 by slot.
 
     ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys
-    int64[S] by the largest that any rank has."""
+    int64[S] by the largest that any rank has. ``beside`` int32[S]: where in ``tokens`` the one goes that
+    would have been drawn without the first, if that is above 0; not with several ranks."""
     rows, vocab = logits.shape
     chunks = cdiv(vocab, LOGITS)
     bounds = logits.new_empty(rows, chunks)
@@ -453,9 +495,11 @@ def sample(
     options |= {"CHUNKS": next_power_of_2(chunks), "num_warps": 8}
     if best_of_ranks is None:
         _finish[(rows,)](
-            *given, *tokens.arguments, out, *_landing(landing, out), LANDS=landing is not None, **options
-        )
+            *given, *tokens.arguments, out, *_landing(landing, out), out if beside is None else beside,
+            SECOND=beside is not None, LANDS=landing is not None, **options,
+        )  # fmt: skip
         return
+    assert beside is None
     keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _make_keys[(rows,)](*given, keys, **options)
     follow(keys, slots, positions, tokens, out, best_of_ranks, landing)

@@ -44,9 +44,9 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _prepare_decode(
     slots, starts, tokens, pages, stride, held, page_size, base, page_table, table_stride, ids, positions,
-    kv_len, out_loc, cum, skip, deltas, rows, window,
-    SHIFT: tl.constexpr, HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, TILE: tl.constexpr,
-    RANKS: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    kv_len, out_loc, cum, skip, deltas, ends, rows, window,
+    SHIFT: tl.constexpr, HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, ENDS: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _begin_early(PDL)
     r = tl.arange(0, BLOCK)
@@ -54,18 +54,21 @@ def _prepare_decode(
     slot = tl.load(slots + r, mask=live, other=0).to(tl.int64)
     start = tl.load(starts + r, mask=live, other=-1)
     real = live & (start >= 0)
-    position = tl.maximum(start, 0)
-    at = _token(tokens, pages, stride, held, page_size, base, slot, position + SHIFT)
+    own = tl.maximum(start, 0)
+    at = _token(tokens, pages, stride, held, page_size, base, slot, own + SHIFT)
     token = tl.load(at, mask=real, other=0)
-    page = tl.load(page_table + slot * table_stride + position // page_size, mask=real, other=0)
+    page = tl.load(page_table + slot * table_stride + own // page_size, mask=real, other=0)
     tl.store(ids + r, token, mask=live)
+    position = own
+    if ENDS:
+        position = tl.maximum(tl.load(ends + r, mask=real, other=0) - 1, 0)
     if DELTAS:
         delta = tl.load(deltas + slot, mask=real, other=0)
         tl.store(positions + r, _turned(position, delta), mask=live)
     else:
         tl.store(positions + r, position, mask=live)
     tl.store(kv_len + r, start + 1, mask=live)
-    place = _place(page, position, page_size, RANKS, RANK)
+    place = _place(page, own, page_size, RANKS, RANK)
     tl.store(out_loc + r, tl.where(real, place, 0), mask=live)
     length = tl.where(live, start + 1, 0)
     tiles = tl.cdiv(length, TILE)
@@ -113,20 +116,22 @@ def prepare_decode(
     deltas: Tensor | None = None,
     shift: int = 0,
     part: tuple[int, int] = (0, 1),
+    ends: Tensor | None = None,
 ) -> None:
     """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which
     gets ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row,
     ``cum[0]`` is 0. ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding).
     ``deltas`` int32[slots]: by how much ``positions`` are more than the numbers of tokens. ``page_table``: of
     the cache group that ``out_loc`` is for. ``shift``: the ids are those of so many tokens further on.
-    ``part``: this rank, and how many there are that share out the tokens of a page."""
+    ``part``: this rank, and how many there are that share out the tokens of a page. ``ends`` int32[R]: what
+    follows the positions of rows, which are then not the places where these stand (``drafts.place``)."""
     rows, least = slots.shape[0], 32  # few variants to compile
     _prepare_decode[(1,)](
         slots, starts, *tokens.arguments, page_table, page_table.stride(0),
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum,
-        deltas if deltas is not None else cum, rows, window, SHIFT=shift,
-        HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile, RANKS=part[1], RANK=part[0],
-        BLOCK=max(least, next_power_of_2(rows)), num_warps=4, **_pdl(),
+        deltas if deltas is not None else cum, ends if ends is not None else cum, rows, window, SHIFT=shift,
+        HAS_SKIP=skip is not None, DELTAS=deltas is not None, ENDS=ends is not None, TILE=tile,
+        RANKS=part[1], RANK=part[0], BLOCK=max(least, next_power_of_2(rows)), num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
