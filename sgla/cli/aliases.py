@@ -462,7 +462,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "speculative-ngram-*-bfs-breadth",
-        "guesses follow one another, and are no tree (docs/speculation.md says why); leave this out",
+        "n-grams guess one text, and no tree of them; leave this out",
     ),
     (
         "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "

@@ -36,7 +36,7 @@ from sgla.messages import (
     Tier,
 )
 from sgla.model.read import read_spec
-from sgla.worker.facts import drafts_of
+from sgla.worker.facts import guesses_of
 
 if TYPE_CHECKING:
     from sgla.config import Config
@@ -113,9 +113,11 @@ class FakeRow(NamedTuple):
 class FakeModel:
     """Executes plans at once. ``forced``: the longest run of tokens that it may tell at once, as if a grammar
     forced them behind the one it has sampled. A row guesses any number of tokens, of which each is right with
-    the probability ``acceptance``; that depends on its tokens alone, too. Whatever grammar a row has, its
-    tokens are odd and even in turn. ``verify``: keep a page store and check it: each row must find exactly
-    its own prefix in the pages it was given, and no page may be written by two rows of a step.
+    the probability ``acceptance``; that depends on its tokens alone, too. With ``second`` half of them are
+    second guesses of the first places, of which so many are right where the first one is wrong. Whatever
+    grammar a row has, its tokens are odd and even in turn. ``verify``: keep a page store and check it: each
+    row must find exactly its own prefix in the pages it was given, and no page may be written by two rows of
+    a step.
 
     ``cost(tokens, pairs)``: seconds that a step reports, ``pairs`` being the (query, key) pairs of attention.
     """
@@ -128,13 +130,14 @@ class FakeModel:
         cost: Callable[[int, int], float] | None = None,
         forced: int = 0,
         acceptance: float = 0.7,
+        second: float = 0.0,
     ) -> None:
         self.facts = facts
         self.computed_tokens = 0
         self._seed = seed
         self._cost = cost
         self._forced = forced
-        self._acceptance = acceptance
+        self._acceptance, self._second = acceptance, second
         self._slots: list[FakeSlot | None] = [None] * facts.slots
         self._encoder = facts.pooling is not None and facts.pooling.encoder
         self._recurrent = facts.groups[-1].every > 0
@@ -311,8 +314,11 @@ class FakeModel:
         size = self.facts.page_size
         assert all(start + 1 + drafts <= len(pages) * size for pages in slot.pages), "a row without pages"
         guessed = (slot.chain[-1] >> 44) % (drafts + 1)
+        beside = guessed // 2 if self._second else 0
         run = [self._next(slot)]
-        while len(run) <= guessed and self._guesses_right(slot):
+        while len(run) <= guessed - beside and self._guesses_right(slot):
+            run.append(self._next(slot))
+        if len(run) <= beside and (slot.chain[-1] >> 36 & 0xFF) < self._second * 0x100:
             run.append(self._next(slot))
         return FakeRow(slot, start, start + len(run), flags, run, guessed + 1 - len(run))
 
@@ -452,7 +458,7 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
         device="fake",
         hidden=FAKE_WIDTH if config.enable_return_hidden_states else 0,
         adapters=config.max_loras if config.enable_lora else 0,
-        drafts=drafts_of(config),
+        drafts=guesses_of(config),
         guided_drafts=True,
         notes=["no model: the next token is a hash of those before it"],
     )

@@ -187,8 +187,8 @@ def branching() -> list[Submit]:
     """For guesses beside which stand others."""
     stem = list(range(40, 57))
     return [
-        submit("free", [5, 9, 2], 40),
-        submit("shown", stem, 25, temperature=0.8, seed=3, logprobs=2),
+        submit("free", [5, 9, 2], 30),
+        submit("shown", stem, 20, temperature=0.8, seed=3, logprobs=2),
         submit("shared", [*stem, 3], 12, temperature=1.0, seed=4, stop_ids=[79]),
         submit("cut", [7] * 3, 14, temperature=1.0, seed=3, top_k=9, top_p=0.9),
         submit("ruled", [5], 11, temperature=1.0, seed=1, frequency=1.5, logprobs=1),
@@ -214,7 +214,7 @@ def wanted(case: str) -> list[Submit]:
     if case == "others":
         return answers()
     if "leaves" in case:
-        return branching()
+        return branching()[: 4 if case in HEADS else None]
     if case in HEADS:
         return few()
     if case == "model":

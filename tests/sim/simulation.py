@@ -62,8 +62,8 @@ def make_submit(rid: str, tokens: list[int], max_new: int = 8, **changes: Any) -
 
 
 class Simulation:
-    """``cut``: requests ended by a cancel or a deadline. ``forced``, ``acceptance``: see FakeModel.
-    A step lasts 1 on the simulated clock, or ``cost``."""
+    """``cut``: requests ended by a cancel or a deadline. ``forced``, ``acceptance`` and ``second``: see
+    FakeModel. A step lasts 1 on the simulated clock, or ``cost``."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Simulation:
         check: bool = True,
         forced: int = 0,
         acceptance: float = 0.7,
+        second: float = 0.0,
         before: Simulation | None = None,
     ) -> None:
         """``before``: a server that has had the tiers that last."""
@@ -91,7 +92,8 @@ class Simulation:
         )
         self.limits = limits
         self.core = Core(limits, before.model.tiers.found() if before else [])
-        self.model = FakeModel(facts, seed=1, verify=check, cost=cost, forced=forced, acceptance=acceptance)
+        chances = {"forced": forced, "acceptance": acceptance, "second": second}
+        self.model = FakeModel(facts, seed=1, verify=check, cost=cost, **chances)
         for tier in limits.tiers if before else ():
             if tier.lasting or tier.shared:
                 self.model.tiers.there[tier.name] = before.model.tiers.there[tier.name]

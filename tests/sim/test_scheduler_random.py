@@ -22,15 +22,16 @@ HURRIED = 600  # a hundred and fifty, six thousand
 def play(random: Random, stages: int = 1, guesses: bool = False, **changes: Any) -> Simulation:
     """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go
     on. ``guesses``: rows may guess, of which any share is right; ``changes``: of the limits."""
-    forced, acceptance = random.choice((0, 0, 2, 9)), random.choice((0.0, 0.5, 0.9, 1.0))
+    forced, acceptance, second = random.choice((0, 0, 2, 9)), random.choice((0.0, 0.5, 0.9, 1.0)), 0.0
     limits = random_limits(random, hidden=2, **changes)
     if guesses:
         acceptance, limits = random.random(), replace(limits, drafts=random.choice((1, 2, 3, 8)))
+        second = random.choice((0.0, 0.6))
     if stages > 1:
         forced, depth = 0, random.randint(1, stages + 1)
         limits = replace(limits, stages=stages, depth=depth, brief_depth=0, drafts=0)
     simulation = Simulation(
-        limits, brief if limits.brief_depth else None, forced=forced, acceptance=acceptance
+        limits, brief if limits.brief_depth else None, forced=forced, acceptance=acceptance, second=second
     )
     pending = [of_any_kind(random, submit) for submit in random_submits(random, random.randint(2, 9))[::-1]]
     bound = 400 + 80 * len(pending)
