@@ -2,7 +2,7 @@
 """Find how the grouped products of a mixture of experts are best cut: the data of
 ``sgla/kernels/triton/moe_tiles.py``.
 
-    python bench/gpu_moe.py tune [--model bench/models/qwen3-30b-a3b] [--fp8]     # prints the table, JSON lines above it
+    python bench/gpu_moe.py tune --model bench/models/qwen3-30b-a3b,bench/models/glm-4.7-flash [--fp8]  # tables to paste
     python bench/gpu_moe.py few                                                  # the kernels for very few tokens
     python bench/gpu_moe.py layers --model bench/models/qwen3.6-35b-a3b          # layers of one and two tokens, in a chain
     python bench/gpu_moe.py decode                                               # those for decode batches
@@ -21,6 +21,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,17 +42,7 @@ from sgla.model.spec import ModelSpec
 from sgla.quant.weight import pack
 
 BF16 = torch.bfloat16
-TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-ROWS = {
-    8: (16,),
-    16: (16,),
-    32: (16,),
-    64: (16, 32),
-    128: (16, 32),
-    256: (16, 32),
-    512: (32, 64),
-    1024: (64, 128),
-}
+TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHARED = 224 << 10  # bytes of shared memory of a program, at most
 
 
@@ -79,16 +70,15 @@ def time_us(bodies: list[Callable[[], Any]], repeats: int = 5) -> float:
 
 
 class Layer:
-    """Random experts of one layer, and some routings of a number of tokens."""
+    """Random experts of one layer, and some routings of a number of tokens. ``few``: two experts, which are
+    enough to compile with. Every token's are among them."""
 
-    def __init__(self, spec: ModelSpec, fp8: bool) -> None:
+    def __init__(self, spec: ModelSpec, fp8: bool, few: bool = False) -> None:
         assert spec.moe is not None
-        self.experts, self.f, self.d, self.top_k = (
-            spec.moe.experts,
-            spec.moe.intermediate,
-            spec.hidden,
-            spec.moe.routing.top_k,
-        )
+        self.f, self.d = spec.moe.intermediate, spec.hidden
+        self.common = spec.moe.shared // self.f
+        self.experts = 2 if few else spec.moe.experts + self.common
+        self.top_k = 2 if few else spec.moe.routing.top_k + self.common
         self.fp8, self.size = fp8, 1 if fp8 else 2
         self.gate_up = self._weight(self.experts * 2 * self.f, self.d)
         self.down = self._weight(self.experts * self.d, self.f)
@@ -102,137 +92,146 @@ class Layer:
         return (x.to(torch.float8_e4m3fn), torch.ones(rows, device="cuda")) if self.fp8 else (x, None)
 
     def routings(self, tokens: int) -> list[torch.Tensor]:
-        count = 6 if tokens <= 64 else 2
-        return [
-            torch.rand(tokens, self.experts, device="cuda").topk(self.top_k).indices.int()
+        count, own = 6 if tokens <= 64 else 2, self.experts - self.common
+        shared = torch.arange(own, self.experts, device="cuda").expand(tokens, -1)
+        chosen = (
+            torch.rand(tokens, own, device="cuda").topk(self.top_k - self.common).indices
             for _ in range(count)
-        ]
+        )
+        return [torch.cat([ids, shared], 1).int() for ids in chosen]
 
     def time(self, tokens: int, rows: int, tile: Tile, gated: bool, ids: list[torch.Tensor]) -> float:
+        return time_us(self.bodies(tokens, rows, tile, gated, ids))
+
+    def bodies(
+        self, tokens: int, rows: int, tile: Tile, gated: bool, ids: list[torch.Tensor]
+    ) -> list[Callable[[], Any]]:
         grouped = [moe.group(i, self.experts, rows) for i in ids]
         x = self._input(tokens if gated else tokens * self.top_k, self.d if gated else self.f)
         w, n = (self.gate_up, self.f) if gated else (self.down, self.d)
         act = "silu" if gated else None
-        return time_us(
-            [lambda g=g: moe.experts(*x, *w, n, g, tile, act) for g in grouped]  # type: ignore[misc]
-        )
+        return [lambda g=g: moe.experts(*x, *w, n, g, tile, act) for g in grouped]  # type: ignore[misc]
 
 
 def candidates(rows: int, gated: bool, size: int) -> list[Tile]:
-    both = 2 if gated else 1
-    found = []
-    if rows <= 32:
-        for n, k, stages in itertools.product((64, 128, 256), (64, 128, 256), (2, 3, 4, 5)):
-            for warps in (4, 8) if n >= 128 else (4,):
-                found.append(Tile(n, k * 2 // size, warps, stages, True, True))
-        found += [
-            Tile(n, k * 2 // size, 4, s, False, True) for n in (32, 64) for k in (64, 128) for s in (3, 4)
-        ]
-        found += [Tile(64, k * 2 // size, 4, s, True, False) for k in (64, 128) for s in (3, 4)]
+    """Cuts that have won somewhere, and their neighbours; those that registers or shared memory do not hold
+    are left out. ``k`` in bytes, since a row of a tile is at most 256."""
+    swap = rows <= 32
+    if swap:
+        tried = itertools.product((64, 128), (128, 256), (4,), (2, 3, 4))
     else:
-        for n, k, stages in itertools.product((64, 128, 256), (64, 128), (3, 4)):
-            for warps in (4, 8):
-                found.append(Tile(n, k * 2 // size, warps, stages, False, True))
-    limit = 256 if rows <= 32 else 128 * 128 * 2
+        tried = itertools.product((64, 128, 256), (128, 256), (4, 8), (3, 4))
+    both, limit = 2 if gated else 1, 256 if swap else 128 * 128 * 2
     return [
-        t
-        for t in found
-        if t.stages * t.k * size * (both * t.n + rows) <= SHARED
-        and both * t.n * (1 if rows <= 32 else rows) <= limit * (t.warps // 4)
-        and t.k * size <= 256
+        Tile(n, k // size, warps, stages, swap, True)
+        for n, k, warps, stages in tried
+        if stages * k * (both * n + rows) <= SHARED
+        and both * n * (1 if swap else rows) <= limit * (warps // 4)
+        and (warps == 4 or n * rows >= 128 * 64)
     ]
 
 
 def compile_one(job: tuple[str, bool, int, bool, Tile]) -> None:
     model, fp8, rows, gated, tile = job
-    small = Small(model, fp8)
+    layer = Layer(read_spec(model), fp8, few=True)
     try:
-        small.time(16, rows, tile, gated, [])
+        for body in layer.bodies(16, rows, tile, gated, layer.routings(16)[:1]):
+            body()
     except Exception as error:  # a cut the compiler refuses is no candidate
         print("refused", tile, str(error)[:100], flush=True)
-
-
-class Small(Layer):
-    """The same shapes with two experts: what a compilation depends on is all there."""
-
-    def __init__(self, model: str, fp8: bool) -> None:
-        spec = read_spec(model)
-        assert spec.moe is not None
-        self.experts, self.f, self.d, self.top_k = (
-            2,
-            spec.moe.intermediate,
-            spec.hidden,
-            spec.moe.routing.top_k,
-        )
-        self.fp8, self.size = fp8, 1 if fp8 else 2
-        self.gate_up, self.down = self._weight(4 * self.f, self.d), self._weight(2 * self.d, self.f)
-
-    def time(self, tokens: int, rows: int, tile: Tile, gated: bool, ids: list[torch.Tensor]) -> float:
-        groups = moe.group(torch.zeros(16, self.top_k, dtype=torch.int32, device="cuda"), 2, rows)
-        x = self._input(16 if gated else 16 * self.top_k, self.d if gated else self.f)
-        w, n = (self.gate_up, self.f) if gated else (self.down, self.d)
-        moe.experts(*x, *w, n, groups, tile, "silu" if gated else None)
-        return 0.0
 
 
 def read_spec(model: str) -> ModelSpec:
     return read_decoder(json.loads((Path(model) / "config.json").read_text()))
 
 
-def tune(model: str, fp8: bool) -> None:
-    spec, size = read_spec(model), 1 if fp8 else 2
-    jobs = [
-        (model, fp8, rows, gated, tile)
-        for rows in (16, 32, 64, 128)
-        for gated in (True, False)
-        for tile in candidates(rows, gated, size)
-    ]
-    with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-        pool.map(compile_one, jobs, chunksize=2)
-    emit(bench="moe_compiled", jobs=len(jobs))
-    layer = Layer(spec, fp8)
-    table = []
+def tokens_of(layer: Layer) -> list[int]:
+    """Of ``TOKENS`` those that Triton's kernels multiply, and the last number before CUDA's take over."""
+    few = mixture.FEW + 1
+    if layer.fp8:
+        return [tokens for tokens in TOKENS if tokens >= few]
+    refused = experts.refuses(layer.top_k, layer.f, layer.d, layer.experts) is not None
+    first = few if refused else min(experts.MAX_PAIRS, experts.SHARED * layer.experts) // layer.top_k + 1
+    last = mixture.MANY * layer.experts // layer.top_k
+    return [*(tokens for tokens in TOKENS if first <= tokens < last), last]
+
+
+def tune(models: list[str], kinds: list[bool]) -> None:
+    """Kernels depend on the model by whether k is whole tiles alone: those of all are compiled together."""
+    jobs: dict[Any, tuple[str, bool, int, bool, Tile]] = {}
+    for model, fp8, gated in itertools.product(models, kinds, (True, False)):
+        spec = read_spec(model)
+        assert spec.moe is not None
+        k = spec.hidden if gated else spec.moe.intermediate
+        for rows in (16, 32, 64, 128) if fp8 else (32, 64, 128):
+            for tile in candidates(rows, gated, 1 if fp8 else 2):
+                jobs.setdefault((fp8, rows, gated, tile, k % tile.k == 0), (model, fp8, rows, gated, tile))
+    begun = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(min(15, os.cpu_count() or 1)) as pool:
+        pool.map(compile_one, list(jobs.values()), chunksize=2)
+    emit(bench="moe_compiled", jobs=len(jobs), s=round(time.perf_counter() - begun, 1))
+    for model, fp8 in itertools.product(models, kinds):
+        begun = time.perf_counter()
+        tune_one(model, fp8)
+        emit(bench="moe_tuned", model=model, fp8=fp8, s=round(time.perf_counter() - begun, 1))
+
+
+def tune_one(model: str, fp8: bool) -> None:
+    """Of each number of tokens the best cuts, and what those of ``moe_tiles`` take beside them."""
+    layer, table = Layer(read_spec(model), fp8), list[Tiles]()
     kept: dict[tuple[int, bool], list[Tile]] = {}
-    for tokens in sorted(TOKENS, key=lambda t: t not in (256, 64)):  # these choose what the others try
+    middle = 256 if fp8 else 1024
+    for tokens in sorted(
+        tokens_of(layer), key=lambda t: (t != middle, t)
+    ):  # this one chooses what others try
         ids = layer.routings(tokens)
-        best = None
-        for rows in ROWS.get(tokens, (128,)):
-            parts = []
-            for gated in (True, False):
-                timed = []
-                for tile in kept.get((rows, gated), candidates(rows, gated, size)):
-                    try:
-                        timed.append((layer.time(tokens, rows, tile, gated, ids), tile))
-                    except Exception as error:
-                        print("failed", tile, str(error)[:100], flush=True)
-                timed.sort()
-                kept[rows, gated] = list(dict.fromkeys([*(t for _, t in timed[:8])]))
-                parts.append(timed[0])
-                emit(
-                    tokens=tokens,
-                    rows=rows,
-                    gated=gated,
-                    best=[(round(us, 1), list(t)) for us, t in timed[:5]],
-                )
-            total = parts[0][0] + parts[1][0]
-            if best is None or total < best[0]:
-                best = (total, Tiles(tokens, rows, parts[0][1], parts[1][1]), parts)
-        assert best is not None
+        timed: dict[tuple[int, bool], list[tuple[float, Tile]]] = {}
+        mean = tokens * layer.top_k / layer.experts
+        blocks = [rows for rows in (16, 32, 64, 128) if suits(rows, mean)]
+        for rows, gated in itertools.product(blocks, (True, False)):
+            tried = kept.get((rows, gated), candidates(rows, gated, layer.size))
+            timed[rows, gated] = sorted(measured(layer, tokens, rows, tile, gated, ids) for tile in tried)
+            kept.setdefault((rows, gated), [tile for _, tile in timed[rows, gated][:8]])
+        now = moe_tiles.tiles_for(tokens, layer.experts, layer.top_k, layer.f, layer.d, layer.size, True)
+        before = [
+            measured(layer, tokens, now.rows, tile, gated, ids)[0]
+            for gated, tile in ((True, now.gate_up), (False, now.down))
+        ]
+        totals = {rows: timed[rows, True][0][0] + timed[rows, False][0][0] for rows, _ in timed}
+        rows = min(totals, key=lambda rows: totals[rows])
+        (up_us, gate_up), (down_us, down) = timed[rows, True][0], timed[rows, False][0]
         active = sum(int(i.unique().numel()) for i in ids) / len(ids)
-        floor = active * 3 * layer.f * layer.d * size / 4.34e6
         emit(
             bench="moe",
+            model=Path(model).name,
             fp8=fp8,
             tokens=tokens,
-            gate_up_us=round(best[2][0][0], 1),
-            down_us=round(best[2][1][0], 1),
-            read_floor_us=round(floor, 1),
+            us=[round(up_us, 1), round(down_us, 1)],
+            now_us=[round(us, 1) for us in before],
+            read_floor_us=round(active * 3 * layer.f * layer.d * layer.size / 4.34e6, 1),
+            rows={rows: round(us, 1) for rows, us in totals.items()},
         )
-        table.append(best[1])
-    print(f"({layer.experts}, {layer.f}, {layer.d}, {size}): [")
+        table.append(Tiles(tokens, rows, gate_up, down))
+    print(f"    # {Path(model).name}\n    ({layer.experts}, {layer.f}, {layer.d}, {layer.size}): [")
     for tiles in sorted(table):
-        print(f"    {tiles!r},".replace("True", "True"))
-    print("],", flush=True)
+        cuts = (f"Tile{tuple(tile)}" for tile in tiles[2:])
+        print(f"        Tiles({tiles.tokens}, {tiles.rows}, {', '.join(cuts)}),")
+    print("    ],", flush=True)
+
+
+def suits(rows: int, mean: float) -> bool:
+    """Whether blocks of so many pairs are tried where an expert has ``mean`` of them."""
+    return rows / 4 <= mean <= 4 * rows or (rows == 16 and mean < 16) or (rows == 128 and mean > 128)
+
+
+def measured(
+    layer: Layer, tokens: int, rows: int, tile: Tile, gated: bool, ids: list[torch.Tensor]
+) -> tuple[float, Tile]:
+    try:
+        return layer.time(tokens, rows, tile, gated, ids), tile
+    except Exception as error:
+        print("failed", tile, str(error)[:100], flush=True)
+        return float("inf"), tile
 
 
 def few(model: str, fp8: bool) -> None:
@@ -554,10 +553,12 @@ def main() -> None:
         apart = {"decode": decode, "prompts": prompts}
         if args.what == "packed":
             packed(args.model, args.kind, [int(n) for n in args.tokens.split(",") if n])
+        elif args.what == "tune":
+            tune(args.model.split(","), [True] if args.fp8 else [False, True])
         elif args.what in apart:
             apart[args.what](args.model)
         else:
-            {"tune": tune, "few": few, "layers": layers}[args.what](args.model, args.fp8)
+            {"few": few, "layers": layers}[args.what](args.model, args.fp8)
 
 
 if __name__ == "__main__":

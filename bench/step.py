@@ -42,6 +42,7 @@ from sgla.kernels.gpu import tuning
 from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 from sgla.model.read import read_decoder
+from sgla.resolve import ROWS
 from sgla.worker.batch import state_columns
 from sgla.worker.cuda import CudaRunner
 from sgla.worker.flights import Flight
@@ -286,6 +287,9 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     extra = json.loads(args.extra)
     if guessed:
         extra |= {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": max(guessed)}
+    batches = list(map(int, args.batches.split(",")))
+    if max(batches) > ROWS:
+        extra = {"max_running_requests": max(batches)} | extra
     source = open_source(args.model, "dummy")
     longest = read_decoder(source.config).context_len
     if args.context + ROOM > longest:
@@ -326,7 +330,6 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         "ledger": runner.facts.ledger,
     }
     lines.emit(base | {"w": "startup"} | start)
-    batches = list(map(int, args.batches.split(",")))
     with torch.inference_mode():
         for rows in batches:
             lines.emit(base | measure(runner, rows, args.context, DRAWN, args.steps))
