@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import save_checkpoint
 from config_cases import gemma3, qwen3_next
+from gguf import GGMLQuantizationType as Type
+from test_fp8 import quantize_checkpoint
+from test_gguf import convert
 from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.actors.setup import find_model
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
+from sgla.loading.source import configured_source, drafting, open_source
 from sgla.messages import Submit
 from sgla.model.drafting import read_draft
 from sgla.model.read import read_decoder
@@ -96,6 +102,37 @@ def test_a_model_that_guesses_for_itself_is_always_right(limits: dict[str, Any])
         run(runner, requests(), core)
     stats = core.stats()
     assert sum(stats.right_at) == stats.draft_tokens > 10
+
+
+@pytest.mark.parametrize("kind", ["gguf", "Q8_0", "fp8", "int8", "int4"])
+def test_a_model_that_guesses_may_be_in_another_format(kind: str, tmp_path: Path) -> None:
+    """Than the same model's, for which it guesses: rounded weights are right less often."""
+    hf = save_checkpoint(tmp_path / "target", "llama", hidden_size=64, num_attention_heads=4)
+    path, settings = tmp_path / "draft", {}
+    if kind in ("gguf", "Q8_0"):
+        path = convert(hf, tmp_path / "draft.gguf", quantized=None if kind == "gguf" else Type[kind])
+    elif kind == "fp8":
+        shutil.copytree(tmp_path / "target", path)
+        quantize_checkpoint(path, "channel", quant_method="fp8", activation_scheme="dynamic")
+    else:
+        path, settings = tmp_path / "target", {"speculative_quantization": kind}
+    target = open_source(tmp_path / "target")
+    plain = CpuRunner(tiny_config(native_kernels=True), target, 0, 1, "", lambda progress: None)
+    asked = tiny_config(
+        native_kernels=True,
+        speculative_model=str(path),
+        speculative_algorithm="draft_model",
+        speculative_adaptive=False,
+        speculative_num_draft_tokens=4,
+        **settings,
+    )
+    source = replace(target, draft=configured_source(path, drafting(asked)))
+    runner = CpuRunner(asked, source, 0, 1, "", lambda progress: None)
+    core = make_core(runner.facts, drafts=4)
+    prompts = [submit(f"{i}", [*range(3 + i, 30)], 30) for i in range(3)]
+    assert run(runner, prompts, core).tokens() == run(plain, prompts).tokens()
+    stats = core.stats()
+    assert sum(stats.right_at) / stats.draft_tokens >= (1.0 if kind == "gguf" else 0.2)
 
 
 def test_what_it_keeps_comes_back_from_a_disk(tmp_path: Path) -> None:
