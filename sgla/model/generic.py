@@ -457,6 +457,22 @@ def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrained
         raise refusal(f"its configuration is refused: {first_line(error)}") from error
 
 
+def of_text(config: PreTrainedConfig, text: PreTrainedConfig, kind: str) -> str | dict[str, Any]:
+    """``kind`` of attention for ``text`` and what holds it; towers keep their own, which may know no other
+    kinds."""
+    if config is text:
+        return kind
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    return {"": kind} | {key: of_text(part, text, kind) for key, part in parts.items() if holds(part, text)}
+
+
+def holds(config: PreTrainedConfig | None, text: PreTrainedConfig) -> bool:
+    """Whether ``text`` is this configuration, or one within it."""
+    if config is None or config is text:
+        return config is text
+    return any(holds(getattr(config, key, None), text) for key in config.sub_configs)
+
+
 def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: int = 1) -> dict[str, Any]:
     """The facts about a model that ``config`` describes. Raises ConfigError for one that cannot be served, by
     so many ``ranks``."""
@@ -469,7 +485,7 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: in
     context, notes = context_of(text)
     try:
         with torch.device("meta"):
-            made = cls._from_config(hf, attn_implementation=SEEN, dtype=torch.float32)
+            made = cls._from_config(hf, attn_implementation=of_text(hf, text, SEEN), dtype=torch.float32)
         model = within_training(made).eval()
         if towers := without_towers(model):
             notes.append(f"it reads text alone, without its {', '.join(towers)}")
@@ -610,9 +626,10 @@ def loaded(
     seed: int,
 ) -> PreTrainedModel:
     made: PreTrainedModel
+    attention = of_text(hf, hf.get_text_config(), PAGED)
     if kind == "dummy":
         torch.manual_seed(seed)
-        made = cls._from_config(hf, attn_implementation=PAGED, dtype=dtype)
+        made = cls._from_config(hf, attn_implementation=attention, dtype=dtype)
         for weight in made.parameters():
             if weight.dim() > 1 and not weight.any():  # a router of zeros has ties, which devices break apart
                 torch.nn.init.normal_(weight, std=getattr(hf, "initializer_range", 0.02))
@@ -623,7 +640,7 @@ def loaded(
             config=hf,
             state_dict=views,
             dtype=dtype,
-            attn_implementation=PAGED,
+            attn_implementation=attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told
         )

@@ -123,6 +123,18 @@ SIGHTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"encoder_config": {"hidden_dim": 32, "num_layers": 1, "num_heads": 2, "dim_head": 16}}
         | {"projector_config": TOWER | {"model_type": "blip_2_qformer", "encoder_hidden_size": 32}},
     ),
+    # Its tower looks its attention up in a table of its own.
+    "deepseek_ocr2": (
+        {"head_dim": 12, "mlp_layer_types": ["dense"] + ["sparse"] * 2, "moe_intermediate_size": 32}
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        {
+            "sam_config": TOWER
+            | {"image_size": 32, "patch_size": 16, "output_channels": 32}
+            | {"downsample_channels": [32, 32], "global_attn_indexes": [0], "mlp_dim": 32},
+            "encoder_config": TOWER | {"num_key_value_heads": 2, "layer_types": ["full_attention"]},
+        },
+        {},
+    ),
     "got_ocr2": ({}, TOWER | {"image_size": 32, "patch_size": 16, "output_channels": 32}, {}),
     "paddleocr_vl": ({"head_dim": 16, "rope_parameters": SECTIONS}, TOWER, {}),
     # Windows have other numbers of heads, and experts are a loop over those that are chosen.
