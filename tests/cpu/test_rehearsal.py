@@ -209,6 +209,10 @@ CASES["a head guesses beside steps of one kernel"] = (
     {"num_hidden_layers": 8, "vocab_size": 3000},
     CASES["a head guesses"][2],
 )
+CASES["a head guesses twice"] = (
+    *CASES["a head guesses"][:2],
+    CASES["a head guesses"][2] | {"speculative_eagle_topk": 2},
+)
 MEDUSA = {"medusa_num_heads": 4, "medusa_num_layers": 1}
 CASES["medusa guesses"] = (
     "qwen3-0.6b",
@@ -237,7 +241,7 @@ DRAFTS["a head guesses beside steps of one kernel"] = (
     "../heads/qwen3-0.6b",
     {"vocab_size": 3000, "draft_vocab_size": 2048},
 )
-DRAFTS["a head of 4 bits guesses"] = DRAFTS["a head guesses"]
+DRAFTS["a head of 4 bits guesses"] = DRAFTS["a head guesses twice"] = DRAFTS["a head guesses"]
 
 
 def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
