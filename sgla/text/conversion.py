@@ -52,7 +52,8 @@ def readable(complaint: str) -> Iterator[None]:
     except (SglaError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ConfigError(f"{complaint}: {' '.join(str(error).split())}", param="tokenizer") from error
+        why = " ".join(str(error).split())[:300]  # it may quote the file
+        raise ConfigError(f"{complaint}: {why}", param="tokenizer") from error
 
 
 def cached(digest: str, cache: Path | None, make: Callable[[], Tokenizer]) -> Tokenizer:
