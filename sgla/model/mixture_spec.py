@@ -29,6 +29,14 @@ def qwen3_vl(c: Reader, layers: int) -> MoESpec:
     return replace(qwen3(_renamed(c, {}, norm_topk_prob=True), layers, 60), crossed=True, halves=True)
 
 
+def mellum(c: Reader, layers: int) -> MoESpec:
+    """Mellum 2: in the layers of a list, or in all."""
+    experts, width = _experts(c, 64), c.integer("moe_intermediate_size", INNER)
+    routing = _routing(c, experts, normalize=c.flag("norm_topk_prob"))
+    kept = _behind(c, layers) if c.given("mlp_layer_types") else frozenset(range(layers))
+    return MoESpec(experts, width, routing, kept)
+
+
 def qwen2(c: Reader, layers: int) -> MoESpec:
     """And a shared expert with a gate."""
     shared = c.integer("shared_expert_intermediate_size", INNER)

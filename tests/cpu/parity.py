@@ -268,6 +268,10 @@ LAYOUTS: dict[str, Layouts] = {
     "glm4_moe_lite": Layouts(LATENT | ROUTED, heads=MORE_LATENT),
     "youtu": Layouts(LATENT | TIED, heads=MORE_LATENT),
     "qwen3_moe": Layouts(EXPERTS, other={"decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "mellum": Layouts(
+        EXPERTS | {"head_dim": 8, "rope_parameters": PARTS},
+        other=SLIDES | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "mixtral": Layouts({"num_local_experts": 5}, other=WINDOW),
     "deepseek": Layouts(
         ROUTED | {"first_k_dense_replace": 1}, other={"moe_layer_freq": 2, "norm_topk_prob": True}
@@ -426,7 +430,6 @@ GENERIC: dict[str, dict[str, Any]] = {
     "granitemoe_swa": MIXED | {"num_local_experts": 4},
     "kolibri1": {"head_dim": 8},
     "laguna": FEW | {"head_dim": 8},
-    "mellum": FEW | {"head_dim": 8},
     "modernbert-decoder": {"local_attention": 16},
     "moshi": {"head_dim": 8},
     "nanochat": {},  # soft cap of logits
@@ -445,7 +448,6 @@ GENERIC_OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "ctrl": (_GPT2_HEADS, {"dff": 64}),
     "gpt_bigcode": (_GPT2_HEADS | {"multi_query": False}, {"activation_function": "gelu"}),
     "laguna": (HEADS, {"rope_parameters": PARTS}),
-    "mellum": (HEADS, {"rope_parameters": PARTS}),
     "modernbert-decoder": (EVERY_HEAD, {"local_attention": 8}),
     "persimmon": (EVERY_HEAD,),
 }

@@ -74,6 +74,14 @@ LLAMA4 = {
 MIMO = {key: value for key, value in GROUPS.items() if key != "n_shared_experts"}
 MIMO |= {"head_dim": 24, "v_head_dim": 12, "num_key_value_heads": 1, "sliding_window": 10}
 SPLIT_TOO = "qwen2", "phi", "deepseek", "minimax", "mimo"
+MELLUM = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "deepseek": ("deepseek", ROUTED | {"first_k_dense_replace": 1, "n_shared_experts": 2}),
@@ -85,6 +93,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi, longrope": (
         "phimoe",
         {"num_local_experts": 5, "attention_bias": True, "sliding_window": 9, "rope_parameters": LONGROPE},
+    ),
+    "mellum": (
+        "mellum",
+        EXPERTS | {"num_local_experts": 6, "head_dim": 8, "sliding_window": 9} | MELLUM,
     ),
     "qwen2": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72}),
     "qwen2 sparse, with windows": (

@@ -116,6 +116,36 @@ FAMILIES = {
             Gguf("qwen3vlmoe", missing={"expert_weights_norm": True}, sees=True),
         ),
     ),
+    "MellumForCausalLM": Family(
+        ("mellum",),
+        {key: value for key, value in DECODER.items() if key not in ("rope_theta", "rope_scaling")}
+        | sizes(98304, 2304, 7168, 28, 32, 131072, 4)
+        | {
+            "head_dim": 128,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "attention_bias": False,
+            "sliding_window": 1024,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "mtp_layer_types": None,  # of layers that guess, which are left out
+            "mtp_mlp_layer_types": None,
+            "moe_intermediate_size": 896,
+            "num_experts_per_tok": 8,
+            "num_experts": None,  # 64
+            "num_local_experts": None,
+            "norm_topk_prob": True,
+        },
+        CAUSAL | {"rope_theta": 5e5, "rope_scaling": None},  # which its tables say
+        model="sgla.model.llama:Predicting",
+        nulls=("mtp_layer_types", "mtp_mlp_layer_types"),
+        mixture="sgla.model.mixture_spec:mellum",
+        qk_norm="head",
+        windows=listed(every(1), optional=True),
+        local_theta=1e4,
+    ),
     "Llama4ForCausalLM": Family(
         ("llama4_text",),
         DECODER
