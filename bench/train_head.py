@@ -6,9 +6,9 @@ a checkpoint for ``--speculative-algorithm eagle3 --speculative-model FOLDER``.
 
 The model first writes what a user might say, behind the beginning of a user's turn ("Magpie", arXiv
 2406.08464), then it answers. The last round is kept apart: of it, and of the answers to the prompts of
-``chats.py``, the share of right guesses is told. The head is trained on its own hidden states for as many
-steps as it will guess tokens ("training-time test"). Seeds are fixed. ``--seconds``: of everything; where
-they run out, the learning rate falls earlier. Prints JSON lines.
+``chats.py``, the shares of right guesses and of right second ones are told. The head is trained on its own
+hidden states for as many steps as it will guess tokens ("training-time test"). Seeds are fixed.
+``--seconds``: of everything; where they run out, the learning rate falls earlier. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -395,32 +395,41 @@ class Lesson:
 
 
 class Shares:
-    """Of guesses in each place of a row: how many there were behind right ones, and how many were right."""
+    """Of guesses in each place of a row: how many there were behind right ones, and how many were right; or
+    were not, but the second best ones."""
 
     def __init__(self) -> None:
-        self.tried, self.right = [0] * DEEP, [0] * DEEP
+        self.tried, self.right, self.second = ([0] * DEEP for _ in range(3))
 
-    def add(self, rights: list[Tensor], batch: Batch) -> None:
-        """``rights``: bool ``[B, T]`` of each place."""
+    def add(self, ranks: list[Tensor], batch: Batch) -> None:
+        """``ranks``: of what came, ``[B, T]`` of each place: 0 the guess, 1 the second best, 2 another."""
         alive = batch.answers & batch.greedy[:, None]
         at = torch.arange(alive.shape[1], device=alive.device)
-        for place, right in enumerate(rights):
+        for place, rank in enumerate(ranks):
             fits = (at >= batch.first[:, None] + place) & batch.answers & batch.greedy[:, None]
             alive = fits if not place else alive.roll(1, 1) & fits
             self.tried[place] += int(alive.sum())
-            alive = alive & right
+            self.second[place] += int((alive & (rank == 1)).sum())
+            alive = alive & (rank == 0)
             self.right[place] += int(alive.sum())
 
     def told(self) -> dict[str, Any]:
-        shares = [round(right / max(1, tried), 4) for right, tried in zip(self.right, self.tried)]
+        shares, second = (
+            [round(count / max(1, tried), 4) for count, tried in zip(counts, self.tried)]
+            for counts in (self.right, self.second)
+        )
         kept = [math.prod(shares[: n + 1]) for n in range(DEEP)]
-        return {"accept": shares, "tokens_a_step": [round(1 + sum(kept[:n]), 3) for n in range(1, DEEP + 1)]}
+        return {
+            "accept": shares,
+            "second": second,
+            "tokens_a_step": [round(1 + sum(kept[:n]), 3) for n in range(1, DEEP + 1)],
+        }
 
 
 def lose(head: Head, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """The loss, half of it against the target's distribution and half against the token that came; and which
-    guesses are right in each place, bool ``[B, T]``."""
-    kept, rights = batch.answers, []
+    """The loss, half of it against the target's distribution and half against the token that came; and how
+    good a guess that is in each place (``Shares.add``)."""
+    kept, ranks = batch.answers, []
     with torch.no_grad():
         soft = F.linear(batch.taught[kept], head.llama[0].out[head.kept]).float().softmax(-1)
     wanted, total = batch.wanted[kept], torch.zeros((), device=soft.device)
@@ -433,19 +442,20 @@ def lose(head: Head, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         hard = -(logs.gather(1, wanted.clamp(min=0)[:, None])[:, 0] * known).sum() / known.sum().clamp(min=1)
         like = -((soft * logs).sum(-1) * fits).sum() / fits.sum().clamp(min=1)
         total = total + 0.8**place * (hard + like) / 2
-        right = torch.zeros_like(kept)
-        right[kept] = logits.argmax(-1) == wanted
-        rights.append(right)
-    return total, rights
+        rank = torch.full(kept.shape, 2, device=soft.device)
+        best = logits.detach().topk(2).indices == wanted[:, None]
+        rank[kept] = torch.where(best[:, 0], 0, torch.where(best[:, 1], 1, 2))
+        ranks.append(rank)
+    return total, ranks
 
 
 @torch.no_grad()
 def check(head: Head, lesson: Lesson) -> dict[str, Any]:
     shares, losses = Shares(), []
     for batch in lesson.batches(0):
-        loss, rights = lose(head, batch)
+        loss, ranks = lose(head, batch)
         losses.append(loss.item())
-        shares.add(rights, batch)
+        shares.add(ranks, batch)
     return {"loss": round(sum(losses) / len(losses), 4), **shares.told()}
 
 
@@ -482,13 +492,13 @@ def train(head: Head, lesson: Lesson, kept: Lesson, steps: int, clock: Clock, ra
                 return
             for group in optimizer.param_groups:
                 group["lr"] = rate * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * done))
-            loss, rights = lose(head, batch)
+            loss, ranks = lose(head, batch)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(head.parameters(), 0.5)
             optimizer.step()
             if step % 20 == 0:
-                shares.add(rights, batch)
+                shares.add(ranks, batch)
             if step % 100 == 0:
                 took = round(clock.took)
                 say(step=step, epoch=epoch, seconds=took, loss=round(loss.item(), 4), **shares.told())
