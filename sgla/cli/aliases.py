@@ -79,7 +79,7 @@ SLEEPS = "every server can give memory back: POST /sleep"
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # of llama.cpp
 # Of vLLM: names that say of which model the layers are, and what looks texts up.
 VLLM_METHODS = dict.fromkeys(
-    ("qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_v2_mtp"), "mtp"
+    ("qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_mtp", "mimo_v2_mtp"), "mtp"
 ) | dict.fromkeys(("ngram_gpu", "suffix"), "ngram")
 NGRAM = dict.fromkeys(LOOKUPS, "ngram") | {"none": None}
 

@@ -16,7 +16,8 @@ QK_NORM = ("use_qk_norm", "qk_layernorm")  # keys that say whether a model has `
 class PredictorNames(NamedTuple):
     """Names of the tensors of a layer that guesses further tokens; ``{n}``: how many layers stand before.
     ``counted``: files say how many there are; ``windows``: it is like a layer with a window, without experts,
-    and else like the last layer that keeps tokens."""
+    and else like the last layer that keeps tokens; ``hidden_first``: the projection reads the hidden state
+    before the embedding."""
 
     token_norm: str
     hidden_norm: str
@@ -25,6 +26,7 @@ class PredictorNames(NamedTuple):
     norm: str
     counted: bool = True
     windows: bool = False
+    hidden_first: bool = False
 
     def behind(self, layers: int) -> PredictorNames:
         """With the number of ``layers`` filled in."""

@@ -54,7 +54,7 @@ class Predictor:
         spec, alike = target.spec, copy(target)
         alike.spec = layer
         self.width = self.target_width = spec.hidden
-        self.vocab = spec.vocab
+        self.vocab, self.hidden_first = spec.vocab, names.hidden_first
         self.token_norm = target.norm_of(build, names.token_norm)
         self.hidden_norm = target.norm_of(build, names.hidden_norm)
         self.join = MergedColumnLinear(
@@ -70,7 +70,8 @@ class Predictor:
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
     ) -> tuple[Tensor, Tensor]:
-        x = self.join(ops.beside(self.token_norm(tokens), self.hidden_norm(hidden)))
+        both = self.token_norm(tokens), self.hidden_norm(hidden)
+        x = self.join(ops.beside(*(both[::-1] if self.hidden_first else both)))
         x, h = self.block(x, None, batch, kv[0], None)
         made = self.norm.add(x, h)[0]
         return made, made

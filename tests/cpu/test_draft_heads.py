@@ -69,6 +69,8 @@ DFLASH = LLAMA | {
     "block_size": 4,
     "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 7},
 }
+MIMO_7B = LLAMA | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+MIMO_7B |= {"num_nextn_predict_layers": 1, "num_hidden_layers": 3}
 NORMS = "input_layernorm", "hidden_norm", "post_attention_layernorm"
 HYBRID = qwen3_next(num_hidden_layers=3, full_attention_interval=2, **SIZES)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
@@ -80,6 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "dflash": ("dflash", DEEP, DFLASH),
     "hybrid": ("mtp", HYBRID, None),
     "a window of its own": ("mtp", MIMO | SIZES, None),
+    "mimo": ("mtp", MIMO_7B, None),
     "windows": (
         "eagle3",
         WINDOWS,
@@ -282,15 +285,23 @@ def speculators(told: Tensor, embedded: Tensor) -> Tensor:
     return behind_layer(norm(told @ weights("fc.weight", 64, 192).T), embedded)
 
 
+def mimo(told: Tensor, embedded: Tensor) -> Tensor:
+    name = "model.mtp_layers.0"
+    x = torch.cat([norm(told), norm(embedded)], 1) @ weights(f"{name}.input_proj.weight", 64, 128).T
+    return (norm(layer(name, norm(x), x)) @ weights("lm_head.weight", VOCAB, 64).T).argmax(1)
+
+
 def behind_layer(hidden: Tensor, embedded: Tensor) -> Tensor:
     h = layer("midlayer", torch.cat([norm(embedded), norm(hidden)], 1), hidden)
     return (norm(h) @ weights("lm_head.weight", 200, 64).T).argmax(1) + 1  # d2t of random weights is 1
 
 
-@pytest.mark.parametrize("says", [eagle, eagle3, speculators])
+@pytest.mark.parametrize("says", [eagle, eagle3, speculators, mimo])
 def test_a_head_guesses_what_its_paper_says(says: Callable[[Tensor, Tensor], Tensor]) -> None:
     """The first guess behind each text of a greedy request, from all hidden states at once."""
     runner, request = runner_of(says.__name__), requests()[0]
+    if says is mimo:
+        runner._drafter._forward.head.block.attention.qkv.bias.zero_()  # type: ignore[attr-defined]
     guesses = Guesses(runner)
     text = request.tokens + run(runner, [request], drafts=3).tokens()["greedy"]
     first = {len(known): made[0] for known, made in guesses.items()}

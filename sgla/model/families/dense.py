@@ -20,7 +20,7 @@ from sgla.model.families.keys import (
     WINDOWS,
     sizes,
 )
-from sgla.model.family import Family
+from sgla.model.family import Family, PredictorNames
 from sgla.model.gguf_words import AFTER_NORMS, GLM4_NORMS, POST_NORMS, Gguf
 from sgla.model.windows import (
     but_first_of,
@@ -40,6 +40,7 @@ _GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "attention_bias": True,
 }
 _QWEN2 = DECODER | WINDOWS | sizes(151936, 4096, 22016, 32, 32, 32768, 32)
+_MIMO_LAYER = "model.mtp_layers.0"
 _EXAONE = {
     "num_layers": "num_hidden_layers",
     "layer_norm_epsilon": "rms_norm_eps",
@@ -78,13 +79,21 @@ FAMILIES = {
     ),
     "MiMoForCausalLM": Family(  # MiMo-7B
         ("mimo",),
-        _QWEN2,
+        _QWEN2 | {"num_nextn_predict_layers": 0},
         CAUSAL | {"attention_bias": True, "use_mrope": False},
         model="sgla.model.llama:Predicting",
         nulls=(*KV_HEADS, "attention_bias"),
         of_checkpoints=True,
         windows=QWEN,
         qkv_bias=True,
+        predictor=PredictorNames(
+            f"{_MIMO_LAYER}.token_layernorm",
+            f"{_MIMO_LAYER}.hidden_layernorm",
+            f"{_MIMO_LAYER}.input_proj",
+            _MIMO_LAYER,
+            f"{_MIMO_LAYER}.final_layernorm",
+            hidden_first=True,
+        ),
     ),
     "Qwen3ForCausalLM": Family(
         ("qwen3",),
