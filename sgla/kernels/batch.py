@@ -63,11 +63,18 @@ class Canvas:
 @dataclass(slots=True)
 class Divided:
     """What ranks know of a step whose tokens they share out: ``places`` [G, T] of each rank's tokens, as in
-    ``out_loc``, and which ``rows`` int64 of the ``count`` that need logits are this rank's."""
+    ``out_loc``; which of the step's ``tokens`` int64[T] are this rank's, and which ``rows`` int64 of the
+    ``count`` that need logits."""
 
     places: list[torch.Tensor]
+    tokens: torch.Tensor
     rows: torch.Tensor
     count: int
+
+    @property
+    def total(self) -> int:
+        """Tokens of all ranks."""
+        return sum(places.shape[-1] for places in self.places)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from sgla.model.spec import ModelSpec
 # Settings that it is not together with, and why; all others are.
 REFUSED = {
     "deterministic": "sums depend on how a step is shared out",
-    "speculative_algorithm": "the rank that guesses is not the one that has the token",
     "enable_lora": "adapters have not been tried with it",
     "kv_disk": "ranks would keep the same prefixes several times",
     "kv_host_bytes": "ranks would keep the same prefixes several times",

@@ -43,8 +43,10 @@ BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 APART = {  # settings that guesses cannot be beside, and why
     "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
-    "cp": "with --cp, which shares out the tokens of prompts alone",
     "dp_attention": "with --dp-attention, whose ranks compute rows of their own",
+}
+APART_ON_GPUS = {  # the same, but on CPUs they can
+    "cp": "with --cp on GPUs, where steps that are shared out have no guesses",
 }
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
@@ -163,7 +165,8 @@ def check_settings(config: Config, device: str) -> None:
         return
     if config.speculative_eagle_topk > 1:
         _check_leaves(config, device)
-    obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
+    apart = APART if device == "cpu" else APART | APART_ON_GPUS
+    obstacles = [why for field, why in apart.items() if getattr(config, field) != getattr(plain, field)]
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
     if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":

@@ -6,6 +6,7 @@ cache has the tokens of all. Steps with few tokens are computed as they are, by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -61,7 +62,8 @@ def _joined(parts: list[Any]) -> Int32s:
 
 class ContextForward:
     """A forward pass that is ``plain`` for steps that are not shared out. Batches of others are made by
-    ``batch``. ``kept``: see ``make_forward``; ``hands_on``: another stage has the layers behind."""
+    ``batch``. ``kept`` and ``hook``: see ``make_forward``; ``hands_on``: another stage has the layers
+    behind."""
 
     def __init__(
         self,
@@ -72,10 +74,12 @@ class ContextForward:
         tables: SlotTables,
         kept: KeptHidden | None,
         count: int,
+        hook: Callable[[Tensor], None] | None = None,
         hands_on: bool = False,
     ) -> None:
         self._plain, self._model, self._kv, self._context = plain, model, kv, context
-        self._tables, self._kept, self._count, self._hands_on = tables, kept, count, hands_on
+        self._tables, self._kept, self._count, self._hook = tables, kept, count, hook
+        self._hands_on = hands_on
 
     def batch(self, columns: Columns) -> ForwardBatch:
         """The tensors of a step, or of this rank's part of it."""
@@ -86,7 +90,8 @@ class ContextForward:
         places = [torch.cat([whole.out_loc[:, run.start : run.stop] for run in own], 1) for own in every]
         own, which = part_of(columns, every[self._context.rank])
         batch = build(own, self._tables)
-        batch.divided = Divided(places, torch.from_numpy(which).long(), len(columns.logits))
+        tokens = torch.cat([torch.arange(run.start, run.stop) for run in every[self._context.rank]])
+        batch.divided = Divided(places, tokens, torch.from_numpy(which).long(), len(columns.logits))
         return batch
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
@@ -94,11 +99,11 @@ class ContextForward:
         if batch.divided is None:
             with uncounted(counts, self._context.rank > 0):
                 return self._plain(batch)
-        with threads(self._count), using(_Exchanging(self._context)):
+        with threads(self._count), using(_Exchanging(self._context, batch.divided)):
             if self._hands_on:
                 return self._model.forward(batch, self._kv)
-            if any(each.active for each in counts.values()):  # the last layer sees all tokens, too
-                hidden = self._model.forward(batch, self._kv)[batch.sample_rows]
+            if self._hook is not None:  # the last layer sees all tokens, too
+                hidden = ops.tap(self._hook, self._model.forward(batch, self._kv))[batch.sample_rows]
             else:
                 hidden = self._model.forward(batch, self._kv, batch.sample_rows)
             hidden = self._context.join(hidden, batch.divided.rows, batch.divided.count)
@@ -108,14 +113,18 @@ class ContextForward:
 
 
 class _Exchanging:
-    """Has attention see the tokens of all ranks."""
+    """Has attention, and who is shown hidden states, see the tokens of all ranks."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, context: Context, divided: Divided) -> None:
+        self._context, self._divided = context, divided
 
     def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         if op is ops.attention:
-            bring(self._context, args[1], args[2].divided)
+            bring(self._context, args[1], self._divided)
+        if op is ops.tap:
+            show, x = args
+            show(self._context.join(x, self._divided.tokens, self._divided.total))
+            return x
         return op.body(*args, **kwargs)
 
 

@@ -136,7 +136,7 @@ class CpuModel(Runner):
                 if self.shard.samples:
                     plain = eager_forward(self.model, self._own, self._kept, hook)
             if context is not None:
-                shared = self._own, context, self.tables, self._kept, threads, not self.shard.samples
+                shared = self._own, context, self.tables, self._kept, threads, hook, not self.shard.samples
                 plain = self._divided = ContextForward(plain, self.model, *shared)
             if lockstep is not None:
                 plain = self._together = Together(plain, lockstep, self.tables)

@@ -45,7 +45,8 @@ class Divides:
         places = [where[..., upload(tokens).long()] for _, tokens in parts]
         own, tokens = parts[self._context.rank]
         batch = self._extend(own.slots, own.starts, own.q_lens)
-        batch.divided = Divided(places, upload(tokens).long(), total)
+        mine = upload(tokens).long()
+        batch.divided = Divided(places, mine, mine, total)
         return batch
 
     def _places(self, columns: Columns, total: int) -> Tensor:

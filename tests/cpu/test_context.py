@@ -93,7 +93,7 @@ def test_ranks_attend_to_about_as_much() -> None:
 @pytest.mark.parametrize(
     "name",
     """
-    nnodes deterministic speculative_algorithm enable_lora kv_disk kv_host_bytes
+    nnodes deterministic enable_lora kv_disk kv_host_bytes
     kv_host_ratio kv_store role encode_url logits_processors cpu_offload_gb enable_torch_compile
     enable_return_routed_experts
     """.split(),  # noqa: SIM905
@@ -110,7 +110,7 @@ def test_settings_that_it_is_not_together_with(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "model", "words"),
     [
-        ({"speculative_algorithm": "ngram"}, {}, "--speculative-algorithm cannot be honoured with --cp"),
+        ({"enable_lora": True}, {}, "--enable-lora cannot be honoured with --cp"),
         ({}, MODELS["states"], "layers keep a state"),
     ],
 )
