@@ -455,7 +455,7 @@ def settle_cache(
         if isinstance(spec, ModelSpec):
             fits = kv_pool(filling.done(), spec, dtype, guessing).tokens(room)
             length = filling.settle("context_length", choose_context(spec.context_len, fits))
-            if guessing is not None:
+            if config.speculative_algorithm == "draft_model" and guessing is not None:
                 check_context(guessing, length)
         elif config.context_length is None:
             reasons["context_length"] = BY_WORKERS["context_length"]

@@ -280,7 +280,8 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     if not third and draft.get("num_hidden_layers") != 1:
         raise _unfit(f"it has {draft.get('num_hidden_layers')} layers, and a head of EAGLE one")
     spec = read_decoder(shape | {"architectures": [kind], "num_hidden_layers": 1})
-    c = Reader(EAGLE3[0], {"draft_vocab_size": spec.vocab, "bias": True, **draft})
+    told = {key: value for key, value in draft.items() if value is not None}
+    c = Reader(EAGLE3[0], {"draft_vocab_size": spec.vocab, "bias": True, **told})
     vocab = c.integer("draft_vocab_size", VOCAB)
     if spec.vocab != target.vocab or vocab > target.vocab:
         raise _unfit(f"it has {spec.vocab} tokens and the model {target.vocab}: another vocabulary")
@@ -432,7 +433,8 @@ def predictor_layer(target: ModelSpec) -> ModelSpec:
 
 
 def check_context(draft: Guessing, context_len: int) -> None:
-    """Raise ConfigError where the model that guesses has fewer positions than a text may have tokens."""
+    """Raise ConfigError where the model that guesses has fewer positions than a text may have tokens. Files
+    of heads say how long the texts of their training were, which are short."""
     if isinstance(draft, ModelSpec) and draft.context_len < context_len:
         raise ConfigError(
             f"--speculative-model has a context of {draft.context_len} tokens; give --context-length "

@@ -50,6 +50,7 @@ EAGLE = LLAMA | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "num_hidden_layers": 1,
     "draft_vocab_size": 200,
+    "max_position_embeddings": 24,  # of texts of its training
 }
 SPECULATORS = {  # a head of EAGLE-3 as the library of this name writes it
     "architectures": ["Eagle3Speculator"],
@@ -625,6 +626,7 @@ def test_what_guesses_if_nobody_says_what() -> None:
     assert chosen(DEEP).config.speculative_algorithm == "ngram"
     assert chosen(None).config.speculative_num_draft_tokens == 8
     assert chosen(DEEP, EAGLE).config.speculative_algorithm == "eagle3"
+    assert chosen(DEEP, EAGLE | {"draft_vocab_size": None}).config.context_length == 256
     assert chosen(DEEP, DFLASH).config.speculative_algorithm == "dflash"
     assert chosen(DEEP, LLAMA).config.speculative_algorithm == "draft_model"
     for medusa in ({"medusa_num_heads": 3}, {"model_type": "medusa", "num_heads": 3}):
