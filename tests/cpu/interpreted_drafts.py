@@ -198,6 +198,12 @@ def branching() -> list[Submit]:
     ]
 
 
+def behind(told: dict[str, list[int]]) -> list[Submit]:
+    """The text of "free" and "shown", whose pages are there, goes on."""
+    (free, shown, *_), texts = branching(), ("free", "shown")
+    return [submit(f"{rid} on", one.tokens + told[rid][:-2], 4) for one, rid in zip((free, shown), texts)]
+
+
 def few() -> list[Submit]:
     """For heads with random weights, which are never right."""
     return [submit("free", [5, 9, 2], 7), submit("cut", list(range(30, 50)), 5)]
@@ -304,6 +310,8 @@ def guessed(runner: Any, case: str) -> dict[str, Any]:
         return {"tokens": tokens, "rights": rights}
     core: Core = make_core(runner.facts, **limits)
     found = shown(run(runner, wanted(case), core, executor=executor))
+    if runner.steps.drafts.leaves:
+        found["behind"] = run(runner, behind(found["tokens"]), core, executor=executor).tokens()
     assert executor.held > 0 or case in MODELS.keys() - {"itself"} or runner.shard.rank
     stats = core.stats()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
@@ -345,6 +353,9 @@ def main() -> None:
     for case in CASES if not second else ():
         runner = make(cpu_runner, case)
         found[case] = {"cpu": shown(run(runner, wanted(case), depth=1))}
+        if "leaves" in case:
+            cpu = found[case]["cpu"]
+            cpu["behind"] = run(runner, behind(cpu["tokens"]), depth=1).tokens()
         if case in HEADS:
             guesses = Guesses()
             settled = {"speculative_algorithm": MODELS[case][0], "speculative_num_draft_tokens": DRAFTS}

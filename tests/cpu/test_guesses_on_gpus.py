@@ -80,9 +80,10 @@ def test_text_is_that_of_a_cpu_where_second_guesses_count() -> None:
 
 
 def check_leaves(found: dict[str, Any]) -> None:
-    """Beside rows with rules and grammars, which have none, behind shared prefixes and parts of prompts."""
+    """Beside rows with rules and grammars, which have none, behind shared prefixes and parts of prompts; and
+    what comes behind all that, whose pages are used again."""
     cpu, gpu = found["cpu"], found["gpu"]
-    for kind in ("tokens", "finish", "ranks"):
+    for kind in ("tokens", "finish", "ranks", "behind"):
         assert gpu[kind] == cpu[kind]
     assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4)
     assert found["taken"] > 5

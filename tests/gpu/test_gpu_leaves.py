@@ -56,13 +56,16 @@ def test_text_is_the_same(both: tuple[Any, Any], limits: dict[str, Any]) -> None
 
 
 def test_second_guesses_count(both: tuple[Any, Any]) -> None:
-    """Four tokens come in a step; without second guesses it would be one and three in turn."""
+    """Four tokens come in a step; without second guesses it would be one and three in turn. What comes behind
+    that, whose pages are used again, is the same, too."""
     plain, guessing = both
     request = submit("one", [5, 9, 2], 80)
-    core = make_core(guessing.facts, drafts=16)
-    assert run(guessing, [request], core) == run(plain, [request], make_core(plain.facts))
+    core, expected = make_core(guessing.facts, drafts=16), run(plain, [request], make_core(plain.facts))
+    assert run(guessing, [request], core) == expected
     stats = core.stats()
     assert stats.verified_tokens > 3 * stats.verifies
+    behind = submit("behind", [5, 9, 2, *expected["one"][:70]], 30)
+    assert run(guessing, [behind], core) == run(plain, [behind], make_core(plain.facts))
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}])
