@@ -28,6 +28,7 @@ struct Params {
   bf16* residual;       // [m, d]
   const float* norm;    // [d]
   const bf16* router;   // [experts, d]
+  const int* live;      // [m], 0: a row that chooses no expert; or null
   bf16* normed;         // [m, d]
   float* probabilities; // [m, top_k]
   int* ids;             // [m, top_k]
@@ -85,8 +86,9 @@ __device__ __forceinline__ void choose(const Params& p, int row, float (&v)[EACH
       if (lane == winner && i == at) v[i] = __uint_as_float(0xff800000u);
   }
   if (lane < p.top_k) {
-    p.ids[row * p.top_k + lane] = expert;
-    p.probabilities[row * p.top_k + lane] = own / total;
+    const bool chooses = p.live == nullptr || p.live[row] != 0;
+    p.ids[row * p.top_k + lane] = chooses ? expert : -1;
+    p.probabilities[row * p.top_k + lane] = chooses ? own / total : 0.f;
   }
 }
 

@@ -104,6 +104,7 @@ class ForwardBatch:
     media: Media | None = None  # where the step has tokens of pictures
     canvas: Canvas | None = None  # where the step has blocks that come out of noise
     divided: Divided | None = None  # where this is one rank's part of the step
+    live: torch.Tensor | None = None  # int32[T], 0 for padding, where there may be some
 
     def turns(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """By what each token's keys and queries are turned: places int32[T] in a table, and the table."""

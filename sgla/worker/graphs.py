@@ -15,10 +15,11 @@ from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.kernels.gpu.states import DeviceStates, marks_of
 from sgla.kernels.triton.fetch import fetch
 from sgla.kernels.triton.sampling import WORST, Landing
+from sgla.kernels.triton.tokens import put_tokens
 from sgla.messages import VERIFIED
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
-from sgla.worker.device_state import stages
+from sgla.worker.device_state import stages, upload_columns
 from sgla.worker.gpu_adapters import AdaptedRows, apart_of
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.verify import Verify
@@ -235,11 +236,17 @@ class DecodeGraphs:
 
     def times(self, most: int) -> tuple[list[int], list[float]]:
         """Sizes up to the first that ``most`` rows fit in, and the seconds of their graphs. All slots are
-        free."""
+        free; rows have different tokens, since a mixture reads no experts for padding."""
         end = next((i for i, size in enumerate(self.sizes) if size >= most), len(self.sizes) - 1)
         sizes, seconds = self.sizes[: end + 1], []
+        ids = np.arange(sizes[-1], dtype=np.int32)
+        starts, slots = np.divmod(ids, np.int32(self._steps.slots))
+        where, positions, values = upload_columns([slots, starts, ids])
+        put_tokens(where, positions, values, self._steps.tables.tokens)
         for size in sizes:
-            self._send(NOBODY, NOBODY, size)
+            units = np.zeros(size, np.int32)
+            states = StateColumns(units, units, np.zeros((0, 3), np.int32))
+            self._send(slots[:size], starts[:size], size, states)
             seconds.append(seconds_of(self._graphs[size]))
         return sizes, seconds
 
@@ -281,6 +288,7 @@ class DecodeGraphs:
             prefixes=prefixes,
             states=self._device_states(units),
             ends=behind,
+            live=kv_len,
         )
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what

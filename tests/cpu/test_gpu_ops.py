@@ -423,7 +423,7 @@ def test_an_addend_comes_before_what_is_fused_behind(
             return ops.logits(hidden, w, None, addend)
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
+        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None, live=None
     )
     layer = Layer()
     for layer.what in ("gated", "normed"):
@@ -489,7 +489,7 @@ def test_few_rows_of_an_output_layer_of_4_bits(
             return ops.logits(hidden, w)
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
+        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None, live=None
     )
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     found, drawn = forward.step(batch, None, out := torch.empty(rows, 256))
@@ -686,7 +686,7 @@ def test_norms_whose_weights_are_computed_are_not_joined(computed: int | None, j
             return ops.rms_norm(h, second, 1e-5) + h
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None, live=None
     )
     expected = Layer().forward(batch, [], None)
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
@@ -756,6 +756,8 @@ def test_routers_of_any_rule_are_joined_with_the_norm(monkeypatch: pytest.Monkey
     work = forward.rewritten("step", True, rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}))
     assert work is not None
     assert work.taken["norm + experts"] + work.taken["add + experts"] == 2  # layers
+    live = [node.given.get("live") for node in work.named("mixture")]
+    assert live == [work.input("live"), None]  # the second has other rows
 
 
 def test_what_all_tokens_go_through_joins_the_add_behind_a_mixture() -> None:
@@ -914,7 +916,7 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
             return x if old is None else torch.cat([x, old], 1)
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None, live=None
     )
     expected = Layer().forward(batch, [], None).float()
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
@@ -986,7 +988,12 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
             return ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, first, 1e-5)[0]
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(rows, dtype=torch.int32) % 80, tokens=rows, rows=rows, media=None, canvas=None
+        ids=torch.arange(rows, dtype=torch.int32) % 80,
+        tokens=rows,
+        rows=rows,
+        media=None,
+        canvas=None,
+        live=None,
     )
     expected = Layer().forward(batch, [], None).float()
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
@@ -1059,7 +1066,7 @@ def test_norms_behind_scattered_sums_are_theirs(
             return ops.add_rms_norm(ops.reduce_scatter(y, x, ranks), h, weight, 1e-5)[0]
 
     batch: Any = SimpleNamespace(
-        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None
+        ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None, live=None
     )
     expected = Layer().forward(batch, [], None).float()
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
@@ -1099,7 +1106,12 @@ def test_the_product_behind_a_gate_takes_both(
 
     for rows in (1, 2, 3):
         batch: Any = SimpleNamespace(
-            ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None, canvas=None
+            ids=torch.arange(rows, dtype=torch.int32),
+            tokens=rows,
+            rows=rows,
+            media=None,
+            canvas=None,
+            live=None,
         )
         expected = Layer().forward(batch, [], None).float()
         forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]

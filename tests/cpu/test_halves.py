@@ -111,7 +111,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def batch_of(ids: range) -> Any:
     tokens = torch.tensor(ids, dtype=torch.int32)
-    return SimpleNamespace(ids=tokens, tokens=len(ids), rows=1, media=None, canvas=None)
+    return SimpleNamespace(ids=tokens, tokens=len(ids), rows=1, media=None, canvas=None, live=None)
 
 
 @needs_interpreter

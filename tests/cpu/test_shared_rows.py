@@ -90,7 +90,7 @@ class Layers:
 def found(layers: Layers) -> tuple[Tensor, Any]:
     """Hidden states of so many tokens, each of which is there twice, and what the rules have made."""
     ids = torch.arange(ROWS // 2, dtype=torch.int32).repeat(2)
-    batch: Any = SimpleNamespace(ids=ids, tokens=ROWS, rows=ROWS, media=None, canvas=None)
+    batch: Any = SimpleNamespace(ids=ids, tokens=ROWS, rows=ROWS, media=None, canvas=None, live=None)
     forward = gpu.RecordedForward(layers, [], gpu.GpuOps(NoPages()))  # type: ignore[arg-type]
     hidden = forward.hidden(batch).float()
     assert not forward.notes

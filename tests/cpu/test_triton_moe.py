@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from sgla.device import nvidia
 from sgla.kernels import device, ops
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.gpu import mixture
 from sgla.kernels.ops import Biases
 from sgla.kernels.placement import Part, Placement
@@ -72,6 +73,10 @@ def test_routes_by_every_rule_as_the_oracle(name: str) -> None:
     assert torch.equal(ids.long(), best)
     torch.testing.assert_close(p, expected)
     assert not done.any()
+    live = torch.tensor([5, 0, 1] * 3, dtype=torch.int32)
+    chosen, found = moe.route(logits, routing, biases, live=live)
+    assert torch.equal(found, ids.masked_fill(live[:, None] == 0, -1))
+    assert torch.equal(chosen, p.masked_fill(live[:, None] == 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +300,23 @@ def test_ranks_with_whole_experts_add_up(poisoned, tokens, kind, activation, rou
         total += found
     parts, here, biases = made(Placement(1).part(0, experts, 0))
     torch.testing.assert_close(total, ops.moe(x, *parts, here, activation, biases), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "kind", "activation", "routing", "biased"), WHOLE)
+def test_padding_reads_no_expert(poisoned, tokens, kind, activation, routing, biased) -> None:
+    experts, d, f = 5, 64, 32
+    x, live = torch.randn(tokens, d), torch.arange(tokens, dtype=torch.int32) % 3
+    router, gate_up, down = weights(experts, f, d)
+    each = f if activation == "relu2" else 2 * f
+    added = torch.randn(experts), None, torch.randn(experts, each), torch.randn(experts, d)
+    given = pack(router, "f32"), pack(gate_up[: experts * each], kind), pack(down, kind)
+    counts = ExpertCounts(experts)
+    counts.active = True
+    more = routing, activation, Biases(*added) if biased else Biases()
+    found = mixture.run(x, None, *given, *more, counts=counts, live=live).sum()
+    assert sum(counts.taken()) == int((live > 0).sum()) * routing.top_k
+    expected = mixture.run(x, None, *given, *more).sum()
+    torch.testing.assert_close(found, expected * (live > 0)[:, None], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])

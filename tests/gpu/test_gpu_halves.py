@@ -52,7 +52,7 @@ def test_halves_are_as_each_alone() -> None:
     rows = torch.arange(0, ROWS // 4, 7, dtype=torch.int32, device="cuda")
     batches: list[Any] = []
     for ids in torch.randperm(ROWS, dtype=torch.int32, device="cuda").view(2, -1):
-        batches.append(SimpleNamespace(ids=ids, tokens=len(ids), rows=1, media=None, canvas=None))
+        batches.append(SimpleNamespace(ids=ids, tokens=len(ids), rows=1, media=None, canvas=None, live=None))
     with torch.inference_mode():
         for wanted in (None, rows):
             alone = [forward.hidden(batch, wanted) for batch in batches]

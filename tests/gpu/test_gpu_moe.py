@@ -103,6 +103,20 @@ def test_other_routing_and_experts_equal_the_oracle_in_graphs(experts: Any, what
         assert torch.equal(captured, eager)
 
 
+@pytest.mark.parametrize("tokens", [2, 3, 8, 16, 40, 300, 700])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "mxfp4", "int4g128"])
+def test_padding_changes_no_other_token(experts: Any, kind: Any, tokens: int) -> None:
+    """And is nothing itself, unless kernels read each token's experts."""
+    weights = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)
+    x = torch.randn(tokens, 2048, dtype=BF16, device="cuda")
+    live = torch.arange(tokens, dtype=torch.int32, device="cuda") % 3
+    for routing in (Routing(4, normalize=True), Routing(4, "sigmoid", True)):
+        whole = mixture.run(x, None, *weights, routing, "silu").sum()
+        found = mixture.run(x, None, *weights, routing, "silu", live=live).sum()
+        assert relative(found[live > 0], whole[live > 0]) < 0.01
+        assert not found[live == 0].any() or tokens <= mixture.FEW_INTEGERS
+
+
 @pytest.mark.parametrize(
     ("count", "d", "top_k"), [(128, 2048, 8), (32, 2048, 4), (64, 1024, 2), (256, 2048, 6)]
 )
@@ -130,6 +144,11 @@ def test_the_router_adds_norms_and_chooses_as_separate_kernels(count: int, d: in
             )
             assert (found.ids == ids).float().mean() > 0.999  # near ties
             torch.testing.assert_close(found.probabilities, p, rtol=0, atol=1e-3)
+            live = torch.arange(rows, dtype=torch.int32, device="cuda") % 3
+            padded = router.route(found.x, w, top_k, normalize, places=200, live=live)
+            again = router.route(found.x, w, top_k, normalize, places=200)
+            assert torch.equal(padded.ids, again.ids.masked_fill(live[:, None] == 0, -1))
+            assert torch.equal(padded.probabilities, again.probabilities * (live[:, None] > 0))
 
 
 @pytest.mark.parametrize("skew", [False, True])

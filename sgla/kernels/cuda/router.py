@@ -19,10 +19,8 @@ P = ctypes.c_void_p
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, P)
-            for name in ("x", "residual", "norm", "router", "normed", "probabilities", "ids", "done")
-        ),
+        *((name, P) for name in ("x", "residual", "norm", "router", "live")),
+        *((name, P) for name in ("normed", "probabilities", "ids", "done")),
         *((name, ctypes.c_int) for name in ("m", "top_k", "normalize", "places")),
         ("eps", ctypes.c_float),
     )
@@ -63,12 +61,13 @@ def route(
     norm: Tensor | None = None,
     eps: float = 0.0,
     places: int = 0,
+    live: Tensor | None = None,
 ) -> RoutedExperts:
     """The best ``top_k`` experts of each row of x bf16 ``[m, d]``:
     router bf16 ``[experts, d]``, see ``refuses``.
 
     With ``norm`` float32[d] of x's RMSNorm; with ``residual`` x is added into that in place first.
-    ``places``: how many zeros are wanted for ``experts.py``.
+    ``places``: how many zeros are wanted for ``experts.py``. ``live`` int32[m]: rows with 0 choose no expert.
     """
     m, d = x.shape
     experts = router.shape[0]
@@ -79,7 +78,8 @@ def route(
     params = _Params(
         x.data_ptr(), residual.data_ptr() if residual is not None else None,
         norm.data_ptr() if norm is not None else None,
-        router.data_ptr(), normed.data_ptr(), probabilities.data_ptr(), ids.data_ptr(), done.data_ptr(),
+        router.data_ptr(), live.data_ptr() if live is not None else None,
+        normed.data_ptr(), probabilities.data_ptr(), ids.data_ptr(), done.data_ptr(),
         m, top_k, int(normalize), places, eps,
     )  # fmt: skip
     kernel = _kernel(experts, d, residual is not None, norm is not None)

@@ -13,6 +13,7 @@ from sgla.kernels.gpu import mixture, tiles
 from sgla.kernels.gpu.e4m3 import NAME as ROUNDED
 from sgla.kernels.gpu.few import factor_of, norm_apart
 from sgla.kernels.gpu.record import Node, Ref
+from sgla.kernels.gpu.regions import TOKENS
 from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.ops import AddedNorm, Together
 from sgla.kernels.triton import elementwise
@@ -24,6 +25,8 @@ def make(work: Work, node: Node, **more: Any) -> list[Node]:
     """The experts, and their sum apart, which may go into the residual stream."""
     outputs = work.value()
     given = {"norm": None, "eps": 0.0, "rounded": None, "residual": None} | node.given | more
+    if node.rows == TOKENS:
+        given["live"] = work.input("live")
     summed = Node(NAME, _sum, {"x": Ref(outputs)}, [node.results[0]], node.rows)
     return [Node("mixture", _mixture, given, [outputs], node.rows), summed]
 

@@ -117,10 +117,12 @@ def run(
     routed: Tensor | None = None,
     counts: ExpertCounts | None = None,
     fixed: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> Outputs:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or packed.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm.
-    ``counts``: is told who is chosen."""
+    ``counts``: is told who is chosen. ``live`` int32[T]: tokens with 0 are padding, for which no expert is
+    read but by the kernels that read each token's."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, tokens = Count(len(routing.here(router.n)), routing.experts(router.n)), len(x)
     pairs = tokens * (routing.top_k + routing.common)
@@ -133,15 +135,16 @@ def run(
     integers = not apart and not placed and common is not None
     integers = integers and _few_integers(x, routing.top_k + routing.common, down)
     early = not (alone or integers)
+    live = live if early else None
     softmax = routed is None and fixed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
         weight, eps = norm or (None, 0.0)
         sent = router_cuda.route(
             x, router.data, routing.top_k, routing.normalize,
-            residual=residual, norm=weight, eps=eps, places=places,
+            residual=residual, norm=weight, eps=eps, places=places, live=live,
         )  # fmt: skip
     else:
-        sent = _route(x, norm, residual, routed, router, routing, biases, places, early, fixed)
+        sent = _route(x, norm, residual, routed, router, routing, biases, places, early, fixed, live)
     if counts is not None:
         counts.add(sent.ids)
     if gate_up.kind in PACKED:
@@ -387,8 +390,9 @@ def _route(
     places: int,
     early: bool,
     fixed: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> RoutedExperts:
-    """The experts of each row, by any rule. ``early``: as ``moe.route`` has it."""
+    """The experts of each row, by any rule. ``early`` and ``live``: as ``moe.route`` has them."""
     weight, eps = norm or (None, 0.0)
     if residual is not None:
         assert weight is not None
@@ -409,8 +413,11 @@ def _route(
         probabilities, ids = ops.route(logits, routing, biases, fixed)
         if biases.places is not None:
             probabilities, ids = _here(probabilities, ids, biases.places)
+        if live is not None:
+            padding = (live == 0)[:, None]
+            probabilities, ids = probabilities.masked_fill(padding, 0), ids.masked_fill(padding, -1)
         return RoutedExperts(x, probabilities, ids.int(), done if done is None else done.zero_())
-    return RoutedExperts(x, *moe.route(logits, routing, biases, done, early), done)
+    return RoutedExperts(x, *moe.route(logits, routing, biases, done, early, live), done)
 
 
 def _here(probabilities: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

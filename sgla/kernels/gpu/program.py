@@ -320,6 +320,7 @@ class RecordedForward:
             "sample_rows": rows,
             "out": out,
             "draw": draw,
+            "live": None if batch is None else batch.live,
         }
         for name in record.parts:
             if name not in given:

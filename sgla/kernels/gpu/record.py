@@ -145,9 +145,10 @@ class Recorder:
         self.record = Record()
         self._known: dict[int, int] = {}  # number of a value by the identity of its symbol
         self._kept: list[Any] = []  # so that identities stay
-        for name in ("out", "draw"):  # which rules hand to the node of the logits
+        # What rules hand to nodes: the first two to that of the logits, the last to mixtures.
+        for name, dtype in (("out", torch.float32), ("draw", torch.float32), ("live", torch.int32)):
             self.record.inputs.append(name)
-            self.record.dtypes.append(torch.float32)
+            self.record.dtypes.append(dtype)
 
     def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.record.inputs.append(name)

@@ -153,20 +153,20 @@ def _ordered(x):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits, bias, correction, factor, homes, ids, probabilities, done, tokens, experts, top_k, places, least,
-    scale, s_logits, jitter,
+    logits, bias, correction, factor, homes, lives, ids, probabilities, done, tokens, experts, top_k, places,
+    least, scale, s_logits, jitter,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, SPARSE: tl.constexpr,
     BIAS: tl.constexpr,
     CORRECTION: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
-    HELD: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    HELD: tl.constexpr, PADDED: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and so many
     more, with the sigmoid of the logit behind the others' if they are GATED. The first program clears
     ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE. SPARSE: by ``sparsemixer``,
     whose ``jitter`` is doubled. HELD: experts become their places on this rank, as ``homes`` has them, and
-    those whose turn is another rank's -1."""
+    those whose turn is another rank's -1. PADDED: so do those of tokens with 0 in ``lives``."""
     if EARLY and PDL:
         tl.extra.cuda.gdc_launch_dependents()
     _begin(PDL)
@@ -242,6 +242,10 @@ def _route(
         here = ((home & 0xFFFF) > 0) & (t[:, None] % ((home >> 16) & 0xFF) == (home >> 24))
         chosen = tl.where(here, (home & 0xFFFF) - 1, -1)
         p = tl.where(here, p, 0.0)
+    if PADDED:
+        alive = tl.load(lives + t, mask=t < tokens, other=0)[:, None] != 0
+        chosen = tl.where(alive, chosen, -1)
+        p = tl.where(alive, p, 0.0)
     pair = t[:, None] * width + column
     mask = live & (column < width)
     tl.store(ids + pair, chosen, mask=mask)
@@ -558,16 +562,18 @@ def route(
     biases: Biases = NO_BIASES,
     done: Tensor | None = None,
     early: bool = True,
+    live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``; the ids are places of
     whole experts on this rank, or -1. ``done`` int32[n] becomes zeros. ``early``: what follows gains by
-    starting at once where tokens are few; kernels of CUDA, which fill the multiprocessors, lose."""
+    starting at once where tokens are few; kernels of CUDA, which fill the multiprocessors, lose. ``live``
+    int32[T]: tokens with 0 choose no expert."""
     tokens, shared = logits.shape[0], routing.common
     experts, width = routing.experts(logits.shape[1]) - shared, routing.top_k + shared
     ids = _indices(tokens, width, device=logits.device)
     probabilities = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
     each = 1 if tokens <= 512 else 4
-    given = biases.logits, biases.correction, biases.factor, biases.places
+    given = biases.logits, biases.correction, biases.factor, biases.places, live
     vectors = (logits if b is None else b for b in given)
     places = 0 if done is None else done.numel()
     _route[(cdiv(tokens, each),)](
@@ -580,8 +586,8 @@ def route(
         SHARED=shared, GATED=routing.shared == "gated",
         GROUPS=max(2, next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,
-        LEAST=routing.least > 0, HELD=biases.places is not None, E=next_power_of_2(experts),
-        K=next_power_of_2(width), BT=each, EARLY=early and tokens <= EARLY,
+        LEAST=routing.least > 0, HELD=biases.places is not None, PADDED=live is not None,
+        E=next_power_of_2(experts), K=next_power_of_2(width), BT=each, EARLY=early and tokens <= EARLY,
         num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
