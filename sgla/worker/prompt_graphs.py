@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention.base import InGraph, cut
+from sgla.kernels.batch import out_loc_of
 from sgla.kernels.gpu.ops import Attend
 from sgla.kernels.gpu.states import CHUNK, DeviceStates, Stretches, marks_of, stretches
 from sgla.kernels.triton.fetch import fetch
@@ -293,6 +294,7 @@ class PromptGraphs:
             decode_rows=n,
             cum=cum,
             states=self._device_states(kept, n, size) if self._states else None,
+            live=self._live(out_loc),
         )
         attend: Attend = InGraph(steps.attention, tiles.view(-1, 4), split)
         if isinstance(steps.ops.attend, Shares):
@@ -307,6 +309,14 @@ class PromptGraphs:
         if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
             logits.copy_(found)
         steps.sampler.draw(logits, where, ends, out)
+
+    def _live(self, out_loc: Tensor) -> Tensor | None:
+        """``ForwardBatch.live`` for mixtures: KV of padding goes to the dummy page. Ranks that share out a
+        context leave there what others have, too."""
+        tables = self._steps.tables
+        if self._steps.model.spec.moe is None or not tables.windows or tables.part[1] > 1:
+            return None
+        return (out_loc_of(out_loc, 0) >= tables.page_size).int()
 
     def _device_states(self, kept: Tensor, n: int, size: int) -> DeviceStates:
         reads, writes, marks, runs, first, segments, chunks = self._units(kept, n)
