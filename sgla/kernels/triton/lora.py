@@ -41,11 +41,10 @@ class Cut(NamedTuple):
     stages: int
 
 
-CUTS = {FEW: Cut(256, 512, 8, 2, 2), SOME: Cut(256, 256, 4, 2, 2), MANY: Cut(128, 128, 1, 4, 3)}
-SPLITS = 8  # into how many the inputs of a row by itself are cut, at most where they are not many
+CUTS = {FEW: Cut(256, 512, 8, 2, 2), SOME: Cut(256, 256, 8, 2, 2), MANY: Cut(128, 128, 1, 4, 3)}
 # Outputs of a row by itself, of its gate and of its up, and of what joins the residual, that a program makes.
 APART, GATED, ADDED = 256, 128, 256
-ALONE = 512  # inputs of a row by itself that a program takes at least
+ALONE = 1024  # inputs of a row by itself that a program takes
 GROUPED = 4096  # pairs of a token and an expert from which on they are sorted
 EARLY = 16  # ranks of an adapter that a program which has one row loads before it waits
 SORTED = 16  # rows that a program finds the places of
@@ -442,15 +441,14 @@ def _shrunk_apart(x: Tensor | Unscaled, stack: Stack, places: Tensor, there: boo
         x, squares, eps = x
     x = x if x.stride(-1) == 1 else x.contiguous()
     (tokens, k), parts, rank = x.shape, len(stack.sizes), stack.a.shape[2]
-    width = max(ALONE, min(4 * ALONE, next_power_of_2(cdiv(k, SPLITS))))
-    splits = cdiv(k, width)
+    splits = cdiv(k, ALONE)
     inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
     _shrink_row[tokens, parts, splits](
         x, stack.a, places, squares, inner, k, x.stride(0), stack.a.stride(0), stack.a.stride(2),
         inner.stride(0), 0 if squares is None else squares.stride(0), 0 if squares is None else len(squares),
-        eps, R=rank, PARTS=parts, BK=width, EARLY=min(EARLY, next_power_of_2(rank)),
+        eps, R=rank, PARTS=parts, BK=ALONE, EARLY=min(EARLY, next_power_of_2(rank)),
         SQUARES=0 if squares is None else next_power_of_2(len(squares)), THERE=there,
-        num_warps=width // 256, **_pdl(),
+        num_warps=4, **_pdl(),
     )  # fmt: skip
     return inner
 
