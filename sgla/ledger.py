@@ -42,8 +42,8 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
     dtype = config.kv_dtype(config.dtype)
     guessing = read_guessing(config, draft, spec)
     weights = sum(_weights(config, part) for part, _ in _parts(config, spec))
-    weights += draft_bytes(config, guessing, spec, config.dtype, kind, config.tp) * config.tp
     over = config.heads_over
+    weights += draft_bytes(config, guessing, spec, config.dtype, kind, over) * config.ranks
     states = [
         with_draft(
             shared_out(state_of(part, over, rank % over), config.dcp),

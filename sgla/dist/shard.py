@@ -72,6 +72,12 @@ class Shard:
         return self.mlps or self
 
     @property
+    def of_guesses(self) -> Shard:
+        """Its place among the ranks that share out what guesses: with attention by data it is whole on each,
+        so that none has to wait for others, which guess for rows of their own."""
+        return replace(self, lockstep=None, mlps=None)
+
+    @property
     def number(self) -> int:
         """Of the rank, among those of all stages."""
         at = 0 if self.pipe is None else self.pipe.stage

@@ -58,7 +58,7 @@ def load_predictor(
             param="speculative_algorithm",
         )
     rename = renaming(spec.architecture)
-    build = decoder_build(source, spec, dtype, quantization, target.shard, rename)
+    build = decoder_build(source, spec, dtype, quantization, target.shard.of_guesses, rename)
     head = Predictor(target, build, predictor_names(spec), predictor_layer(spec))
     load_weights(
         source,
@@ -90,7 +90,7 @@ def load_medusa(
         return re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{medusa.layers}.", name)
 
     own = replace(target.spec, method=None)  # whatever their target's files are
-    build = decoder_build(source, own, dtype, quantization, target.shard, rename)
+    build = decoder_build(source, own, dtype, quantization, target.shard.of_guesses, rename)
     heads = Medusa(target, build, medusa.heads, medusa.layers, medusa.bias)
     load_weights(source, build, "Medusa", rename=rename, on_progress=report, seed=seed)
     return heads
@@ -107,7 +107,7 @@ def load_block(
     seed: int = 0,
 ) -> DFlash:
     """Raises WeightError for a head whose files are not as DFlash's."""
-    build = decoder_build(source, block.spec, dtype, quantization, target.shard)
+    build = decoder_build(source, block.spec, dtype, quantization, target.shard.of_guesses)
     head = DFlash(target, block.spec, build, positions, len(block.layers), block.mask)
     ignored = ("embed_tokens.", "lm_head.")
     load_weights(source, build, "DFlash", ignored=ignored, on_progress=report, seed=seed)
@@ -131,7 +131,7 @@ def load_eagle(
 ) -> Eagle | Eagle3:
     """Raises WeightError for a head whose files are not as EAGLE's."""
     rename = _as_authors if eagle.layers else (lambda name: name)
-    build = decoder_build(source, eagle.spec, dtype, quantization, target.shard, rename)
+    build = decoder_build(source, eagle.spec, dtype, quantization, target.shard.of_guesses, rename)
     ignored = ("embed_tokens.", "model.embed_tokens.", "lm_head.")
     if not eagle.layers:
         first = Eagle(target, eagle.spec, build, positions, eagle.bias)

@@ -11,7 +11,6 @@ from sgla.model.spec import ModelSpec
 
 # Settings that it is not together with, and why; all others are.
 REFUSED = {
-    "speculative_algorithm": "ranks would have to verify as many guesses at a time",
     "enable_lora": "places of adapters are of one scheduler",
     "kv_disk": "copies are of one scheduler",
     "kv_host_bytes": "copies are of one scheduler",

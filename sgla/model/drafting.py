@@ -43,10 +43,10 @@ BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 APART = {  # settings that guesses cannot be beside, and why
     "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
-    "dp_attention": "with --dp-attention, whose ranks compute rows of their own",
 }
 APART_ON_GPUS = {  # the same, but on CPUs they can
     "cp": "with --cp on GPUs, where steps that are shared out have no guesses",
+    "dp_attention": "with --dp-attention on GPUs, where a rank is not told how many tokens others guess",
 }
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
@@ -157,7 +157,7 @@ def check_settings(config: Config, device: str) -> None:
         )
     if config.speculative_token_map is not None and name not in ("mtp", "eagle"):
         raise _refused("speculative_token_map", f"is for {FLAG} mtp and eagle; leave one of them out")
-    if config.speculative_token_map is not None and device == "cpu" and config.tp > 1:
+    if config.speculative_token_map is not None and device == "cpu" and config.heads_over > 1:
         raise _refused("speculative_token_map", "cannot be honoured with --tp on CPUs; leave it out")
     if config.speculative_eagle_topk > 1 and name not in LEAVED:
         raise _refused("speculative_eagle_topk", f"2 is for {FLAG} {', '.join(LEAVED)}; leave it out")
@@ -210,11 +210,11 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
     check_leaves(config, target)
     match config.speculative_algorithm:
         case "draft_model":
-            return None if draft is None else _split(read_draft(draft, target), config.tp)
+            return None if draft is None else _split(read_draft(draft, target), config.heads_over)
         case "eagle" | "eagle3" as name:
             eagle = None if draft is None else read_eagle(draft, target, third=name == "eagle3")
             read_tokens(config, target.vocab)
-            return None if eagle is None else _split(eagle.spec, config.tp)
+            return None if eagle is None else _split(eagle.spec, config.heads_over)
         case "mtp":
             read_tokens(config, target.vocab)
             return predictor_layer(target)
@@ -222,7 +222,7 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
             return None if draft is None else read_medusa(draft, target)
         case "dflash":
             block = None if draft is None else read_block(draft, target)
-            return None if block is None else _split(_checked(config, block), config.tp)
+            return None if block is None else _split(_checked(config, block), config.heads_over)
     return None
 
 

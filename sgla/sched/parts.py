@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from msgspec.structs import asdict
@@ -141,7 +142,8 @@ def _together(values: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: sum(own.get(key, 0) for own in values) for own in values for key in own}
     if isinstance(first, list):
-        return [_windows(same) if isinstance(same[0], WindowStats) else sum(same) for same in zip(*values)]
+        columns = zip_longest(*values, fillvalue=0)
+        return [_windows(same) if isinstance(same[0], WindowStats) else sum(same) for same in columns]
     return sum(values)
 
 

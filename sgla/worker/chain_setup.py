@@ -86,7 +86,9 @@ def load_chains(
     if target.hidden is None:
         assert source.draft is not None
         quantization, length = config.speculative_quantization, sizes.context_len
-        model = load_model(source.draft, dtype, quantization, place.shard, length, report, seed, make=make)
+        model = load_model(
+            source.draft, dtype, quantization, place.shard.of_guesses, length, report, seed, make=make
+        )
         return ModelChains(GpuSteps(model, kernels, sizes, tables=target.tables), *common)
     assert isinstance(target.model, Decoder)
     if config.speculative_algorithm == "dflash":

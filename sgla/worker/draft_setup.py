@@ -51,7 +51,7 @@ class DraftSetup:
         report: Callable[[Progress], None],
     ) -> None:
         self._config, self._hidden, self._vocab = config, list[StepHidden](), target.spec.vocab
-        self._shard = target.shard
+        self._shard = target.shard.of_guesses
         self._model: CausalLM | None = None
         self._head: Head | None = None
         self._medusa: Medusa | None = None
@@ -60,9 +60,8 @@ class DraftSetup:
         match config.speculative_algorithm:
             case "draft_model":
                 assert source.draft is not None
-                positions = target.positions
-                shard = target.shard
-                self._model = load_model(source.draft, dtype, quantization, shard, positions, report, seed)
+                shared = self._shard, target.positions
+                self._model = load_model(source.draft, dtype, quantization, *shared, report, seed)
             case "mtp":
                 assert isinstance(target, Decoder)
                 self._head = load_predictor(source, target, dtype, config.quantization, report, seed)

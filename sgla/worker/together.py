@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import numpy as np
 from torch import Tensor
 
 from sgla.dist.lockstep import Lockstep
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.dispatch import Op, using
 from sgla.worker.batch import Columns, StateColumns, build
 from sgla.worker.forward import Forward
 from sgla.worker.state import SlotTables
+
+R = TypeVar("R")
 
 
 class Together:
@@ -29,7 +35,8 @@ class Together:
         """Take part until all ranks have computed their step."""
         while self._lockstep.go_on(False):
             self._lockstep.idle = True
-            self._forward(self._nothing())
+            with using(_Unseen()):
+                self._forward(self._nothing())
             self._lockstep.idle = False
 
     def _nothing(self) -> ForwardBatch:
@@ -38,3 +45,13 @@ class Together:
         states = None if self._tables.unit is None else StateColumns(zero, zero, np.zeros((0, 3), np.int32))
         slots = np.full(1, self._slot, np.int32)
         return build(Columns(slots, zero, one, zero.copy(), states), self._tables)
+
+
+class _Unseen:
+    """Nobody is shown hidden states of tokens of nobody."""
+
+    def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        if op is ops.tap:
+            x: R = args[1]
+            return x
+        return op.body(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from forked import ForkedExecutor
+from test_data_attention import parted
 from test_draft_heads import DEEP, DFLASH, EAGLE, HYBRID, source_of
 from test_draft_matrix import LETTERS
 from test_draft_matrix import requests as with_adapters
@@ -82,6 +83,19 @@ def right_alone(vocabulary: Control) -> Callable[[str], list[int]]:
         pytest.param("ngram", {"cp": 2, "speculative_adaptive": True}, marks=pytest.mark.slow),
         pytest.param("draft_model", {"cp": 2, "speculative_adaptive": True}, marks=pytest.mark.slow),
         ("medusa", {"cp": 2}),
+        ("ngram", {"tp": 2, "dp_attention": True}),
+        ("draft_model", {"tp": 2, "dp_attention": True}),
+        ("mtp", {"tp": 2, "ep": 2, "dp_attention": True}),
+        ("eagle3", {"tp": 2, "dp_attention": True}),
+        pytest.param("ngram", {"tp": 2, "dp_attention": True, "cp": 2}, marks=pytest.mark.slow),
+        pytest.param("eagle3", {"tp": 2, "dp_attention": True, "cp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "draft_model",
+            {"tp": 2, "dp_attention": True, "speculative_adaptive": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("medusa", {"tp": 2, "dp_attention": True}, marks=pytest.mark.slow),
+        pytest.param("dflash", {"tp": 2, "dp_attention": True}, marks=pytest.mark.slow),
         pytest.param("dflash", {"cp": 2}, marks=pytest.mark.slow),
     ],
 )
@@ -98,8 +112,9 @@ async def test_text_is_that_of_one_rank(
     try:
         facts = await executor.start(lambda progress: None)
         await executor.control(vocabulary)
-        for depth in (1, 3):
-            core = make_core(facts, drafts=3, depth=depth, guided_drafts=facts.guided_drafts)
+        for depth in (1, 3) if case == "ngram" else (3, 1):  # n-grams know of what came before
+            limits = {"drafts": 3, "depth": depth, "guided_drafts": facts.guided_drafts}
+            core = parted(facts, **limits) if config.dp_attention else make_core(facts, **limits)
             found = await run_executor(executor, facts, requests(), core)
             assert found.tokens() == wanted.tokens()
             assert found.finish() == wanted.finish()
@@ -122,7 +137,7 @@ def ranks_of(transcript: Transcript) -> list[int]:
 
 @pytest.mark.parametrize(
     ("way", "device"),
-    [({"pp": 2}, "cpu"), ({"tp": 2, "dp_attention": True}, "cpu"), ({"cp": 2}, "cuda")],
+    [({"pp": 2}, "cpu"), ({"tp": 2, "dp_attention": True}, "cuda"), ({"cp": 2}, "cuda")],
 )
 def test_other_ways_to_share_a_model_out_are_refused(way: dict[str, Any], device: str) -> None:
     with pytest.raises(ConfigError, match="--speculative-algorithm ngram cannot be honoured with --"):
