@@ -137,7 +137,8 @@ def load_eagle(
         first = Eagle(target, eagle.spec, build, positions, eagle.bias)
         load_weights(source, build, "EAGLE", ignored=ignored, on_progress=report, seed=seed)
         return first
-    head = Eagle3(target, eagle.spec, build, positions, len(eagle.layers), eagle.vocab, eagle.normed)
+    places, normed = len(eagle.layers), (eagle.normed, eagle.read_normed)
+    head = Eagle3(target, eagle.spec, build, positions, places, eagle.vocab, *normed)
 
     def mend(name: str, tensor: SourceTensor) -> SourceTensor:
         return Values(tensor.values()) if name == "d2t" and isinstance(tensor, FileTensor) else tensor

@@ -62,13 +62,14 @@ TOLD = 3  # layers of a target that EAGLE-3 reads
 class EagleSpec(NamedTuple):
     """``spec``: of the head, as if it were a Llama of one layer; ``bias``: of its first projection. Of
     EAGLE-3 ``vocab``: tokens that it may guess; ``layers``: of the target, whose inputs it reads; ``normed``:
-    what its attention is added to."""
+    what its attention is added to; ``read_normed``: what it reads, before its projection."""
 
     spec: ModelSpec
     bias: bool
     vocab: int
     layers: tuple[int, ...] = ()
     normed: bool = False
+    read_normed: bool = False
 
 
 class BlockSpec(NamedTuple):
@@ -277,7 +278,7 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     kind = "Qwen2ForCausalLM" if draft.get("qkv_bias") else "LlamaForCausalLM"
     known = family_of(kind).defaults.keys() | others
     shape = {key: value for key, value in draft.items() if key in known}
-    if not third and draft.get("num_hidden_layers") != 1:
+    if draft.get("num_hidden_layers") != 1:
         raise _unfit(f"it has {draft.get('num_hidden_layers')} layers, and a head of EAGLE one")
     spec = read_decoder(shape | {"architectures": [kind], "num_hidden_layers": 1})
     told = {key: value for key, value in draft.items() if value is not None}
@@ -290,7 +291,8 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     if spec.hidden != target.hidden:
         raise _unfit(f"its width is {spec.hidden}, and the model's {target.hidden}")
     layers = _told_layers(c, target.layers) if third else ()
-    return EagleSpec(spec, c.flag("bias"), vocab, layers, c.flag("norm_before_residual"))
+    normed = c.flag("norm_before_residual"), c.flag("norm_before_fc")
+    return EagleSpec(spec, c.flag("bias"), vocab, layers, *normed)
 
 
 def read_medusa(draft: Mapping[str, Any], target: ModelSpec) -> MedusaSpec:

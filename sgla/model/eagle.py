@@ -68,7 +68,8 @@ def _attention(build: Build, name: str, spec: ModelSpec, positions: int, inputs:
 class Eagle3:
     """EAGLE-3 (arXiv 2503.01840), which reads what goes into three layers of its target. ``spec``: of the
     head, as if it were a Llama of one layer. ``vocab``: how many tokens of the target it may guess.
-    ``normed``: the norm of what it reads stands before the residual, not beside it."""
+    ``normed``: the norm of what it reads stands before the residual, not beside it; ``read_normed``: there is
+    one before the first projection."""
 
     def __init__(
         self,
@@ -79,11 +80,13 @@ class Eagle3:
         places: int,
         vocab: int,
         normed: bool = False,
+        read_normed: bool = False,
     ) -> None:
         d, name = spec.hidden, "midlayer"
         self.width, self.target_width, self.vocab = d, places * target.spec.hidden, target.spec.vocab
         self.normed = normed
-        self.read = MergedColumnLinear(build, self.target_width, [("fc", d, range(d))])
+        self.read_norm = RMSNorm(build, "input_norm", self.target_width, spec.eps) if read_normed else None
+        self.join = MergedColumnLinear(build, self.target_width, [("fc", d, range(d))])
         self.token_norm = RMSNorm(build, f"{name}.input_layernorm", d, spec.eps)
         self.hidden_norm = RMSNorm(build, f"{name}.hidden_norm", d, spec.eps)
         self.attention = _attention(build, f"{name}.self_attn", spec, positions, 2 * d)
@@ -95,6 +98,9 @@ class Eagle3:
         if self.ids is not None:
             build.declare("d2t", (vocab,), partial(_take_ids, self.ids))
         self.embed = target.embed
+
+    def read(self, hidden: Tensor) -> Tensor:
+        return self.join(hidden if self.read_norm is None else self.read_norm(hidden))
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]

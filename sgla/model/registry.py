@@ -20,7 +20,7 @@ from sgla.packages import brought
 # Heads that guess, and are no models.
 EAGLE3 = (
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM"),
-    "Eagle3Speculator",  # of the library speculators
+    *("Eagle3Speculator", "Eagle3DraftModel"),  # of the library speculators
 )
 EAGLE = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 DFLASH = "DFlashDraftModel"

@@ -60,6 +60,7 @@ SPECULATORS = {  # a head of EAGLE-3 as the library of this name writes it
     "target_hidden_size": None,
     "transformer_layer_config": LLAMA | {"num_hidden_layers": 1},
 }
+READ_NORMED = {"architectures": ["Eagle3DraftModel"], "norm_before_fc": True}
 DEEP = LLAMA | {"num_hidden_layers": 4}
 DFLASH = LLAMA | {
     "architectures": ["DFlashDraftModel"],
@@ -79,6 +80,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "eagle": ("eagle", DEEP, LLAMA | {"num_hidden_layers": 1}),
     "eagle3": ("eagle3", DEEP, EAGLE),
     "speculators": ("eagle3", DEEP, SPECULATORS),
+    "read_normed": ("eagle3", DEEP, SPECULATORS | READ_NORMED),
     "medusa": ("medusa", DEEP, {"medusa_num_heads": 3, "medusa_num_layers": 1}),
     "dflash": ("dflash", DEEP, DFLASH),
     "hybrid": ("mtp", HYBRID, None),
@@ -292,12 +294,16 @@ def mimo(told: Tensor, embedded: Tensor) -> Tensor:
     return (norm(layer(name, norm(x), x)) @ weights("lm_head.weight", VOCAB, 64).T).argmax(1)
 
 
+def read_normed(told: Tensor, embedded: Tensor) -> Tensor:
+    return speculators(norm(told), embedded)
+
+
 def behind_layer(hidden: Tensor, embedded: Tensor) -> Tensor:
     h = layer("midlayer", torch.cat([norm(embedded), norm(hidden)], 1), hidden)
     return (norm(h) @ weights("lm_head.weight", 200, 64).T).argmax(1) + 1  # d2t of random weights is 1
 
 
-@pytest.mark.parametrize("says", [eagle, eagle3, speculators, mimo])
+@pytest.mark.parametrize("says", [eagle, eagle3, speculators, read_normed, mimo])
 def test_a_head_guesses_what_its_paper_says(says: Callable[[Tensor, Tensor], Tensor]) -> None:
     """The first guess behind each text of a greedy request, from all hidden states at once."""
     runner, request = runner_of(says.__name__), requests()[0]
@@ -534,6 +540,7 @@ def test_heads_that_do_not_fit_are_refused() -> None:
     for change, said in (
         ({"hidden_size": 32}, "its width is 32, and the model's 64"),
         ({"vocab_size": 300}, "another vocabulary"),
+        ({"num_hidden_layers": 2}, "it has 2 layers, and a head of EAGLE one"),
         ({"architectures": ["LlamaForCausalLM"]}, "it is no head of EAGLE-3"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"is \[1, 2, 9\], and the model has 4 layers"),
         (
