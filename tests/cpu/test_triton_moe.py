@@ -3,8 +3,10 @@ where there is no GPU."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +24,11 @@ from sgla.kernels.ops import Biases
 from sgla.kernels.placement import Part, Placement
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
-from sgla.kernels.triton.moe import Tile
+from sgla.kernels.triton.moe import Tile, Tiles
+from sgla.model.read import read_decoder
 from sgla.quant.weight import pack
+
+MODELS = Path(__file__).parents[2] / "bench/models"
 
 
 def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:
@@ -319,15 +324,49 @@ def test_padding_reads_no_expert(poisoned, tokens, kind, activation, routing, bi
     torch.testing.assert_close(found, expected * (live > 0)[:, None], rtol=1e-5, atol=1e-6)
 
 
+def fits(tiles: Tiles, itemsize: int, room: int) -> bool:
+    """Whether programs have so many bytes of shared memory."""
+    stages = (
+        tile.stages * tile.k * itemsize * (factors * tile.n + tiles.rows)
+        for tile, factors in ((tiles.gate_up, 2), (tiles.down, 1))
+    )
+    return max(stages) <= room
+
+
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("hopper", [True, False])
 def test_cuts_fit_the_shared_memory_of_a_program(itemsize: int, hopper: bool) -> None:
-    """Of tuned and of other shapes, for any number of tokens; 99 KiB on the GPUs that have least."""
-    room = (227 if hopper else 99) << 10
-    for experts, top_k, f, d in ((128, 8, 768, 2048), (8, 2, 14336, 4096), (60, 4, 1408, 2048)):
+    """Of shapes that are not tuned, for any number of tokens; 99 KiB on the GPUs that have least."""
+    for experts, top_k, f, d in ((7, 3, 768, 2048), (9, 2, 14336, 4096), (60, 4, 1408, 2048)):
         for tokens in (1, 5, 64, 300, 5000, 100_000):
             tiles = moe_tiles.tiles_for(tokens, experts, top_k, f, d, itemsize, hopper)
-            for tile, factors in ((tiles.gate_up, 2), (tiles.down, 1)):
-                stage = tile.k * itemsize * (factors * tile.n + tiles.rows)
-                assert tile.stages * stage <= room
-                assert hopper or not tile.bulk
+            assert fits(tiles, itemsize, (227 if hopper else 99) << 10)
+            assert hopper or not (tiles.gate_up.bulk or tiles.down.bulk)
+
+
+@pytest.mark.parametrize("shape", moe_tiles.TUNED)
+def test_measured_cuts_can_be_launched(shape: tuple[int, int, int, int]) -> None:
+    _, f, d, itemsize = shape
+    lines = moe_tiles.TUNED[shape]
+    assert [line.tokens for line in lines] == sorted({line.tokens for line in lines})
+    for line in lines:
+        assert line.rows in (16, 32, 64, 128)
+        assert fits(line, itemsize, 227 << 10)
+        for tile, k in ((line.gate_up, d), (line.down, f)):
+            assert {tile.n, tile.k} <= {32, 64, 128, 256}
+            assert tile.k * itemsize <= 256  # bytes of a row of a box, at most
+            assert tile.k <= k
+            assert k * itemsize % 16 == 0
+            assert tile.warps in (4, 8)
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3-30b-a3b", "qwen3.6-35b-a3b", "glm-4.7-flash", "deepseek-v2-lite", "olmoe-1b-7b"]
+)
+def test_models_that_people_serve_are_tuned(model: str) -> None:
+    """With the shared expert among the others. Those of gpt-oss stay packed."""
+    spec = read_decoder(json.loads((MODELS / model / "config.json").read_text()))
+    assert spec.moe is not None
+    experts = spec.moe.experts + spec.moe.shared // spec.moe.intermediate
+    for itemsize in (1, 2):
+        assert (experts, spec.moe.intermediate, spec.hidden, itemsize) in moe_tiles.TUNED
