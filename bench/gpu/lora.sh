@@ -3,7 +3,8 @@
 #   OUT=... bash bench/gpu/lora.sh [attention] [all] [crowd]; apart `... cold` (60 s) and `... tests` (110 s):
 #   kernels against torch's body, rows of many adapters as each alone (tests/gpu/test_gpu_lora.py)
 #   1. decode steps of Qwen3-8B, 64 rows: base, one adapter, four, 64 different ones, on q, k, v, o and on all linears;
-#      kernels of a layer in order; other sizes of tiles (goals: 1 <= 5 %, 64 <= 12 %, all linears <= 28 % above base)
+#      kernels of a layer in order; steps that read prompts; other sizes of tiles (goals: 1 <= 5 %, 64 <= 12 %, all
+#      linears <= 28 % above base)
 #   2. 2,000 adapters in the host's memory, uniform and Zipf, by turns with 5 (goal: <= 10 % fewer requests a second),
 #      outputs of one length and of several; 90 s
 #   3. the first token of an adapter of 109 MB that is not on the device, and of one that is to be read (goal: <= 150 ms)
@@ -21,7 +22,7 @@ part() { # NAME SECONDS COMMAND...
 }
 for each in ${*:-attention all crowd}; do
   case $each in
-  attention) part attention 78 $PY bench/gpu_lora.py --model "$MODEL" --timeline --sweep "${SWEEP:-44}" ;;
+  attention) part attention 78 $PY bench/gpu_lora.py --model "$MODEL" --timeline --prompts --sweep "${SWEEP:-22}" ;;
   all) part all 35 $PY bench/gpu_lora.py --model "$MODEL" --modules all --timeline ;;
   crowd) part crowd 95 $PY bench/lora.py --model "$MODEL" --parts crowd,varied --loaded 2000 ;;
   cold) part cold 60 $PY bench/lora.py --model "$MODEL" --parts cold --modules all --rank 20 ;;
