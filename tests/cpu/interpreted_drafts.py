@@ -310,10 +310,10 @@ def guessed(runner: Any, case: str) -> dict[str, Any]:
         return {"tokens": tokens, "rights": rights}
     core: Core = make_core(runner.facts, **limits)
     found = shown(run(runner, wanted(case), core, executor=executor))
-    if runner.steps.drafts.leaves:
-        found["behind"] = run(runner, behind(found["tokens"]), core, executor=executor).tokens()
     assert executor.held > 0 or case in MODELS.keys() - {"itself"} or runner.shard.rank
     stats = core.stats()
+    if runner.steps.drafts.leaves:
+        found["behind"] = run(runner, behind(found["tokens"]), core, executor=executor).tokens()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 
 
