@@ -417,20 +417,7 @@ PACKED: dict[int | None, list[tuple[int, int, int, int]]] = {  # cuts to try, by
     64: [(32, 4, 3, 1), (64, 4, 2, 1), (64, 4, 3, 1), (64, 8, 3, 1), (128, 8, 3, 1)],
     128: [(32, 4, 3, 1), (64, 4, 3, 1), (64, 8, 3, 1), (128, 4, 3, 1), (128, 8, 2, 1), (128, 8, 3, 1)],
 }
-PACKED_ROWS: dict[int, tuple[int | None, ...]] = {
-    1: (None,),
-    2: (None,),
-    3: (None, 16),
-    4: (None, 16),
-    8: (16,),
-    16: (16,),
-    64: (16,),
-    128: (16, 32),
-    256: (16, 32),
-    512: (32, 64),
-    1024: (32, 64),
-    4096: (64, 128),
-}
+PACKED_TOKENS = (1, 2, 3, 4, 8, 16, 64, 128, 256, 512, 1024, 4096)
 
 
 class PackedLayer:
@@ -495,7 +482,12 @@ def compile_packed(job: tuple[str, str, int | None, bool, e2m1.Tile]) -> None:
 
 def packed(model: str, kind: str, wanted: list[int]) -> None:
     """The best cuts of both products of experts in a storage, and what reading their weights takes."""
-    rows_of_all = {tokens: PACKED_ROWS[tokens] for tokens in wanted or PACKED_ROWS}
+    layer, rows_of_all = PackedLayer(model, kind), dict[int, list[int | None]]()
+    for tokens in wanted or PACKED_TOKENS:
+        pairs = tokens * layer.top_k
+        rows_of_all[tokens] = [rows for rows in (16, 32, 64, 128) if suits(rows, pairs / layer.experts)]
+        if pairs <= 2 * e2m1.FEW:
+            rows_of_all[tokens].append(None)
     tried = {rows for some in rows_of_all.values() for rows in some}
     tiles = {rows: [e2m1.Tile(*cut) for cut in cuts] for rows, cuts in PACKED.items() if rows in tried}
     jobs = [
@@ -503,7 +495,6 @@ def packed(model: str, kind: str, wanted: list[int]) -> None:
     ]
     with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
         pool.map(compile_packed, jobs, chunksize=1)
-    layer = PackedLayer(model, kind)
     for tokens, rows_of in rows_of_all.items():
         ids = [
             torch.rand(tokens, layer.experts, device="cuda").topk(layer.top_k).indices.int()
@@ -536,6 +527,7 @@ def packed(model: str, kind: str, wanted: list[int]) -> None:
                 read_floor_us=round(active / layer.experts * w[0].nbytes / 4.34e6, 1),
                 tflops=round(2 * ids[0].numel() * layer.f * layer.d * (1 + gated) / timed[0][0] / 1e6, 1),
                 best=timed[:6],
+                rows=[next(t for t in timed if t[1] == rows) for rows in rows_of],
             )
 
 
