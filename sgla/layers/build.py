@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sgla.dist import Shard
+from sgla.errors import ConfigError
 from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.lora import Rows, Stack
 from sgla.kernels.placement import Part
@@ -240,8 +241,13 @@ class Build:
 
     def inside(self, intermediate: int, *down: str) -> range:
         """This rank's part of what an MLP or the experts of a mixture have inside, without a cut in a group
-        of the storage of ``down`` if each rank can have one."""
+        of the storage of ``down`` if each rank can have one. Raises ConfigError where it would have none."""
         shard = self.shard.of_mlps
+        if intermediate < shard.size:
+            raise ConfigError(
+                f"the {intermediate} channels inside of {down[0]} cannot be split over {shard.size} ranks",
+                param="tp",
+            )
         group = FORMATS[self.kind_of(*down)].group
         enough = intermediate % group == 0 and intermediate >= group * shard.size
         return shard.range(intermediate, group if enough else GROUP)

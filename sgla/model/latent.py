@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
@@ -32,6 +33,10 @@ class LatentAttention:
     def __init__(
         self, build: Build, name: str, hidden: int, layer: LatentSpec, cos_sin: Tensor, interleaved: bool
     ) -> None:
+        if layer.heads < build.shard.size:
+            raise ConfigError(
+                f"{layer.heads} heads cannot be split over {build.shard.size} ranks", param="tp"
+            )
         own, width = build.shard.range(layer.heads), layer.nope + layer.rotated + layer.gates
 
         def behind(still: int, more: int = 0) -> tuple[Tensor | None, ...]:

@@ -348,7 +348,8 @@ def _limits(c: Reader) -> tuple[float, float]:
     if found is None:
         return 0.0, math.inf
     ends = [math.inf if end == _INFINITY else end for end in found] if isinstance(found, list | tuple) else []
-    if [type(end) in (int, float) for end in ends] != [True, True] or not 0 <= ends[0] < ends[1]:
+    numbers = [type(end) in (int, float) for end in ends] == [True, True]
+    if not numbers or not 0 <= ends[0] < ends[1] or any(1e30 < end < math.inf for end in ends):
         raise c.error("time_step_limit", "a list of two numbers from 0 on, of which the second is larger")
     return float(ends[0]), float(ends[1])
 

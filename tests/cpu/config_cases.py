@@ -2887,6 +2887,7 @@ REFUSED: dict[str, Case] = {
     "Mamba, another width": Case(MAMBA_1 | {"intermediate_size": 96, "d_inner": 96}, "intermediate_size"),
     "Mamba, settings of old": Case(MAMBA_1 | {"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg"),
     "Mamba 2, plain gates": Case(MAMBA_2 | {"rms_norm": False}, "rms_norm"),
+    "Nemotron-H, no float": Case(NEMOTRON_H | {"time_step_limit": [0.0, 10**400]}, "time_step_limit"),
     "Mellum, a base beside its tables": Case(
         PUBLISHED["Mellum2-12B-A2.5B"] | {"rope_theta": 7e4}, "rope_theta 70000.0 is not supported"
     ),

@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from checkpoints import SMALL, Eager, decided, random_prompts, save_checkpoint
 from forked import CONTEXT
+from parity import LATENT, ROUTED, native
 from safetensors.torch import load_file, save_file
 
 from sgla.dist import Shard, join
@@ -54,6 +55,39 @@ def test_errors_name_the_tensors(tmp_path: Path) -> None:
     assert "1 missing: model.layers.1.self_attn.k_proj.weight;" in message
     assert "1 unexpected: model.layers.0.surprise;" in message
     assert "1 misshapen: model.norm.weight has shape [7], expected [48]" in message
+
+
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "n_group": 2, "topk_group": 1}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "words"),
+    [
+        ("llama", {"num_attention_heads": 3, "num_key_value_heads": 1}, "3 heads .1 of them KV heads."),
+        ("llama", {"intermediate_size": 1}, "the 1 channels inside of model.layers.0.mlp.down_proj"),
+        (
+            "mixtral",
+            {"num_local_experts": 2, "intermediate_size": 1},
+            "the 1 channels inside of model.layers.0.mlp.experts.0.down_proj",
+        ),
+        ("deepseek_v3", LATENT | ROUTED | ONE_HEAD, "1 heads"),
+        (
+            "kimi_linear",
+            LATENT | {"q_lora_rank": None, "linear_num_heads": 3, "num_local_experts": 8},
+            "3 heads .linear_num_heads.",
+        ),
+    ],
+)
+def test_what_has_not_a_part_for_each_rank_is_refused(
+    model_type: str, changes: dict[str, Any], words: str
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, **SMALL | changes).to_dict()
+    config["architectures"] = [name for name, kind in native().items() if kind == model_type]
+    source = ModelSource("dummy", Path("dummy"), (), config, {})
+    with pytest.raises(ConfigError, match=f"^{words} cannot be split over 2 ranks"):
+        load_model(source, shard=Shard(1, 2))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (145,), (145, 48)])
