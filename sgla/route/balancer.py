@@ -174,6 +174,8 @@ class Balancer:
         self.statuses[status] += 1
         if ticket.asked.everywhere:
             self.look_now(worker.url)  # it may rest, or be awake
+            if ticket.asked.lasting:
+                worker.names = None  # it may have an adapter more, which the look will tell
         if fault:
             worker.breaker.failure(clock.now())
             self.look_now(worker.url)

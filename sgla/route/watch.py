@@ -88,6 +88,7 @@ class Watch:
         cards, listed = None, -MODELS_SECONDS
         while True:
             fresh = before != "" or clock.now() >= listed + MODELS_SECONDS
+            hurry.clear()
             look = await self.look(url, None if fresh else cards)
             if fresh:
                 cards, listed = look.cards, clock.now()
@@ -101,9 +102,9 @@ class Watch:
                 else:
                     log.info("worker %s is up", url)
                 before = trouble
-            hurry.clear()
             try:
                 await asyncio.wait_for(hurry.wait(), self._config.health_check_interval_secs)
+                listed = -MODELS_SECONDS
             except TimeoutError:
                 pass
 

@@ -97,13 +97,13 @@ class Worker:
         return (not self.trouble or self.rests) and not self.draining and self.breaker.allows(now)
 
     def takes(self, model: str) -> bool:
-        """Ollama's clients add ``:latest``."""
-        return (
-            self.names is None
-            or not model
-            or model in self.names
-            or model.removesuffix(":latest") in self.names
-        )
+        """Ollama's clients add ``:latest``; an adapter may stand behind its base, ``base:adapter``."""
+        if self.names is None or not model:
+            return True
+        if model in self.names or model.removesuffix(":latest") in self.names:
+            return True
+        bases = (f"{name}:" for name in self.names)
+        return any(model.startswith(base) and model.removeprefix(base) in self.names for base in bases)
 
     def view(self, matched: int = 0) -> View:
         return View(self.url, self.running, self.unread, matched, self.tree.size, self.last)

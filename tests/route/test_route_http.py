@@ -19,6 +19,7 @@ from sgla.http import middleware
 from sgla.http.app import ROUTES
 from sgla.route import front
 from sgla.route.exchange import EVERYWHERE, ONE_BY_ONE
+from sgla.route.watch import Watch
 from sgla.route.workers import Look
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}
@@ -173,13 +174,16 @@ async def test_what_one_worker_keeps_is_found(route: Route) -> None:
 async def test_models_choose_workers(route: Route) -> None:
     router = await route(2)
     router.balancer.saw(router.workers[1].url, Look(cards=[{"id": "other"}]))
-    for name, worker in (("other", 1), ("m", 0), ("other:latest", 1)):
+    router.balancer.saw(router.workers[0].url, Look(cards=[{"id": "m:v1"}, {"id": "adapter"}]))
+    for name, worker in (("other", 1), ("m:v1", 0), ("other:latest", 1), ("adapter", 0), ("m:v1:adapter", 0)):
         status, body, _ = await router.post(CHAT | {"model": name})
         assert (status, body["url"]) == (200, router.workers[worker].url)
+    for name in ("other:adapter", "m:v1:other", "adapter:", "m"):
+        assert (await router.post(CHAT | {"model": name}))[0] == 404
     status, body, _ = await router.post(CHAT | {"model": "none"})
     assert (status, body["error"]["code"]) == (404, "model_not_found")
     listed = (await router.get("/v1/models"))[1]["data"]
-    assert [card["id"] for card in listed] == ["m", "other"]
+    assert [card["id"] for card in listed] == ["m:v1", "adapter", "other"]
     assert (await router.get("/v1/models/other"))[1] == {"id": "other"}
 
 
@@ -258,6 +262,34 @@ async def test_those_who_wait_have_turns(route: Route, remote: bool) -> None:
     worker.go.set()
     assert {status for status, _, _ in await asyncio.gather(first, *rest[:3], rest[4])} == {200}
     assert [seen[2]["Authorization"][-1:] for seen in worker.seen[1:]] == list("abaa")
+
+
+async def test_an_adapter_is_there_once_it_is_loaded(route: Route) -> None:
+    """Before the worker has been asked for its models again, which it then is at once."""
+    router = await route(1)
+    [worker] = router.workers
+    looks: list[str] = []
+    router.balancer.look_now = looks.append
+    assert (await router.post(CHAT | {"model": "new"}))[0] == 404
+    assert (await router.post({"lora_name": "new"}, "/load_lora_adapter"))[0] == 200
+    assert (await router.post(CHAT | {"model": "new"}))[0] == 200
+    assert looks == [worker.url]
+    models = ["m", "new"]
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": model} for model in models]})
+
+    worker.answer = answer
+    watch = Watch(router.balancer)
+    try:
+        while router.balancer.workers[worker.url].names != {"m", "new"}:
+            await asyncio.sleep(0.01)
+        models.append("newer")
+        router.balancer.look_now(worker.url)
+        while router.balancer.workers[worker.url].names != {"m", "new", "newer"}:
+            await asyncio.sleep(0.01)
+    finally:
+        await watch.close()
 
 
 async def test_what_changes_a_server_goes_to_all(route: Route) -> None:
