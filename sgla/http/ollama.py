@@ -342,11 +342,11 @@ def now() -> str:
 # what clients ask first
 
 
-@operation("Ollama: the names of the model", answer=to.OllamaModels)
+@operation("Ollama: the names of the model and of its adapters", answer=to.OllamaModels)
 async def tags(request: web.Request) -> web.Response:
     models = request.app[MODELS]
     models.require_listed()
-    cards = [card(server, name) for server in models.servers for name in server.ingress.model_names]
+    cards = [card(server, name) for server in models.servers for name in server.names()]
     return json_response({"models": cards})
 
 
@@ -377,16 +377,18 @@ def card(server: Server, name: str) -> dict[str, Any]:
         "modified_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
         "size": facts.ledger.get("weights", 0) if facts else 0,
         "digest": server.fingerprint,
-        "details": details(server),
+        "details": details(server, name),
     }
 
 
-def details(server: Server) -> dict[str, Any]:
+def details(server: Server, name: str) -> dict[str, Any]:
     facts, model, asked = server.ingress.facts, server.ingress.model, server.config.quantization
+    names = server.ingress.model_names
+    base = "" if name in names else names[0]  # of an adapter
     if facts is None or model is None:  # not loaded yet
-        return {"parent_model": "", "format": "sgla", "family": "", "families": []}
+        return {"parent_model": base, "format": "sgla", "family": "", "families": []}
     return {
-        "parent_model": "",
+        "parent_model": base,
         "format": "sgla",
         "family": model.family,
         "families": [model.family],
@@ -400,7 +402,7 @@ async def show(request: web.Request) -> web.Response:
     server = request[ASKED]
     fields = await intake(request, SHOW)
     server.ingress.require_ready()
-    known(server, fields.model or fields.name or "")
+    name = known(server, fields.model or fields.name or "")
     dialect, facts, model = server_dialect(server), server.ingress.facts, server.ingress.model
     assert facts is not None
     assert model is not None
@@ -414,7 +416,7 @@ async def show(request: web.Request) -> web.Response:
     }
     return json_response(
         {
-            "details": details(server),
+            "details": details(server, name),
             "template": getattr(server.ingress.template, "source", ""),
             "parameters": "\n".join(
                 f"{name} {value}" for name, value in server.sampling_defaults.values.items()

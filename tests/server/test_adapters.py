@@ -82,6 +82,12 @@ async def test_an_adapter_is_chosen_by_each_of_its_names(tiny_model: Path, folde
         assert cards["one"]["root"] == str(folders / "one")
         async with local.client.get("/v1/models/one") as response:
             assert (await response.json())["parent"] == "tiny"
+        async with local.client.get("/api/tags") as response:
+            parents = {c["name"]: c["details"]["parent_model"] for c in (await response.json())["models"]}
+        assert parents == {"tiny": "", "org/tiny:v1": "", "one": "tiny", "two": "tiny"}
+        told = {name: await local.post("/api/show", {"model": name}) for name in ("tiny", "one")}
+        shown = [json.loads(body)["details"]["parent_model"] for _, body in told.values()]
+        assert shown == ["", "tiny"]
         assert (await failed(local, "/v1/completions", BODY | {"model": "six"}))[:2] == (
             404,
             "model_not_found",
