@@ -246,7 +246,7 @@ class DecodeGraphs:
         for size in sizes:
             units = np.zeros(size, np.int32)
             states = StateColumns(units, units, np.zeros((0, 3), np.int32))
-            self._send(slots[:size], starts[:size], size, states)
+            self._send(slots[:size], starts[:size], size, states if self._states else None)
             seconds.append(seconds_of(self._graphs[size]))
         return sizes, seconds
 
