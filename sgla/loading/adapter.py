@@ -50,9 +50,7 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
     content.update(repr((config, dtype)).encode())
     pairs, copies = _told(folder, tensors)
     pairs, said = _apart(folder, config, adapters, pairs)
-    checked = [
-        _checked(folder, config.rank_of(said.get(m, m)), adapters, m, pair) for m, pair in pairs.items()
-    ]
+    checked = [_checked(folder, config, said.get(m, m), adapters, m, pair) for m, pair in pairs.items()]
     for module, tensor in copies.items():
         _check_copy(folder, adapters, module, tensor)
     taken: dict[tuple[int, int], str] = {}
@@ -222,8 +220,11 @@ def _run(n: int, part: int, parts: int) -> slice:
     return slice(part * n // parts, (part + 1) * n // parts)
 
 
-def _checked(folder: Path, rank: int, adapters: Adapters, module: str, pair: dict[str, Tensor]) -> Checked:
-    """A module with its two matrices and where they go. Raises InvalidAdapter."""
+def _checked(
+    folder: Path, config: LoraConfig, said: str, adapters: Adapters, module: str, pair: dict[str, Tensor]
+) -> Checked:
+    """A module with its two matrices and where they go. ``said``: its name in the configuration, which is
+    compared with patterns once it is known to be one of the model's. Raises InvalidAdapter."""
 
     def bad(why: str) -> InvalidAdapter:
         return InvalidAdapter(f"{folder.name}: {module[:200]}: {why}")
@@ -245,6 +246,7 @@ def _checked(folder: Path, rank: int, adapters: Adapters, module: str, pair: dic
     if len(pair) < 2:
         raise bad(f"lora_{'B' if 'A' in pair else 'A'} is missing")
     a, b = pair["A"], pair["B"]
+    rank = config.rank_of(said)
     n = found[0][0].n if found[0][1] is None else sum(target.n for target, _ in found)
     k = found[0][0].k
     for name, tensor, shape in (("lora_A", a, (rank, k)), ("lora_B", b, (n, rank))):

@@ -355,6 +355,18 @@ def test_many_patterns_are_compiled_once() -> None:
     assert _compiled.cache_info().misses == PATTERNS
 
 
+def test_names_of_no_layer_are_compared_with_no_pattern(
+    server: CpuRunner, base: Path, tmp_path: Path
+) -> None:
+    """For they may be as long as a file, and patterns as many as ``PATTERNS``."""
+    save_adapter(tmp_path / "bad", base, rank_pattern={f".*{'a' * 99}{i}": 4 for i in range(PATTERNS)})
+    _rename(tmp_path / "bad", "model.layers.", f"{'a' * 9_999}.")
+    _compiled.cache_clear()
+    with pytest.raises(InvalidAdapter, match="this model has no such layer"):
+        load(server, 1, tmp_path / "bad")
+    assert _compiled.cache_info().misses == 0
+
+
 def test_good_adapters_of_other_types(server: CpuRunner, base: Path, tmp_path: Path) -> None:
     """PEFT writes what training used; keys that are off are no obstacle."""
     save_adapter(tmp_path / "good", base, use_dora=False, modules_to_save=None, loftq_config={})
