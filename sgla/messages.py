@@ -461,7 +461,9 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
 
     A row with ``drafts[r] >= 0`` begins where its slot has got to, which is at most ``starts[r]``, and
     computes its pending token and at most so many more, which the worker guesses. It samples a successor of
-    each and keeps those up to the first wrong guess.
+    each and keeps those up to the first wrong guess. With several stages it begins at ``starts[r]`` and
+    computes ``q_lens[r]`` tokens, of which ``tokens`` has the guesses, too, and ``drafts[r]`` is how many the
+    last stage may guess behind it for a later step (``StepResult.proposed``).
 
     A row with the flag DENOISE has the next block of its slot, of which the worker predicts all tokens once
     more. It brings none of them, or all; their KV is there once a later row has read them.
@@ -484,7 +486,7 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     # int32[*], none or one for each cache group of pages: pages to zero before the step.
     # They may hold NaN, which masks do not hide everywhere.
     zeroed: list[bytes] = []
-    tokens: bytes = b""  # int32[*], with several stages: those that the first rows begin with
+    tokens: bytes = b""  # int32[*], with several stages: all those of the first rows
     dropped: list[int] = []  # copies that nobody wants any more: they end soon, and have failed
     # With attention by data: the step of each rank, None where it has nothing to do. Nothing else is there.
     parts: list[StepPlan | None] = []
@@ -538,6 +540,8 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     # with ``experts`` these, int32[q_len, layers, experts of a token], zeros of layers without any
     hidden: list[bytes] = []
     guessed: bytes = b""  # int32[S]: how many tokens each row guessed; b"": none guessed any
+    # With several stages: int32[*] of each of the S, what it guesses behind its tokens. []: none guess.
+    proposed: list[bytes] = []
     parts: list[StepResult] = []  # of each rank, as in StepPlan
 
 

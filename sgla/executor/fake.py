@@ -110,6 +110,52 @@ class FakeRow(NamedTuple):
     wrong: int = 0
 
 
+class FakeSampler:
+    """What comes behind the tokens of a slot, and what it guesses. See ``FakeModel``."""
+
+    def __init__(self, seed: int, vocab: int, forced: int, acceptance: float) -> None:
+        self._seed, self._vocab, self._forced, self._acceptance = seed, vocab, forced, acceptance
+
+    def _sample(self, slot: FakeSlot) -> int:
+        sampling = slot.sampling
+        seed = self._seed ^ sampling.seed if sampling.temperature > 0 else self._seed
+        token = (mix(slot.chain[-1], seed) >> 20) % self._vocab
+        step = 1
+        if sampling.grammar:
+            step, token = 2, token ^ (token + slot.tokens[-1] + 1 & 1)
+        if len(slot.tokens) - slot.prompt_len < sampling.min_tokens:
+            while token in sampling.stop_ids:
+                token = (token + step) % self._vocab
+        return token
+
+    def next(self, slot: FakeSlot) -> int:
+        """Append the token that follows."""
+        token = self._sample(slot)
+        slot.tokens.append(token)
+        slot.hash_on()
+        return token
+
+    def run(self, slot: FakeSlot) -> list[int]:
+        """Append some more. How many depends on the tokens alone."""
+        count = (slot.chain[-1] >> 40) % (self._forced + 1)
+        return [self.next(slot) for _ in range(count)]
+
+    def propose(self, slot: FakeSlot, most: int) -> bytes:
+        """What a row that is told its guesses guesses behind its tokens."""
+        known = len(slot.tokens)
+        count = (slot.chain[-1] >> 44) % (max(min(most, slot.limit - known - 1), 0) + 1)
+        for _ in range(count):
+            right = self.right(slot)
+            slot.tokens[-1] = (self.next(slot) + (not right)) % self._vocab
+        guesses = slot.tokens[known:]
+        del slot.tokens[known:], slot.chain[known:]
+        return array("i", guesses).tobytes()
+
+    def right(self, slot: FakeSlot) -> bool:
+        """Whether the next guess is."""
+        return (slot.chain[-1] >> 20 & 0xFFFF) < self._acceptance * 0x10000
+
+
 class FakeModel:
     """Executes plans at once. ``forced``: the longest run of tokens that it may tell at once, as if a grammar
     forced them behind the one it has sampled. A row guesses any number of tokens, of which each is right with
@@ -134,10 +180,8 @@ class FakeModel:
     ) -> None:
         self.facts = facts
         self.computed_tokens = 0
-        self._seed = seed
-        self._cost = cost
-        self._forced = forced
-        self._acceptance, self._second = acceptance, second
+        self._cost, self._second = cost, second
+        self._sampler = FakeSampler(seed, facts.vocab_size, forced, acceptance)
         self._slots: list[FakeSlot | None] = [None] * facts.slots
         self._encoder = facts.pooling is not None and facts.pooling.encoder
         self._recurrent = facts.groups[-1].every > 0
@@ -178,6 +222,8 @@ class FakeModel:
         vectors: list[bytes] = []
         counts, guessed = array("i"), array("i")
         hidden: list[bytes] = []
+        proposed: list[bytes] = []
+        drafts = ints(plan.drafts) if plan.drafts and plan.tokens else array("i", [-1]) * len(rows)
         for r, (slot, start, end, flags, told, wrong) in enumerate(rows):
             slot.computed = end
             if slot.sampling.hidden:
@@ -189,15 +235,16 @@ class FakeModel:
             if flags & SAMPLE:
                 run = told or []
                 if told is None and end == len(slot.tokens):
-                    run = [self._next(slot)]
+                    run = [self._sampler.next(slot)]
                     if slot.sampling.logprobs < 0 and not slot.sampling.hidden and not slot.limit:
-                        run += self._run(slot)
+                        run += self._sampler.run(slot)
                 if run and slot.sampling.logprobs >= 0:
                     first = len(slot.tokens) - len(run)
                     blocks.append(self._block(r, slot, False, first, run, slot.sampling.logprobs))
                 tokens.extend(run)
                 counts.append(len(run))
                 guessed.append(len(told) - 1 + wrong if told else 0)
+                proposed.append(self._sampler.propose(slot, drafts[r]))
         count = sum(row.end - row.start + row.wrong for row in rows)
         self.computed_tokens += count
         seconds = 0.0
@@ -214,6 +261,7 @@ class FakeModel:
             counts=b"" if all(n == 1 for n in counts) else counts.tobytes(),
             hidden=hidden,
             guessed=guessed.tobytes() if any(guessed) else b"",
+            proposed=proposed if any(proposed) else [],
         )
 
     def states(self, tokens: list[int], start: int = 0) -> bytes:
@@ -254,7 +302,7 @@ class FakeModel:
         )
         slot = FakeSlot(new, adapter=adapter)
         while len(slot.tokens) - len(prompt) < max_new:
-            token = self._next(slot)
+            token = self._sampler.next(slot)
             if token in stop_ids and len(slot.tokens) - len(prompt) > sampling.min_tokens:
                 break
         return slot.tokens[len(prompt) :]
@@ -277,16 +325,17 @@ class FakeModel:
         assert len(set(slots)) == len(slots), "a slot has two rows"
         alone = self._encoder and len(q_lens) == 1
         assert alone or sum(q_lens) <= self.facts.step_tokens, "more tokens than a step may have"
-        for index, start, token in zip(slots, starts, ints(plan.tokens)):
-            slot = self._slots[index]
-            assert slot is not None, "a token for an empty slot"
-            assert slot.tokens[start] == token, "a row begins with another token"
-        rows = []
+        rows, told = [], ints(plan.tokens)
         drafts = ints(plan.drafts) if plan.drafts else array("i", [-1]) * len(slots)
         for index, start, count, flags, most in zip(slots, starts, q_lens, plan.flags, drafts, strict=True):
             slot = self._slots[index]
             assert slot is not None, "a row of an empty slot"
             assert slot.adapter == self._adapters[slot.place], "a row whose place has another adapter"
+            assert not told or slot.tokens[start] == told[0], "a row begins with another token"
+            guesses, told = told[1:count], told[count:]
+            if most >= 0 and plan.tokens:
+                rows.append(self._verify(slot, start, guesses.tolist(), most, flags))
+                continue
             if most >= 0:
                 assert count == 1 + most, "a row with drafts of another length"
                 rows.append(self._guess(slot, start, most, flags))
@@ -304,6 +353,17 @@ class FakeModel:
             rows.append(FakeRow(slot, start, end, flags))
         return rows
 
+    def _verify(self, slot: FakeSlot, start: int, guesses: list[int], most: int, flags: int) -> FakeRow:
+        """A row that is told its guesses."""
+        assert (start, start + 1) == (slot.computed, len(slot.tokens)), "a row begins elsewhere"
+        end, size = min(start + 1 + len(guesses) + most, slot.limit - 1), self.facts.page_size
+        assert start + 1 + len(guesses) < slot.limit, "a row has more guesses than it may bring"
+        assert all(end <= len(pages) * size for pages in slot.pages), "a row without pages"
+        run = [self._sampler.next(slot)]
+        while run == guesses[: len(run)]:
+            run.append(self._sampler.next(slot))
+        return FakeRow(slot, start, start + len(run), flags, run, len(guesses) + 1 - len(run))
+
     def _guess(self, slot: FakeSlot, latest: int, most: int, flags: int) -> FakeRow:
         start = slot.computed
         assert start <= latest, "a row has got further than it may have"
@@ -315,15 +375,12 @@ class FakeModel:
         assert all(start + 1 + drafts <= len(pages) * size for pages in slot.pages), "a row without pages"
         guessed = (slot.chain[-1] >> 44) % (drafts + 1)
         beside = guessed // 2 if self._second else 0
-        run = [self._next(slot)]
-        while len(run) <= guessed - beside and self._guesses_right(slot):
-            run.append(self._next(slot))
+        run = [self._sampler.next(slot)]
+        while len(run) <= guessed - beside and self._sampler.right(slot):
+            run.append(self._sampler.next(slot))
         if len(run) <= beside and (slot.chain[-1] >> 36 & 0xFF) < self._second * 0x100:
-            run.append(self._next(slot))
+            run.append(self._sampler.next(slot))
         return FakeRow(slot, start, start + len(run), flags, run, guessed + 1 - len(run))
-
-    def _guesses_right(self, slot: FakeSlot) -> bool:
-        return (slot.chain[-1] >> 20 & 0xFFFF) < self._acceptance * 0x10000
 
     def _write(self, g: int, rows: list[FakeRow]) -> None:
         size, store = self.facts.page_size, self._stores[g]
@@ -394,30 +451,6 @@ class FakeModel:
             assert unit not in written or unit == owns[slot_index], (
                 "a state is written while another row reads it"
             )
-
-    def _sample(self, slot: FakeSlot) -> int:
-        sampling = slot.sampling
-        seed = self._seed ^ sampling.seed if sampling.temperature > 0 else self._seed
-        token = (mix(slot.chain[-1], seed) >> 20) % self.facts.vocab_size
-        step = 1
-        if sampling.grammar:
-            step, token = 2, token ^ (token + slot.tokens[-1] + 1 & 1)
-        if len(slot.tokens) - slot.prompt_len < sampling.min_tokens:
-            while token in sampling.stop_ids:
-                token = (token + step) % self.facts.vocab_size
-        return token
-
-    def _next(self, slot: FakeSlot) -> int:
-        """Append the token that follows."""
-        token = self._sample(slot)
-        slot.tokens.append(token)
-        slot.hash_on()
-        return token
-
-    def _run(self, slot: FakeSlot) -> list[int]:
-        """Append some more. How many depends on the tokens alone."""
-        count = (slot.chain[-1] >> 40) % (self._forced + 1)
-        return [self._next(slot) for _ in range(count)]
 
     def _prompt_block(self, row: int, slot: FakeSlot, start: int, end: int) -> LogprobBlock:
         """The span ``[start, end)`` predicts the tokens one later, as far as they are prompt."""

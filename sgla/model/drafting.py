@@ -41,13 +41,12 @@ OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
 BY_MODELS_HEAD = ("mtp", "eagle", "dflash")
 BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
-APART = {  # settings that guesses cannot be beside, and why
-    "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
-}
-APART_ON_GPUS = {  # the same, but on CPUs they can
+APART_ON_GPUS = {  # settings that guesses cannot be beside there, though on CPUs they can, and why
     "cp": "with --cp on GPUs, where steps that are shared out have no guesses",
     "dp_attention": "with --dp-attention on GPUs, where a rank is not told how many tokens others guess",
+    "pp": "with --pp on GPUs, where a stage begins a step before the last one has told what it guesses",
 }
+STAGED = ("ngram",)  # which need nothing that other stages of a pipeline have
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
     "tp": "with --tp: each rank would know the second guess of its own part alone",
@@ -166,12 +165,14 @@ def check_settings(config: Config, device: str) -> None:
         return
     if config.speculative_eagle_topk > 1:
         _check_leaves(config, device)
-    apart = APART if device == "cpu" else APART | APART_ON_GPUS
+    apart = {} if device == "cpu" else APART_ON_GPUS
     obstacles = [why for field, why in apart.items() if getattr(config, field) != getattr(plain, field)]
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
     if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":
         obstacles.append("with --kv-cache-dtype fp8 on GPUs yet; ngram and medusa can")
+    if config.pp > 1 and name not in STAGED:
+        obstacles.append(f"with --pp: it needs what other stages have; {' and '.join(STAGED)} can")
     if obstacles:
         raise ConfigError(
             f"{FLAG} {name} cannot be honoured {obstacles[0]}; leave it out", param="speculative_algorithm"
@@ -209,6 +210,12 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
     """The shape of what guesses for ``target``, if it has weights. ``draft``: config.json of another model.
     Raises ConfigError for what cannot guess."""
     check_leaves(config, target)
+    if config.speculative_algorithm and config.pp > 1 and target.recurrent:
+        raise ConfigError(
+            f"{FLAG} cannot be honoured with --pp by a model whose layers keep states: those of a stage "
+            "cannot go back behind a guess that the last one finds wrong; use --tp",
+            param="speculative_algorithm",
+        )
     match config.speculative_algorithm:
         case "draft_model":
             return None if draft is None else _split(read_draft(draft, target), config.heads_over)

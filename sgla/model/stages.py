@@ -17,7 +17,6 @@ from sgla.model.state import kv_groups, state_of, token_bytes
 
 # Settings that stages do not have, and why; all others they do.
 REFUSED = {
-    "speculative_algorithm": "the stage that guesses is not the one that knows what was right",
     "enable_torch_compile": "a module of transformers is not cut into stages",
     "cpu_offload_gb": "a stage holds fewer layers instead",
     "kv_host_bytes": "it has not been tried with stages",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import nsmallest
 
-from sgla.sched.limits import Limits
+from sgla.sched.limits import Limits, room_for_guesses
+from sgla.sched.memory import Memory
 from sgla.sched.pressure import Pressure
 from sgla.sched.queues import Queues
 from sgla.sched.request import Request, State
@@ -23,10 +24,13 @@ def _rank(request: Request) -> tuple[float, int, float, int]:
 class Cohorts:
     """A row has to wait until its token has come out of the last stage, and its plan brings it to the first.
     So that all stages have work, the requests that decode are shared out to as many steps. One step more may
-    be in flight, for prompts."""
+    be in flight, for prompts.
 
-    def __init__(self, limits: Limits, queues: Queues, pressure: Pressure) -> None:
-        self._queues, self._pressure = queues, pressure
+    Rows guess where the last stage does, which tells its guesses with the tokens that it has drawn: so the
+    stages before know them as they know tokens, by the plan."""
+
+    def __init__(self, limits: Limits, memory: Memory, queues: Queues, pressure: Pressure) -> None:
+        self._limits, self._memory, self._queues, self._pressure = limits, memory, queues, pressure
         self._most = min(limits.stages, limits.depth)
 
     def plan(self, step: Step, running: Iterable[Request]) -> list[Request]:
@@ -48,14 +52,47 @@ class Cohorts:
         if sum(flight.decodes > 0 for flight in self._queues.flights) >= self._most:
             share = 0  # a step of few rows may take as long: those that are ready wait for others
         turn = sorted(nsmallest(share, ready, key=_last_step), key=_rank)
-        rows = self._with_pages(step, turn) or self._with_pages(step, ready if share else [])
+        place = self._place_guessing if self._limits.drafts else self._place
+        if not place(step, turn) and share:
+            place(step, ready)
+        return prefills
+
+    def _place(self, step: Step, requests: list[Request]) -> bool:
+        """Rows of one token each; whether there are any."""
+        rows = self._with_pages(step, requests)
         step.pending = [request.tokens[-1] for request in rows]
         step.set_decodes(rows, [request.slot for request in rows], [request.planned for request in rows])
         for request in rows:
             request.planned += 1
             request.known += 1
             request.last_step = step.number
-        return prefills
+        return bool(rows)
+
+    def _place_guessing(self, step: Step, requests: list[Request]) -> bool:
+        """The same where rows may guess: with their guesses, and pages for as many more behind these, if
+        there are any."""
+        most = room_for_guesses(self._limits, len(requests))
+        for request in requests:
+            if request.state is not State.RUNNING:  # retracted for an earlier row
+                continue
+            guesses, drafts = request.proposed[:most], most if request.drafting and most else -1
+            lacking = self._lacking(request, 1 + len(guesses) + most) if drafts > 0 else 0
+            if lacking > 0 and not self._memory.fits(request, lacking):
+                guesses, drafts = (), -1
+            if drafts < 0:
+                lacking = self._lacking(request, 1)
+            if lacking > 0:
+                if not self._pressure.grow(request, lacking):
+                    continue
+                step.tell_pages(request)
+            step.add_told(request, guesses, drafts)
+            request.proposed = ()
+        return bool(step.rows)
+
+    def _lacking(self, request: Request, tokens: int) -> int:
+        """Pages that it has not for so many more; none or less: it has all."""
+        end = min(request.planned + tokens, request.goal)
+        return -(-(end - request.allocated) // self._limits.page_size)
 
     def _with_pages(self, step: Step, requests: Iterable[Request]) -> list[Request]:
         """Those that have a place for their pending token; those of high rank may take it from others."""

@@ -130,6 +130,8 @@ def _commit_runs(
     assert sum(counts) == len(tokens), "counts and tokens disagree"
     guessed = array("i", result.guessed) if result.guessed else array("i", bytes(4 * len(counts)))
     verified: list[tuple[int, int]] = []
+    for request, data in zip(step.samples, result.proposed):
+        request.proposed = array("i", data)
     at = forced = 0
     for i, (request, count) in enumerate(zip(step.samples, counts)):
         run, at = tokens[at : at + count], at + count

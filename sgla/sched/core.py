@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from sgla.cache.events import Events, KvEvent
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import ADAPTER, PAGES, VERIFIED, Delta, Keep, Moved, Ready, StepPlan, StepResult, Submit
+from sgla.messages import ADAPTER, PAGES, Delta, Keep, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.admission import Admission
 from sgla.sched.ahead import Ahead
 from sgla.sched.budget import CostModel
 from sgla.sched.cohorts import Cohorts
 from sgla.sched.commit import commit
 from sgla.sched.hurry import Hurry
-from sgla.sched.limits import Limits
+from sgla.sched.limits import Limits, room_for_guesses
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.prefetch import Prefetch
 from sgla.sched.prefill import Prefill
@@ -66,7 +66,7 @@ class Core:
         self._now = 0.0  # the latest time told
         self.next_plan = 0.0  # when ``plan`` may have a step though nothing is told until then
         self._paged = len(limits.groups) - limits.recurrent
-        self._cohorts = Cohorts(limits, self._queues, self._pressure) if limits.stages > 1 else None
+        self._cohorts = Cohorts(*shared) if limits.stages > 1 else None
         self._last = Size()
 
     def offer(self, submit: Submit, now: float) -> None:
@@ -214,8 +214,7 @@ class Core:
         """``_rows_of_one`` where rows may guess."""
         prefills: list[Request] = []
         running = list(self._taking_part())
-        room = min(VERIFIED, self.limits.step_tokens) // max(len(running), 1)
-        most = min(self.limits.drafts, max(room - 1, 0))
+        most = room_for_guesses(self.limits, len(running))
         if not most and self.limits.padded_drafts and not any(request.loose for request in running):
             return self._plan_decodes(step)
         for request in running:

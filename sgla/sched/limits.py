@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgla.errors import ContextTooLong, InvalidField
-from sgla.messages import LONGEST, CacheGroup, RowSampling, StepCost, Submit, Tier
+from sgla.messages import LONGEST, VERIFIED, CacheGroup, RowSampling, StepCost, Submit, Tier
 from sgla.model.sharing import least_pages, longest
 
 # Plans travel through a ring of 16 MiB (executor/child.py). A request adds bytes to the plan of the step in
@@ -63,7 +63,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
             "more steps in flight than are of use"
         )
         assert 2 * self.canvas <= self.step_tokens, "half a step has no room for a block"
-        assert self.stages == 1 or not self.drafts, "who samples a token is not who reads it next"
+        assert self.stages == 1 or not self.padded_drafts, "stages are told of guesses, and compute no others"
         assert not self.costs or self.costs[-1].tokens >= self.step_tokens, (
             "steps that the table does not have"
         )
@@ -165,6 +165,12 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     def stated_tokens(self, sampling: RowSampling) -> int:
         """How many tokens of a request whose rows bring states a step may read."""
         return max(1, STATES // self._state_bytes(sampling))
+
+
+def room_for_guesses(limits: Limits, rows: int) -> int:
+    """How many tokens each of so many rows of a step may guess."""
+    room = min(VERIFIED, limits.step_tokens) // max(rows, 1)
+    return min(limits.drafts, max(room - 1, 0))
 
 
 def wide_tokens(sampling: RowSampling) -> int | None:

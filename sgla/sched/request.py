@@ -132,6 +132,7 @@ class Request:
         "probed",
         "prompt_len",
         "prompt_logprobs",
+        "proposed",
         "rank",
         "reach",
         "read",
@@ -215,6 +216,7 @@ class Request:
         self.ahead = 0  # tokens that its rows in flight may bring
         self.loose = 0  # its rows in flight with drafts: without one it is certain how far it has got
         self.guesses = 0, 0, 0  # see Delta
+        self.proposed: Sequence[int] = ()  # guesses behind its tokens, which a row with them has to be told
         self.credit = CREDIT  # see sched/repeats.py
         self.text: Text | None = None  # what is known of its repeating itself
 
@@ -374,6 +376,7 @@ class Request:
         assert (self.known, self.ahead) == (len(self.tokens), 0), "a sample is missing"
         self.data = self.tokens.tobytes()
         self.probed = (-1, None, 0)
+        self.proposed = ()
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = self._unknown()
         if self.hidden is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sgla.messages import DENOISE, POOL, PROMPT_LOGPROBS, SAMPLE, Copy, NewRow, StepPlan, int32
 from sgla.sched.budget import pairs
 from sgla.sched.request import Request
@@ -55,7 +57,7 @@ class Step:
         self.decodes = 0  # rows
         self.drafts: list[int] = []  # of decode rows, -1: it never has any; [] where no row may guess
         self.counted: list[Request] = []  # rows of one token each that count as ahead
-        self.pending: list[int] = []  # tokens of the decode rows, where workers have to be told
+        self.pending: list[int] = []  # tokens of the decode rows, guesses too, where workers have to be told
         self.tokens = 0
         self.work = 0
         self.seconds = 0.0  # it should take, where that matters
@@ -125,6 +127,13 @@ class Step:
         self.decodes += 1
         self.tokens += 1 + drafts
         self.work += pairs(start, 1 + drafts)
+
+    def add_told(self, request: Request, guesses: Sequence[int], drafts: int) -> None:
+        """A decode row, with pages for it, whose pending token and ``guesses`` the workers are told. Behind
+        it they may guess so many tokens more, with pages for them; -1: none."""
+        self.add_verify(request, len(guesses), request.goal)
+        self._drafts[-1] = drafts
+        self.pending += (request.tokens[-1], *guesses)
 
     def add_canvas(self, request: Request) -> None:
         """A row with the request's next block, with pages for it, before all prefills. Until its result has

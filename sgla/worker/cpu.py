@@ -18,7 +18,7 @@ from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.runs import ragged
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.cpu_weights import CpuWeights
-from sgla.worker.drafts import verify
+from sgla.worker.drafts import propose, verify
 from sgla.worker.facts import number_of
 from sgla.worker.features import threads
 from sgla.worker.kv import zero_pages
@@ -54,7 +54,8 @@ class CpuRunner(CpuWeights):
                 self._aligner.admit(new.slot)
             if self._canvases is not None:
                 self._canvases.admit(new)
-        columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
+        told = self.shard.pipe is not None  # of guesses, as of tokens
+        columns, wanted = read(plan, self.tables, None if told else self._drafter.guess(plan))
         if not self.shard.samples:
             return self._hand_on(plan.step, columns)
         if self._pooler is not None:
@@ -79,6 +80,7 @@ class CpuRunner(CpuWeights):
             self._rewind.go_back(columns, wanted, counts)
         self._drafter.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
         self._drafter.follow(columns, wanted, counts)
+        proposed = propose(self._drafter, plan, self.tables) if told else []
         self.profiler.step()
         tokens, brought = ragged(samples, wanted.first, counts)
         return StepResult(
@@ -90,6 +92,7 @@ class CpuRunner(CpuWeights):
             vectors=extras.vectors,
             hidden=extras.hidden,
             guessed=(wanted.runs - 1).tobytes() if wanted.runs.sum() > len(wanted.runs) else b"",
+            proposed=proposed,
         )
 
     def _hand_on(self, step: int, columns: Columns) -> StepResult:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from sgla.dist import Shard
-from sgla.messages import NewRow, StepPlan
+from sgla.messages import SAMPLE, NewRow, StepPlan
 from sgla.sampling.draw import Floats
 from sgla.sampling.sampler import Sampler, Samples
 from sgla.worker.batch import Columns, Wanted
@@ -87,6 +88,30 @@ def begin(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s, Int32s]:
     starts[rows], q_lens[rows] = tables.computed[slots[rows]], 1
     left = tables.limit[slots] - starts - 2  # behind the pending token and the one that follows
     return starts, q_lens, np.where(most >= 0, np.minimum(most, left), 0).clip(0)
+
+
+def propose(drafter: Drafter, plan: StepPlan, tables: SlotTables) -> list[bytes]:
+    """``StepResult.proposed`` of a step that is computed. Rows that have all their tokens guess none."""
+    rows = np.arange(len(plan.flags))
+    if plan.drafts:
+        ended = tables.computed[column(plan.slots)] + 1 >= tables.limit[column(plan.slots)]
+        rows = np.flatnonzero((column(plan.drafts) < 0) | ~ended)
+    made = drafter.guess(rows_of(plan, rows))
+    if made is None:
+        return []
+    found = [b""] * len(plan.flags)
+    for row, start, count in zip(rows.tolist(), *made):
+        if column(plan.drafts)[row] >= 0:
+            slot = column(plan.slots)[row]
+            found[row] = tables.tokens[slot, start + 1 : start + count].tobytes()
+    return [tokens for tokens, flags in zip(found, plan.flags) if flags & SAMPLE]
+
+
+def rows_of(plan: StepPlan, rows: NDArray[np.int_]) -> StepPlan:
+    """With some of its ``rows`` alone."""
+    names = "slots", "starts", "q_lens", "drafts"
+    columns = {name: column(data)[rows].tobytes() for name in names if (data := getattr(plan, name))}
+    return replace(plan, flags=np.frombuffer(plan.flags, np.uint8)[rows].tobytes(), **columns)
 
 
 def verify(

@@ -44,10 +44,16 @@ class SlotTables:
         """Take in the new rows, then pending tokens and the appended pages."""
         self.admit(plan.new)
         if plan.tokens:
-            pending = column(plan.tokens)
-            rows = len(pending)
-            self.tokens[column(plan.slots)[:rows], column(plan.starts)[:rows]] = pending
+            self._write(plan, column(plan.tokens))
         self.append(plan)
+
+    def _write(self, plan: StepPlan, tokens: Int32s) -> None:
+        """``tokens`` of the first rows."""
+        ends = column(plan.q_lens).cumsum()
+        rows = int(np.searchsorted(ends, len(tokens))) + 1
+        slots, starts, spans = (column(data)[:rows] for data in (plan.slots, plan.starts, plan.q_lens))
+        places = np.arange(len(tokens)) + np.repeat(starts - (ends[:rows] - spans), spans)
+        self.tokens[np.repeat(slots, spans), places] = tokens
 
     def admit(self, rows: list[NewRow]) -> None:
         for new in rows:

@@ -13,6 +13,7 @@ from config_cases import gemma3
 from msgspec.structs import replace
 from safetensors.torch import load_file, save
 from stages import Stages
+from test_drafts import make_requests as make_repetitive
 from test_sleep import save as save_model
 from test_worker import make_requests
 from tiny import VOCAB, Transcript, check_draws, run, submit, tiny_config, tiny_source
@@ -171,6 +172,26 @@ def everywhere(stages: Stages, verb: str, **args: Any) -> None:
         runner.control(Control(verb=verb, args=args))
 
 
+@pytest.mark.parametrize("limits", [{}, {"pages": 14, "reserve": 0.0}, {"step_tokens": 11}, {"depth": 1}])
+def test_guesses_change_no_text(limits: dict[str, Any]) -> None:
+    """The last stage makes them, and tells the others through the plan. They save steps."""
+    source, wanted = tiny_source(num_hidden_layers=3), make_repetitive()
+    expected = run(one(source), wanted)
+    plain = Stages(source, 2)
+    core = plain.core(**limits)
+    run(None, wanted, core, plain)
+    how = {"speculative_algorithm": "ngram", "speculative_adaptive": False}
+    stages = Stages(source, 2, speculative_num_draft_tokens=4, **how)
+    guessing = stages.core(drafts=4, guided_drafts=True, **limits)
+    for _ in range(2):  # the second time behind cached prefixes
+        found = run(None, wanted, guessing, stages)
+        assert found.tokens() == expected.tokens()
+        assert found.finish() == expected.finish()
+    assert guessing.stats().steps < 1.9 * core.stats().steps
+    assert sum(guessing.stats().right_at) > 100
+    assert ("pages" not in limits) or guessing.stats().preemptions > 0
+
+
 def test_stages_bring_hidden_states() -> None:
     """The last one does; results are as those of one rank."""
     wanted = [submit("r", list(range(40)), 5, hidden=True), *requests("short")]
@@ -235,10 +256,11 @@ def test_the_embedding_makes_the_first_stage_shorter() -> None:
     ("settings", "model", "words"),
     [
         (
-            {"speculative_algorithm": "ngram"},
+            {"speculative_algorithm": "medusa", "speculative_model": "x"},
             {},
-            "--speculative-algorithm ngram cannot be honoured with --pp",
+            "--speculative-algorithm medusa cannot be honoured with --pp",
         ),
+        ({"speculative_algorithm": "ngram"}, STATES, "with --pp by a model whose layers keep states"),
         ({"role": "prefill", "kv_transfer_secret": "x"}, {}, "--role cannot be honoured with --pp 2"),
         ({"cpu_offload_gb": 1.0}, {}, "--cpu-offload-gb cannot be honoured with --pp 2"),
         ({"task": "embed"}, {}, "--pp 2 cannot be honoured by a model that answers with vectors"),

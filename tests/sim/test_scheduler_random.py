@@ -29,7 +29,10 @@ def play(random: Random, stages: int = 1, guesses: bool = False, **changes: Any)
         second = random.choice((0.0, 0.6))
     if stages > 1:
         forced, depth = 0, random.randint(1, stages + 1)
-        limits = replace(limits, stages=stages, depth=depth, brief_depth=0, drafts=0)
+        drafts, second = (limits.drafts if guesses else 0), 0.0
+        limits = replace(
+            limits, stages=stages, depth=depth, brief_depth=0, drafts=drafts, padded_drafts=False
+        )
     simulation = Simulation(
         limits, brief if limits.brief_depth else None, forced=forced, acceptance=acceptance, second=second
     )
@@ -81,13 +84,14 @@ def verify_logprobs(simulation: Simulation) -> None:
             assert len(prompts) <= (submit.sampling.prompt_logprobs >= 0)
 
 
-def test_guesses_change_no_text() -> None:
+@pytest.mark.parametrize(("stages", "count"), [(1, GUESSING), (2, GUESSING // 4), (3, GUESSING // 4)])
+def test_guesses_change_no_text(stages: int, count: int) -> None:
     """Pages are conserved, and no grammar is left."""
     guessed = right = 0
-    for simulation in scenarios(GUESSING, guesses=True):
+    for simulation in scenarios(count, stages, guesses=True):
         stats = simulation.core.stats()
         guessed, right = guessed + stats.draft_tokens, right + sum(stats.right_at)
-    assert guessed > 2 * examples(GUESSING)
+    assert guessed > 2 * examples(count)
     assert 0.2 * guessed < right < 0.8 * guessed
 
 
