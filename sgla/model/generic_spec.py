@@ -168,4 +168,5 @@ def check_generic(config: Config, device: str, vectors: bool) -> None:
     if not config.enable_torch_compile and config.torch_compile_max_bs != plain.torch_compile_max_bs:
         raise ConfigError("--torch-compile-max-bs needs --enable-torch-compile", param="torch_compile_max_bs")
     if vectors:
-        raise ConfigError("transformers' module makes text and no vectors; leave --task out", param="task")
+        how = "--task generate makes text of it" if config.task == "auto" else "leave --task out"
+        raise ConfigError(f"transformers' module makes text and no vectors; {how}", param="task")

@@ -591,8 +591,10 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         check_generic(Config(enable_torch_compile=True, tp=2), "cpu", False)
     with pytest.raises(ConfigError, match="--torch-compile-max-bs needs --enable-torch-compile"):
         check_generic(Config(torch_compile_max_bs=8), "cpu", False)
-    with pytest.raises(ConfigError, match="makes text and no vectors"):
+    with pytest.raises(ConfigError, match="makes text and no vectors; --task generate"):
         resolve(Config(device="cpu"), Machine(), config, pooled=True)
+    with pytest.raises(ConfigError, match="makes text and no vectors; leave --task out"):
+        resolve(Config(device="cpu", task="embed"), Machine(), config, pooled=True)
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
