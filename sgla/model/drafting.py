@@ -49,7 +49,6 @@ APART_ON_GPUS = {  # settings that guesses cannot be beside there, though on CPU
 STAGED = ("ngram",)  # which need nothing that other stages of a pipeline have
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
-    "tp": "with --tp: each rank would know the second guess of its own part alone",
     "dcp": "with --dcp, whose ranks share out the tokens of a page",
     "deterministic": "with --deterministic, whose kernels have no places for second guesses",
     "kv_cache_dtype": "with --kv-cache-dtype: what leaves keep is copied as it is in --dtype",

@@ -131,6 +131,13 @@ def test_text_is_that_of_a_cpu_with_several_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_second_guesses_count_with_several_ranks() -> None:
+    found = answers_of("--ranks", "leaves", "leaves of a head")
+    check_leaves(found["leaves"])
+    check_leaves(found["leaves of a head"])
+
+
+@pytest.mark.slow
 def test_models_and_heads_guess_with_several_ranks() -> None:
     found = answers_of("--ranks", "model", "eagle3", "latent", "medusa", "dflash", "others")
     assert found["others"]["gpu"]["tokens"] == found["others"]["cpu"]["tokens"]

@@ -832,6 +832,35 @@ def test_a_mask_hides_no_broken_logits() -> None:
     assert draw(logits, 0.7, [1, 2, 3])[0].tolist() == [-2] * 3
 
 
+def test_ranks_find_what_one_would_draw_second() -> None:
+    """They go through it twice, so that each knows in the end what all have found. Rows 0 and 1 have many
+    equal logits."""
+    rows, vocab, split = 12, 10_000, 4_500
+    torch.manual_seed(3)
+    logits = torch.randn(rows, vocab)
+    logits[:2] = logits[:2].round()
+    slots, positions = torch.arange(rows).int(), torch.full((rows,), 2).int()
+    temperatures, seeds = torch.tensor([0.0] * 5 + [0.9] * (rows - 5)), torch.arange(rows)
+    given = slots, positions, seeds, temperatures
+    keys: tuple[list[torch.Tensor], ...] = [], []
+    calls: list[int] = []
+
+    def best_of_ranks(own: torch.Tensor) -> None:
+        known = keys[len(calls) % 2]
+        calls.append(0)
+        known.append(own.clone())
+        own.copy_(torch.stack(known).max(0).values)
+
+    tables, out = torch.zeros(2, rows, 8).int(), torch.zeros(rows).int()
+    beside = torch.full((rows,), 5).int()
+    sampling.sample(logits, *given, in_rows(tables[0]), out, beside=beside)
+    for first, stop in [(0, split), (split, vocab)] * 2:
+        part, table = logits[:, first:stop].contiguous(), in_rows(tables[1])
+        sampling.sample(part, *given, table, out, None, first, best_of_ranks, beside=beside)
+    assert torch.equal(*tables)
+    assert set(tables[0, :, 5].ge(split).tolist()) == {False, True}
+
+
 def test_ranks_draw_what_one_would() -> None:
     """Each from its part of the vocabulary; ties go to the lower id, wherever that is."""
     rows, vocab, split = 16, 10_000, 4_500

@@ -110,11 +110,12 @@ def _bound_scores(
 
 @triton.jit
 def _find(
-    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
-    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, winner,
+    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The best score of a row and its token, looked for in the chunks whose bounds are not below it. Where it
-    is not finite: what is to stand for the token."""
+    """The best score of a row and its token, looked for in the chunks whose bounds are not below it; with
+    ``SECOND`` that without the ``winner``. Where it is not finite: what is to stand for the token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
@@ -131,6 +132,8 @@ def _find(
         x = _usable(x, threshold)
         if temperature >= COLD:
             x = x * (LOG2_E / temperature) - _noise(_hash(seed, position, first + i), FAST)
+        if SECOND:
+            x = tl.where(first + i == winner, float("-inf"), x)
         top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
         found = first + chunk * BLOCK + at
         better = (top > best) | ((top == best) & (found < token))
@@ -139,38 +142,6 @@ def _find(
         most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.where(best == float("inf"), NOT_NUMBERS, token)
     return best, tl.where(best == float("-inf"), NONE_LEFT, token)
-
-
-@triton.jit
-def _find_second(
-    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, winner,
-    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """The token that ``_find`` would find without the ``winner``."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    temperature = tl.load(temperatures + slot)
-    threshold = tl.load(thresholds + row) if HAS_THRESHOLDS else float("-inf")
-    seed, position = tl.load(seeds + slot), tl.load(positions + row)
-    c = tl.arange(0, CHUNKS)
-    bound = tl.load(bounds + row * chunks + c, mask=c < chunks, other=float("-inf"))
-    most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
-    best = tl.full([], float("-inf"), dtype=tl.float32)
-    token = tl.full([], 0, dtype=tl.int32) + first
-    while (most > float("-inf")) & (most >= best):
-        i = chunk * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
-        x = _usable(x, threshold)
-        if temperature >= COLD:
-            x = x * (LOG2_E / temperature) - _noise(_hash(seed, position, first + i), FAST)
-        x = tl.where(first + i == winner, float("-inf"), x)
-        top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-        found = first + chunk * BLOCK + at
-        better = top > best
-        best, token = tl.where(better, top, best), tl.where(better, found, token)
-        bound = tl.where(c == chunk, float("-inf"), bound)
-        most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
-    return token
 
 
 @triton.jit
@@ -189,8 +160,8 @@ def _finish(
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, token = _find(
-        logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
-        HAS_THRESHOLDS, FAST, BLOCK, CHUNKS,
+        logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, 0,
+        HAS_THRESHOLDS, FAST, False, BLOCK, CHUNKS,
     )  # fmt: skip
     tl.store(out + row, token)
     _land(token, row, landing, landing_stride, place, LANDS)
@@ -201,24 +172,26 @@ def _finish(
     if SECOND:
         other = tl.load(beside + row)
         if other > 0:
-            second = _find_second(
+            _, second = _find(
                 logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
-                token, HAS_THRESHOLDS, FAST, BLOCK, CHUNKS,
+                token, HAS_THRESHOLDS, FAST, True, BLOCK, CHUNKS,
             )  # fmt: skip
-            tl.store(_token(tokens, pages, stride, held, page_size, base, slot, other), second)
+            tl.store(_token(tokens, pages, stride, held, page_size, base, slot, other), tl.maximum(second, 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "winners"])
 def _make_keys(
-    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, keys,
-    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, keys, winners,
+    SECOND: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The winner of each row as an integer: the larger the better, and the lower id among equals. Never 0."""
+    """The winner of each row as an integer: the larger the better, and the lower id among equals. Never 0.
+    With ``SECOND`` the one without the ``winners``."""
     _begin(PDL)
+    winner = tl.load(winners + tl.program_id(0)) if SECOND else 0
     best, token = _find(
-        logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
-        HAS_THRESHOLDS, FAST, BLOCK, CHUNKS,
+        logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, winner,
+        HAS_THRESHOLDS, FAST, SECOND, BLOCK, CHUNKS,
     )  # fmt: skip
     bits = best.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -482,7 +455,7 @@ def sample(
 
     ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys
     int64[S] by the largest that any rank has. ``beside`` int32[S]: where in ``tokens`` the one goes that
-    would have been drawn without the first, if that is above 0; not with several ranks."""
+    would have been drawn without the first, if that is above 0."""
     rows, vocab = logits.shape
     chunks = cdiv(vocab, LOGITS)
     bounds = logits.new_empty(rows, chunks)
@@ -499,10 +472,12 @@ def sample(
             SECOND=beside is not None, LANDS=landing is not None, **options,
         )  # fmt: skip
         return
-    assert beside is None
     keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _make_keys[(rows,)](*given, keys, **options)
+    _make_keys[(rows,)](*given, keys, out, SECOND=False, **options)
     follow(keys, slots, positions, tokens, out, best_of_ranks, landing)
+    if beside is not None:
+        _make_keys[(rows,)](*given, keys, out, SECOND=True, **options)
+        follow(keys, slots, beside, tokens, torch.empty_like(out), best_of_ranks)
 
 
 def follow(
