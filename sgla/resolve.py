@@ -153,7 +153,7 @@ def resolve(
     check_one(config)
     spec = read_spec(model) if model is not None else None
     encoder = isinstance(spec, EncoderSpec)
-    filling = Filling(by_our_names(config))
+    filling = Filling(by_our_names(config, spec if isinstance(spec, ModelSpec) else None))
     settle_nodes(filling)
     config = filling.config
     guessing = read_guessing(filling.config, draft, spec) if isinstance(spec, ModelSpec) else None

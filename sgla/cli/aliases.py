@@ -263,6 +263,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "enable-lora-overlap-loading": Always("adapters are copied beside the steps"),
     "fully-sharded-loras": Always("ranks have a part of the adapters' wider matrices"),
     "speculative": Alias("speculative_algorithm"),
+    "speculative-algo": Alias("speculative_algorithm"),
     "speculative-draft-model-path": Alias("speculative_model"),
     "speculative-draft-model-quantization": Alias("speculative_quantization"),
     "speculative-tokens": Alias("speculative_num_draft_tokens"),

@@ -94,9 +94,12 @@ class MedusaSpec(NamedTuple):
 Guessing = ModelSpec | MedusaSpec  # what guesses, if it has weights
 
 
-def by_our_names(config: Config) -> Config:
-    """``config`` with the algorithm's name here, which follows from a model that guesses."""
+def by_our_names(config: Config, target: ModelSpec | None = None) -> Config:
+    """``config`` with the algorithm's name here, which follows from a model that guesses. ``target``: the
+    model, if it is known: SGLang calls its own layer EAGLE, too."""
     name = config.speculative_algorithm
+    if name == "EAGLE" and config.speculative_model is None and (target is None or _guesses(target)):
+        name = "NEXTN"
     if name == "off":
         if config.speculative_model is not None:
             raise _refused("speculative_model", f"guesses, and {FLAG} off does not; leave one of them out")
@@ -425,6 +428,15 @@ def predictor_names(spec: ModelSpec) -> PredictorNames:
             param="speculative_algorithm",
         )
     return names.behind(spec.layers)
+
+
+def _guesses(target: ModelSpec) -> bool:
+    """Whether the model has a layer of its own that guesses further tokens."""
+    try:
+        predictor_names(target)
+    except ConfigError:
+        return False
+    return True
 
 
 def predictor_layer(target: ModelSpec) -> ModelSpec:

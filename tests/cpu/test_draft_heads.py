@@ -593,9 +593,11 @@ def test_heads_that_do_not_fit_are_refused() -> None:
             resolve(Config(**two | {"device": "cuda"} | settings), gpu, model, draft=DEEP)
         assert caught.value.param == "speculative_eagle_topk"
     assert resolve(Config(**two, device="cuda"), gpu, DEEP, draft=DEEP).config.speculative_eagle_topk == 2
-    for name in ("mtp", "NEXTN"):
+    for name in ("mtp", "NEXTN", "EAGLE"):
         with pytest.raises(ConfigError, match="mtp cannot be honoured with --kv-cache-dtype fp8 on GPUs yet"):
             resolve(Config(speculative_algorithm=name, kv_cache_dtype="fp8"), gpu, LATENT)
+    with pytest.raises(ConfigError, match="eagle needs --speculative-model, .*own layer guesses by mtp"):
+        resolve(tiny_config(speculative_algorithm="EAGLE"), model=DEEP)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
