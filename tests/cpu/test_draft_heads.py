@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -646,7 +647,9 @@ def test_what_guesses_if_nobody_says_what() -> None:
         silent = resolve(Config(device="cpu", speculative_model="a/b"), model=DEEP, draft=first)
         assert silent.config.speculative_algorithm == "eagle"
     assert chosen(DEEP, tp=2).config.speculative_algorithm == "ngram"
-    two = chosen(DEEP, pp=2, speculative_num_draft_tokens=3)
+    assert chosen(DEEP, pp=2).config.speculative_algorithm == "ngram"
+    gpus, asked = Machine(gpus=(H200,) * 2, torch_cuda="13.0"), Config(speculative_algorithm="auto", pp=2)
+    two = resolve(msgspec.structs.replace(asked, speculative_num_draft_tokens=3), gpus, DEEP)
     assert two.config.speculative_algorithm is None
     assert two.config.speculative_num_draft_tokens is None
     assert "auto, but" in two.reasons["speculative_algorithm"]
