@@ -43,11 +43,11 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
     guessing = read_guessing(config, draft, spec)
     weights = sum(_weights(config, part) for part, _ in _parts(config, spec))
     over = config.heads_over
-    weights += draft_bytes(config, guessing, spec, config.dtype, kind, over) * config.ranks
+    weights += draft_bytes(config, guessing, spec, config.dtype, kind, over) * config.ranks // config.pp
     states = [
         with_draft(
             shared_out(state_of(part, over, rank % over), config.dcp),
-            draft_state(guessing, over, rank % over),
+            draft_state(guessing, over, rank % over) if part.last else [],
         )
         for part, rank in _parts(config, spec)
     ]

@@ -41,7 +41,7 @@ from sgla.model.shared_cache import check_dcp
 from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.stages import check_settings as check_stages
-from sgla.model.stages import fullest, stages_of
+from sgla.model.stages import stages_of
 from sgla.model.state import (
     Demand,
     LayerState,
@@ -779,9 +779,16 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: Guessing | No
 
 
 def _kept(config: Config, spec: ModelSpec, guessing: Guessing | None) -> list[LayerState]:
-    """What such a rank keeps, of each layer."""
-    own = shared_out(state_of(fullest(config, spec), config.heads_over), config.dcp)
-    return with_draft(own, draft_state(guessing, config.tp))
+    """What a rank keeps, of each layer, in the stage that keeps most of a token."""
+    states = [
+        with_draft(
+            shared_out(state_of(stage, config.heads_over), config.dcp),
+            draft_state(guessing, config.heads_over) if stage.last else [],
+        )
+        for stage in stages_of(config, spec)
+    ]
+    dtype = config.kv_dtype(config.dtype)
+    return max(states, key=lambda state: token_bytes(state, dtype))
 
 
 def choose_threads(machine: Machine, ranks: int) -> Settled:
@@ -802,8 +809,7 @@ def choose_kv_bytes(
 ) -> Settled:
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
     free. ``dtype``: of the KV cache."""
-    own = state_of(fullest(config, spec), config.heads_over) if isinstance(spec, ModelSpec) else []
-    state = with_draft(shared_out(own, config.dcp), draft_state(guessing, config.tp))
+    state = _kept(config, spec, guessing) if isinstance(spec, ModelSpec) else []
     assert config.max_running_requests is not None
     rows = (config.max_running_requests + 1) * unit_bytes(state, dtype)
     wanted = max(512 * MIB, token_bytes(state, dtype) * ROOM_TOKENS + rows)

@@ -46,7 +46,7 @@ APART_ON_GPUS = {  # settings that guesses cannot be beside there, though on CPU
     "dp_attention": "with --dp-attention on GPUs, where a rank is not told how many tokens others guess",
     "pp": "with --pp on GPUs, where a stage begins a step before the last one has told what it guesses",
 }
-STAGED = ("ngram",)  # which need nothing that other stages of a pipeline have
+STAGED = "ngram", "draft_model"  # which need nothing that other stages of a pipeline have
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
     "dcp": "with --dcp, whose ranks share out the tokens of a page",
@@ -218,6 +218,8 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
             "cannot go back behind a guess that the last one finds wrong; use --tp",
             param="speculative_algorithm",
         )
+    if not target.last:  # of a pipeline: the last stage has what guesses
+        return None
     match config.speculative_algorithm:
         case "draft_model":
             return None if draft is None else _split(read_draft(draft, target), config.heads_over)

@@ -13,7 +13,7 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.indexed_spec import IndexedSpec
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.model.state import kv_groups, state_of, token_bytes
+from sgla.model.state import kv_groups, state_of
 
 # Settings that stages do not have, and why; all others they do.
 REFUSED = {
@@ -52,13 +52,6 @@ def stages_of(config: Config, spec: ModelSpec) -> list[ModelSpec]:
     stages = [replace(spec, stage=layers) for layers in cut(sizes, config.pp)]
     _check_groups(config, stages)
     return stages
-
-
-def fullest(config: Config, spec: ModelSpec) -> ModelSpec:
-    """The stage that keeps most of a token, which bounds how many there can be."""
-    dtype = config.kv_dtype(_dtype(config))
-    each = config.heads_over
-    return max(stages_of(config, spec), key=lambda stage: token_bytes(state_of(stage, each), dtype))
 
 
 def _dtype(config: Config) -> str:

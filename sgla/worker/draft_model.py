@@ -43,11 +43,13 @@ class ModelDrafts:
         self, tables: SlotTables, sampler: Guessing, forward: Forward, pace: Pace, spare: int
     ) -> None:
         self._tables, self._sampler, self._forward, self._pace = tables, sampler, forward, pace
-        self._behind = np.zeros(len(tables.limit), np.int32)  # tokens of slots that the target alone has read
-        self._spare, self._waits = spare, False
+        self._read = np.zeros(
+            len(tables.limit), np.int32
+        )  # tokens of slots that it knows; -1: all there were
+        self._spare = spare
 
     def admit(self, new: NewRow) -> None:
-        self._behind[new.slot] = 0
+        self._read[new.slot] = -1
         self._pace.admit(new.slot)
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
@@ -57,13 +59,14 @@ class ModelDrafts:
         slots = column(plan.slots)
         self._sampler.forget_guesses()
         starts, q_lens, counts = self._pace.begin(plan, self._tables)
-        behind, guessing = self._behind[slots], np.flatnonzero(counts)
+        read, guessing = self._read[slots], np.flatnonzero(counts)
+        behind = np.where(read < 0, 0, np.maximum(starts - read, 0))
         alone = plan.flags == bytes([SAMPLE]) * len(slots) and not (plan.new or counts.any())
         few = alone and bool((q_lens == 1).all()) and int(behind.sum()) + len(slots) <= self._spare
-        self._waits = self._pace.adaptive and few
-        if self._waits:
+        if self._pace.adaptive and few:
             return (starts, q_lens) if plan.drafts else None
         behind[behind.cumsum() > self._spare] = 0
+        self._read[slots] = starts + q_lens + np.maximum(counts - 1, 0)
         begins, spans = starts - behind, q_lens + behind
         logits = np.cumsum(spans, dtype=np.int32)[guessing] - 1
         with self._pace.reading(int(spans.sum())):
@@ -83,13 +86,9 @@ class ModelDrafts:
         self._pace.learn(slots, guessed, right)
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
-        """It has read all that came, or does so later."""
+        """What it has read of wrong guesses is none of the text."""
         slots = wanted.slots[wanted.first]
-        if self._waits:
-            self._behind[slots] += 1
-        else:
-            self._behind[columns.slots] = 0
-            self._behind[slots] = (wanted.runs > 1) & (counts == wanted.runs)
+        self._read[slots] = np.minimum(self._read[slots], self._tables.computed[slots])
 
     def _draw(self, columns: Columns, slots: Int32s, positions: Int32s) -> None:
         """Read the tokens of ``columns``, and guess those at ``positions`` of ``slots``."""

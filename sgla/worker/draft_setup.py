@@ -57,7 +57,7 @@ class DraftSetup:
         self._medusa: Medusa | None = None
         self._block: DFlash | None = None
         seed, quantization = config.random_seed or 0, config.speculative_quantization
-        match config.speculative_algorithm:
+        match config.speculative_algorithm if target.spec.last else None:
             case "draft_model":
                 assert source.draft is not None
                 shared = self._shard, target.positions

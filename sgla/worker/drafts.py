@@ -96,7 +96,7 @@ def propose(drafter: Drafter, plan: StepPlan, tables: SlotTables) -> list[bytes]
     if plan.drafts:
         ended = tables.computed[column(plan.slots)] + 1 >= tables.limit[column(plan.slots)]
         rows = np.flatnonzero((column(plan.drafts) < 0) | ~ended)
-    made = drafter.guess(rows_of(plan, rows))
+    made = drafter.guess(rows_of(plan, rows)) if len(rows) else None
     if made is None:
         return []
     found = [b""] * len(plan.flags)

@@ -84,6 +84,8 @@ def right_alone(vocabulary: Control) -> Callable[[str], list[int]]:
         pytest.param("draft_model", {"cp": 2, "speculative_adaptive": True}, marks=pytest.mark.slow),
         ("medusa", {"cp": 2}),
         ("ngram", {"pp": 2}),
+        ("draft_model", {"pp": 2, "tp": 2}),
+        pytest.param("draft_model", {"pp": 2, "speculative_adaptive": True}, marks=pytest.mark.slow),
         pytest.param("ngram", {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("ngram", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
         pytest.param("ngram", {"pp": 2, "tp": 2, "dp_attention": True}, marks=pytest.mark.slow),

@@ -13,10 +13,11 @@ from config_cases import gemma3
 from msgspec.structs import replace
 from safetensors.torch import load_file, save
 from stages import Stages
+from test_draft_heads import DEEP, source_of
 from test_drafts import make_requests as make_repetitive
 from test_sleep import save as save_model
 from test_worker import make_requests
-from tiny import VOCAB, Transcript, check_draws, run, submit, tiny_config, tiny_source
+from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.actors.resting import in_memory
 from sgla.cli.explain import mesh_lines
@@ -172,7 +173,10 @@ def everywhere(stages: Stages, verb: str, **args: Any) -> None:
         runner.control(Control(verb=verb, args=args))
 
 
-@pytest.mark.parametrize("limits", [{}, {"pages": 14, "reserve": 0.0}, {"step_tokens": 11}, {"depth": 1}])
+FEW_PAGES = {"pages": 14, "reserve": 0.0}
+
+
+@pytest.mark.parametrize("limits", [{}, FEW_PAGES, {"step_tokens": 11}, {"depth": 1}])
 def test_guesses_change_no_text(limits: dict[str, Any]) -> None:
     """The last stage makes them, and tells the others through the plan. They save steps."""
     source, wanted = tiny_source(num_hidden_layers=3), make_repetitive()
@@ -190,6 +194,29 @@ def test_guesses_change_no_text(limits: dict[str, Any]) -> None:
     assert guessing.stats().steps < 1.9 * core.stats().steps
     assert sum(guessing.stats().right_at) > 100
     assert ("pages" not in limits) or guessing.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("model", ["dense", "windows", "latent"])
+def test_a_model_guesses_beside_the_last_stage(model: str) -> None:
+    """As many of its guesses are right as on one rank, whatever is in flight; where pages are short it makes
+    fewer."""
+    shape = DEEP if model == "dense" else LLAMA | MODELS[model]
+    source, wanted = source_of(shape, LLAMA | {"num_hidden_layers": 3}), make_repetitive()
+    how: dict[str, Any] = {"speculative_algorithm": "draft_model", "speculative_num_draft_tokens": 3}
+    how |= {"speculative_adaptive": False, "random_seed": 2}
+    runner = one(source, **how)
+    alone = make_core(runner.facts, drafts=3, depth=1)
+    expected = run(runner, wanted, alone)
+    stages = Stages(source, 2, **how)
+    for limits in ({}, FEW_PAGES) if model == "dense" else ({},):
+        core = stages.core(drafts=3, **limits)
+        found = run(None, wanted, core, stages)
+        assert found.tokens() == expected.tokens()
+        if not limits:
+            assert sum(core.stats().right_at) == pytest.approx(sum(alone.stats().right_at), abs=3)
+    assert model != "dense" or sum(alone.stats().right_at) > 50
+    kept = [sum(group.page_bytes for group in each.facts.groups) for each in stages.runners]
+    assert kept[1] > kept[0], "the last stage keeps the model that guesses, too"
 
 
 def test_stages_bring_hidden_states() -> None:
@@ -308,6 +335,10 @@ def test_ranks_and_what_they_hold_are_known_before_anything_loads() -> None:
     assert together["kv_cache"] == 2 * alone["kv_cache"]
     assert together["weights"] == alone["weights"] + 2 * 4 * VOCAB * 64
     assert sum(held.weights for held in ranks) == together["weights"]
+    guessing = replace(config, speculative_algorithm="draft_model", speculative_model="x")
+    beside = [ledger(replace(guessing, pp=pp), model, LLAMA) for pp in (2, 1)]
+    for name in ("weights", "kv_bytes_per_token"):  # the last stage alone has what guesses
+        assert beside[0][name] - together[name] == beside[1][name] - alone[name] > 0
     assert mesh(replace(config, pp=1, tp=1), model) == []
     over = replace(config, nnodes=2)
     told = list(mesh_lines(over, mesh(over, model)))
