@@ -399,9 +399,10 @@ def test_resolving_twice_changes_nothing(machine: Machine) -> None:
 def test_a_gpu_may_have_more_brief_steps_in_flight(
     machine: Machine, changes: dict[str, Any], depth: int, brief: int
 ) -> None:
-    """In the scheduler that a system makes of what is resolved."""
-    resolved = resolve(Config(**changes), machine, SMOLLM2)
-    limits = make_limits(resolve(resolved.config, machine, SMOLLM2).config, FACTS)
+    """In the scheduler that a system makes of what is resolved, and of what workers on GPUs say."""
+    resolved, facts = resolve(Config(**changes), machine, SMOLLM2), msgspec.structs.replace(FACTS)
+    facts.padded_drafts = resolved.config.speculative_adaptive
+    limits = make_limits(resolve(resolved.config, machine, SMOLLM2).config, facts)
     assert (limits.depth, limits.brief_depth) == (depth, brief)
     assert resolved.reasons["brief_depth"] not in ("", "default")
 

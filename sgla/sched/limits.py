@@ -63,7 +63,9 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
             "more steps in flight than are of use"
         )
         assert 2 * self.canvas <= self.step_tokens, "half a step has no room for a block"
-        assert self.stages == 1 or not self.padded_drafts, "stages are told of guesses, and compute no others"
+        assert self.stages == 1 or not (self.drafts and self.padded_drafts), (
+            "stages are told of guesses, and compute no others"
+        )
         assert not self.costs or self.costs[-1].tokens >= self.step_tokens, (
             "steps that the table does not have"
         )
