@@ -498,15 +498,17 @@ def test_experts_are_counted_and_move(make: Any, data: bool) -> None:
 
 
 @needs_two
-@pytest.mark.parametrize("guesses", ["ngram", "draft_model"])
-def test_guesses_change_no_text(make: Any, tmp_path: Path, guesses: str) -> None:
-    """Of prompts that repeat themselves; the model guesses for itself."""
+@pytest.mark.parametrize(("guesses", "beside"), [("ngram", 1), ("draft_model", 1), ("draft_model", 2)])
+def test_guesses_change_no_text(make: Any, tmp_path: Path, guesses: str, beside: int) -> None:
+    """Of prompts that repeat themselves; the model guesses for itself. Second guesses are for few rows."""
     asked: dict[str, Any] = {"speculative_algorithm": guesses, "speculative_num_draft_tokens": 4}
+    asked |= {"speculative_eagle_topk": beside}
     if guesses == "draft_model":  # which takes as long as what it guesses for
         asked |= {"speculative_model": str(tmp_path / "model"), "speculative_adaptive": False}
-    prompts = [[i, 7, 9, 11, 13] * 12 for i in range(12)]
+    count = 12 if beside == 1 else 3
+    prompts = [[i, 7, 9, 11, 13] * 12 for i in range(count)]
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "logprobs": 1}]
-    sampling, found = [params(i, **kinds[i % 2]) for i in range(12)], []
+    sampling, found = [params(i, **kinds[i % 2]) for i in range(count)], []
     for more in ({}, asked):
         engine = make("plain", tp=2, dtype="float32", **more)
         found.append([list(output.tokens) for output in engine.generate(prompts, sampling)])
