@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(pairs: int, experts: int, itemsize: int, hopper: bool, integers: bool = False) -> Tiles:
-    """For so many pairs, as measured on an H200 with gpt-oss-120b, or dots.llm1 in ``integers``. Without the
+    """For so many pairs, as measured on an H200 with gpt-oss, or dots.llm1 in ``integers``. Without the
     shared memory of ``hopper``, and for float32, cuts are small."""
     mean = pairs / experts
     if integers and hopper and itemsize == 2 and mean <= 24:
@@ -77,9 +77,10 @@ def tiles_for(pairs: int, experts: int, itemsize: int, hopper: bool, integers: b
     if pairs <= FEW:
         splits = 4 if pairs <= 8 else 2
         return Tiles(None, Tile(32, 2, 4, splits), Tile(32, 2, 4, splits))
-    if mean <= 16:
+    small = not hopper or itemsize == 4
+    if mean <= (16 if small else 14):
         return Tiles(16, Tile(64, 4, 3), Tile(64, 4, 3))
-    if not hopper or itemsize == 4:
+    if small:
         return Tiles(32 if itemsize == 4 else 64, Tile(64, 4, 2), Tile(64, 4, 2))
     if mean <= 48:
         return Tiles(32, Tile(64, 4, 3), Tile(128, 4, 3))
