@@ -16,7 +16,7 @@ from sgla.errors import ConfigError, SglaError
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # of the conversions; part of the cache key
+VERSION = 4  # of the conversions; part of the cache key
 # Characters looked at to find the merges of SentencePiece; Gemma's vocabulary takes 2 * 10^7.
 MOST_WORK = 10**9
 

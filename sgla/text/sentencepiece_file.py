@@ -111,19 +111,27 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def backend_of(found: SentencePieces, settings: Mapping[str, Any]) -> Tokenizer:
     """``settings``: tokenizer_config.json, whose ``add_bos_token``, ``add_eos_token``, ``add_prefix_space``
-    and ``legacy`` count. Pieces of the user are cut out of a text first, control tokens are special."""
+    and ``legacy`` count. Pieces of the user are cut out of a text first, but where all scores count together;
+    control tokens are special. Raises ConfigError for what is not served alike."""
     tokenizer = Tokenizer(_bpe(found) if found.kind == BPE else _unigram(found))
     prefix = found.prefix and settings.get("add_prefix_space") is not False
     steps: list[Any] = [normalizers.Precompiled(found.charsmap)] if found.charsmap else []
     if found.squeezed:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     cuts: list[Any] = []
     if prefix and settings.get("legacy") is False:
         cuts.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))
     elif prefix:
         steps.append(normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    if own := sorted(found.of_type(USER_DEFINED), key=len, reverse=True):
+    own = sorted(found.of_type(USER_DEFINED), key=len, reverse=True)
+    changed = [piece for piece in own if found.charsmap and steps[0].normalize_str(piece) != piece]
+    if changed:
+        raise ConfigError(
+            f"tokenizer.model has a symbol of its own, {changed[0]!r}, which its normalization changes, "
+            "and that is not supported; give a tokenizer.json"
+        )
+    if own and found.kind == BPE:
         cuts.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, own))), "isolated"))
     if cuts:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
@@ -158,7 +166,7 @@ def _bpe(found: SentencePieces) -> models.BPE:
 def _unigram(found: SentencePieces) -> models.Unigram:
     """No path may go through a piece that texts do not have (control, bytes) instead of the user's own."""
     scores = [
-        0.0 if kind == USER_DEFINED else score if kind == NORMAL else _NEVER
+        _OWN if kind == USER_DEFINED else score if kind == NORMAL else _NEVER
         for score, kind in zip(found.scores, found.types)
     ]
     pieces = list(zip(found.pieces, scores))
@@ -166,3 +174,4 @@ def _unigram(found: SentencePieces) -> models.Unigram:
 
 
 _NEVER = -1e9  # score of a piece in no text
+_OWN = -0.125  # of one of the user: a power of two, so that sums are exact and the longer last piece is taken

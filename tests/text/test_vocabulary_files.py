@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bpe without bytes": {"model_type": "bpe", "vocab_size": 190},
     "unigram": {"model_type": "unigram", "vocab_size": 190},
     "lines": {"model_type": "bpe", **BYTES, "normalization_rule_name": "nfkc"},
+    "unigram of spaces": {"model_type": "unigram", **PLAIN, **BYTES, "user_defined_symbols": ["▁▁", "qu"]},
     "unigram of bytes": {"model_type": "unigram", **BYTES, "user_defined_symbols": ["<think>", "qu"]},
 }
 
@@ -52,7 +53,7 @@ def trained(name: str) -> bytes:
 def texts(count: int = 200) -> list[str]:
     """Random characters, and parts of sentences; with the user's symbols."""
     chance = random.Random(5)
-    found = ["", " ", "  ", "\n", " a", "a  b", *tiny.TEXTS[:5]]
+    found = ["", " ", "  ", "\n", " a", "a  b", "a ▁", "a   b", *tiny.TEXTS[:5]]
     for _ in range(count):
         text = "".join(chance.choice(LETTERS) for _ in range(chance.randrange(40)))
         sentence = chance.choice(tiny.TEXTS)
@@ -104,6 +105,16 @@ def test_only_a_text_that_begins_has_a_space_before_it_unless_it_is_legacy(tmp_p
         ours = load_tokenizer(tmp_path)
         behind[legacy] = [ours.token_string(token) for token in ours.encode("a</s>a", False)]
     assert behind == {True: ["▁", "a", "</s>", "▁", "a"], False: ["▁", "a", "</s>", "a"]}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_symbol_that_normalization_changes_is_refused(kind: str, tmp_path: Path) -> None:
+    """The library keeps it as it is."""
+    MODELS["tab"] = {"model_type": kind, **BYTES, "user_defined_symbols": ["<think>", "\t"]}
+    trained.cache_clear()
+    (tmp_path / "tokenizer.model").write_bytes(trained("tab"))
+    with pytest.raises(ConfigError, match=r"'\\t'.*which its normalization changes"):
+        load_tokenizer(tmp_path)
 
 
 @functools.cache
