@@ -115,8 +115,13 @@ def load_block(
 
 
 def _as_authors(name: str) -> str:
-    """What others call the layer of EAGLE-3."""
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
+    """Of a tensor of EAGLE, which others put into a model."""
+    return name.removeprefix("model.")
+
+
+def _as_third(name: str) -> str:
+    """The same of EAGLE-3, whose layer others call by its number."""
+    return re.sub(r"^layers\.0\.", "midlayer.", _as_authors(name))
 
 
 def load_eagle(
@@ -130,7 +135,7 @@ def load_eagle(
     seed: int = 0,
 ) -> Eagle | Eagle3:
     """Raises WeightError for a head whose files are not as EAGLE's."""
-    rename = _as_authors if eagle.layers else (lambda name: name)
+    rename = _as_third if eagle.layers else _as_authors
     build = decoder_build(source, eagle.spec, dtype, quantization, target.shard.of_guesses, rename)
     ignored = ("embed_tokens.", "model.embed_tokens.", "lm_head.")
     if not eagle.layers:

@@ -441,7 +441,7 @@ def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors |= {"d2t": torch.arange(200) // 2, "t2d": torch.ones(VOCAB, dtype=torch.bool)}
     (tmp_path / "config.json").write_text(json.dumps(EAGLE))
-    others = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    others = {name.replace("midlayer.", "model.layers.0."): tensor for name, tensor in tensors.items()}
     for last, said in ((torch.zeros(1), ""), (torch.full((1,), 999), "d2t of the EAGLE-3 head names tokens")):
         tensors["d2t"][-1:] += last.long()
         save_file(tensors, tmp_path / "model.safetensors")
