@@ -98,9 +98,12 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
             check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)
 
 
-MIXTURE: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "bench/models/qwen3-30b-a3b/config.json").read_text()
-) | {"num_hidden_layers": 2, "vocab_size": 5000, "num_experts": 16}
+MODELS, SMALL = Path(__file__).parents[2] / "bench/models", {"vocab_size": 5000, "num_experts": 16}
+MIXTURE, HYBRID = (
+    json.loads((MODELS / name / "config.json").read_text()) | SMALL | {"num_hidden_layers": 2}
+    for name in ("qwen3-30b-a3b", "qwen3-next-80b-a3b")
+)
+HYBRID["layer_types"] = ["linear_attention", "full_attention"]
 
 
 def adapted_runner(model: dict[str, Any] = TINY, **settings: Any) -> Any:
@@ -132,7 +135,7 @@ def answers(runner: Any, submits: list[Submit]) -> dict[str, list[float]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("model", "modules"), [(TINY, []), (MIXTURE, ["q_proj", "experts"])])
+@pytest.mark.parametrize(("model", "modules"), [(TINY, []), (MIXTURE, ["q_proj", "experts"]), (HYBRID, [])])
 def test_rows_of_many_adapters_are_as_each_alone(model: dict[str, Any], modules: list[str]) -> None:
     """In float32; more adapters than places, graphs and eager steps."""
     runner = adapted_runner(model, dtype="float32", lora_target_modules=modules)
