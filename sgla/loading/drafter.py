@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,36 @@ def repack(head: Head | DFlash, kind: str | None) -> LMHead | None:
         return None
     exact, head.out = head.out, head.out.stored_as(kind)
     return exact if exact.plain and exact.weight.kind in ("bf16", "f32") else None
+
+
+def with_embedding(
+    source: ModelSource,
+    target: Decoder,
+    dtype: str,
+    quantization: str | None,
+    report: OnProgress,
+    seed: int = 0,
+) -> Decoder:
+    """``target``, whose embedding heads read; the last stage of a pipeline has none, so it gets one."""
+    if target.spec.first:
+        return target
+    rename, made = renaming(target.spec.architecture), copy(target)
+    if target.tied is not None:
+        made.embed = target.tied
+        return made
+    build = decoder_build(source, target.spec, dtype, quantization, target.shard.of_guesses, rename)
+    made.embed = target.embedding(build)
+    load_weights(
+        source,
+        build,
+        f"{target.spec.architecture}'s embedding",
+        ignored=EVERYTHING,
+        rename=rename,
+        mend=mending(target.spec),
+        on_progress=report,
+        seed=seed,
+    )
+    return made
 
 
 def load_predictor(

@@ -69,6 +69,7 @@ class CausalLM(ABC):
     unrecorded: ClassVar[str] = ""  # why its forward pass is not made of ops, which can be recorded
     embed: VocabEmbedding | Arriving
     lm_head: LMHead  # of the last stage
+    tied: VocabEmbedding | None = None  # the embedding that this is
     blocks: list[Block]
     cache_scales: list[tuple[float, float]] | None = None  # of k and v of each layer, if the file has them
     declared: Refills | None = None  # what brings other weights; None: nothing does
@@ -148,7 +149,7 @@ class Decoder(CausalLM):
         super().__init__(spec, build, positions)
         self.ignored = (*self.ignored, *elsewhere(spec))
         self._angles: dict[tuple[RopeSpec | None, int], Tensor] = {}
-        self.embed = self._embedding(build) if spec.first else Arriving(build, spec.hidden)
+        self.embed = self.embedding(build) if spec.first else Arriving(build, spec.hidden)
         self.position_embed: PositionEmbedding | None = None
         if spec.learned and spec.first:
             name = "model.embed_positions"
@@ -160,20 +161,21 @@ class Decoder(CausalLM):
         if spec.last:
             self.lm_head = self._head(build)
 
-    def _embedding(self, build: Build) -> VocabEmbedding:
+    def embedding(self, build: Build) -> VocabEmbedding:
+        """Of tokens, declared to ``build``."""
         spec = self.spec
         return VocabEmbedding(build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale)
 
     def _head(self, build: Build) -> LMHead:
-        spec, tied = self.spec, None
+        spec = self.spec
         if spec.tied:
-            tied = self.embed if isinstance(self.embed, VocabEmbedding) else self._embedding(build)
+            self.tied = self.embed if isinstance(self.embed, VocabEmbedding) else self.embedding(build)
         return LMHead(
             build,
             "lm_head",
             spec.vocab,
             spec.hidden,
-            tied,
+            self.tied,
             spec.final_softcap,
             spec.logit_scale,
             spec.head_bias,

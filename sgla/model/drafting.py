@@ -46,7 +46,10 @@ APART_ON_GPUS = {  # settings that guesses cannot be beside there, though on CPU
     "dp_attention": "with --dp-attention on GPUs, where a rank is not told how many tokens others guess",
     "pp": "with --pp on GPUs, where a stage begins a step before the last one has told what it guesses",
 }
-STAGED = "ngram", "draft_model"  # which need nothing that other stages of a pipeline have
+# Those that need nothing that other stages of a pipeline have, but for the embedding, of which the last one
+# has a copy then.
+STAGED = "ngram", "draft_model", "mtp", "eagle", "medusa"
+EMBEDDED = "mtp", "eagle"
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
     "dcp": "with --dcp, whose ranks share out the tokens of a page",
@@ -174,7 +177,7 @@ def check_settings(config: Config, device: str) -> None:
     if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":
         obstacles.append("with --kv-cache-dtype fp8 on GPUs yet; ngram and medusa can")
     if config.pp > 1 and name not in STAGED:
-        obstacles.append(f"with --pp: it needs what other stages have; {' and '.join(STAGED)} can")
+        obstacles.append(f"with --pp: it reads what layers of other stages make; {' and '.join(STAGED)} can")
     if obstacles:
         raise ConfigError(
             f"{FLAG} {name} cannot be honoured {obstacles[0]}; leave it out", param="speculative_algorithm"
@@ -451,7 +454,7 @@ def predictor_layer(target: ModelSpec) -> ModelSpec:
         mixed = layer in moe.layers and not windows
         moe = dataclasses.replace(moe, layers=frozenset({0} if mixed else ()))
     alone, inner = target.attention[layer : layer + 1], target.inner[layer : layer + 1]
-    return dataclasses.replace(target, attention=alone, moe=moe, inner=inner, vocab=1, tied=True)
+    return dataclasses.replace(target, attention=alone, moe=moe, inner=inner, vocab=1, tied=True, stage=None)
 
 
 def check_context(draft: Guessing, context_len: int) -> None:
@@ -480,13 +483,22 @@ def draft_bytes(
     if isinstance(draft, MedusaSpec):
         return _medusa_bytes(draft, kinds_of(dtype, asked, None, device), ranks)
     whole = weight_bytes(draft, dtype, draft.quantized(asked, device), ranks, device)
-    return whole + _copied_bytes(config, target, dtype, device, ranks)
+    table = _table_bytes(config, target, dtype, device)
+    return whole + table + _copied_bytes(config, target, dtype, device, ranks)
 
 
 def head_kind(config: Config, device: str) -> str | None:
     """The storage of the output layer that guesses, if not that of the layer it is made of."""
     asked = config.speculative_head_quantization
     return None if asked is None else (ON_CPU if device == "cpu" else ON_GPU)[asked]
+
+
+def _table_bytes(config: Config, target: ModelSpec, dtype: str, device: str) -> int:
+    """Of the embedding that the last stage of a pipeline has to guess with."""
+    if config.pp == 1 or target.tied or config.speculative_algorithm not in EMBEDDED:
+        return 0
+    kind = kinds_of(dtype, target.quantized(config.quantization, device), target.method, device).vocab
+    return int(target.vocab * target.hidden * FORMATS[kind].bytes)
 
 
 def _copied_bytes(config: Config, target: ModelSpec, dtype: str, device: str, ranks: int) -> int:

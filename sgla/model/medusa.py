@@ -42,5 +42,5 @@ class Medusa:
 
     def __init__(self, target: Decoder, build: Build, heads: int, layers: int, bias: bool) -> None:
         spec = target.spec
-        self.width, self.embed = spec.hidden, target.embed
+        self.width = spec.hidden
         self.heads = [MedusaHead(build, str(i), spec.hidden, spec.vocab, layers, bias) for i in range(heads)]

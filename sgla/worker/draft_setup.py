@@ -12,7 +12,15 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
-from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow, repack
+from sgla.loading.drafter import (
+    load_block,
+    load_eagle,
+    load_medusa,
+    load_predictor,
+    narrow,
+    repack,
+    with_embedding,
+)
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
@@ -57,6 +65,7 @@ class DraftSetup:
         self._medusa: Medusa | None = None
         self._block: DFlash | None = None
         seed, quantization = config.random_seed or 0, config.speculative_quantization
+        told = dtype, config.quantization, report, seed
         match config.speculative_algorithm if target.spec.last else None:
             case "draft_model":
                 assert source.draft is not None
@@ -64,7 +73,7 @@ class DraftSetup:
                 self._model = load_model(source.draft, dtype, quantization, *shared, report, seed)
             case "mtp":
                 assert isinstance(target, Decoder)
-                self._head = load_predictor(source, target, dtype, config.quantization, report, seed)
+                self._head = load_predictor(source, with_embedding(source, target, *told), *told)
                 narrow(self._head, read_tokens(config, self._vocab))
                 self._hidden.append(StepHidden())
                 self.hook = self._hidden[0].hook
@@ -87,8 +96,9 @@ class DraftSetup:
                 assert isinstance(target, Decoder)
                 assert source.draft is not None
                 eagle = read_eagle(source.draft.config, target.spec, third=name == "eagle3")
+                seen, positions = with_embedding(source, target, *told), target.positions
                 self._head = load_eagle(
-                    source.draft, target, eagle, dtype, quantization, target.positions, report, seed
+                    source.draft, seen, eagle, dtype, quantization, positions, report, seed
                 )
                 if isinstance(self._head, Eagle):
                     narrow(self._head, read_tokens(config, self._vocab))

@@ -85,6 +85,7 @@ def right_alone(vocabulary: Control) -> Callable[[str], list[int]]:
         ("medusa", {"cp": 2}),
         ("ngram", {"pp": 2}),
         ("draft_model", {"pp": 2, "tp": 2}),
+        pytest.param("medusa", {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("draft_model", {"pp": 2, "speculative_adaptive": True}, marks=pytest.mark.slow),
         pytest.param("ngram", {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("ngram", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),

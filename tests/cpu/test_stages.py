@@ -13,7 +13,8 @@ from config_cases import gemma3
 from msgspec.structs import replace
 from safetensors.torch import load_file, save
 from stages import Stages
-from test_draft_heads import DEEP, source_of
+from test_draft_heads import DEEP, MIMO_7B, source_of
+from test_draft_heads import LATENT as NEXT
 from test_drafts import make_requests as make_repetitive
 from test_sleep import save as save_model
 from test_worker import make_requests
@@ -196,27 +197,42 @@ def test_guesses_change_no_text(limits: dict[str, Any]) -> None:
     assert ("pages" not in limits) or guessing.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("model", ["dense", "windows", "latent"])
-def test_a_model_guesses_beside_the_last_stage(model: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "draft"),
+    [
+        ("draft_model", DEEP, DEEP | {"num_hidden_layers": 3}),
+        ("mtp", NEXT, None),
+        ("eagle", DEEP, LLAMA | {"num_hidden_layers": 1}),
+        pytest.param("draft_model", LLAMA | LATENT, LLAMA, marks=pytest.mark.slow),
+        pytest.param("draft_model", LLAMA | WINDOWS, LLAMA, marks=pytest.mark.slow),
+        pytest.param("mtp", MIMO_7B, None, marks=pytest.mark.slow),
+        pytest.param(
+            "eagle",
+            DEEP | {"tie_word_embeddings": True},
+            LLAMA | {"num_hidden_layers": 1},
+            marks=pytest.mark.slow,
+        ),
+        ("medusa", DEEP, {"medusa_num_heads": 3}),
+    ],
+)
+def test_what_guesses_is_beside_the_last_stage(
+    name: str, shape: dict[str, Any], draft: dict[str, Any] | None
+) -> None:
     """As many of its guesses are right as on one rank, whatever is in flight; where pages are short it makes
     fewer."""
-    shape = DEEP if model == "dense" else LLAMA | MODELS[model]
-    source, wanted = source_of(shape, LLAMA | {"num_hidden_layers": 3}), make_repetitive()
-    how: dict[str, Any] = {"speculative_algorithm": "draft_model", "speculative_num_draft_tokens": 3}
-    how |= {"speculative_adaptive": False, "random_seed": 2}
+    source, wanted = source_of(shape, draft), make_repetitive()
+    how: dict[str, Any] = {"speculative_algorithm": name, "speculative_num_draft_tokens": 3}
+    how |= {"speculative_adaptive": False, "random_seed": 6}
     runner = one(source, **how)
     alone = make_core(runner.facts, drafts=3, depth=1)
     expected = run(runner, wanted, alone)
     stages = Stages(source, 2, **how)
-    for limits in ({}, FEW_PAGES) if model == "dense" else ({},):
+    for limits in ({}, FEW_PAGES):
         core = stages.core(drafts=3, **limits)
-        found = run(None, wanted, core, stages)
-        assert found.tokens() == expected.tokens()
+        assert run(None, wanted, core, stages).tokens() == expected.tokens()
         if not limits:
-            assert sum(core.stats().right_at) == pytest.approx(sum(alone.stats().right_at), abs=3)
-    assert model != "dense" or sum(alone.stats().right_at) > 50
-    kept = [sum(group.page_bytes for group in each.facts.groups) for each in stages.runners]
-    assert kept[1] > kept[0], "the last stage keeps the model that guesses, too"
+            assert sum(core.stats().right_at) == pytest.approx(sum(alone.stats().right_at), abs=1, rel=0.06)
+    assert sum(alone.stats().right_at) > 1
 
 
 def test_stages_bring_hidden_states() -> None:
@@ -283,9 +299,9 @@ def test_the_embedding_makes_the_first_stage_shorter() -> None:
     ("settings", "model", "words"),
     [
         (
-            {"speculative_algorithm": "medusa", "speculative_model": "x"},
+            {"speculative_algorithm": "eagle3", "speculative_model": "x"},
             {},
-            "--speculative-algorithm medusa cannot be honoured with --pp",
+            "eagle3 cannot be honoured with --pp: it reads what layers of other stages make",
         ),
         ({"speculative_algorithm": "ngram"}, STATES, "with --pp by a model whose layers keep states"),
         ({"role": "prefill", "kv_transfer_secret": "x"}, {}, "--role cannot be honoured with --pp 2"),
