@@ -575,7 +575,8 @@ Made by `python tests/cpu/parity.py --write docs/parity.md` with transformers {t
 {torch}, float32 on a CPU. Of each architecture a tiny checkpoint with random weights is made in each layout,
 and two prompts go on for {new} greedy tokens, as this server computes them. All are transformers' own greedy
 choices after the same tokens. The numbers are the largest difference between two logprobs of a token, in
-nats; at most {most:g} is allowed. `tests/cpu/test_parity.py` compares some of them anew, others each day.
+nats; at most {most:g} is allowed. `tests/cpu/test_parity.py` compares some of them anew, others each day;
+`tests/cpu/test_random_configs.py` does with configurations that are drawn, hundreds each night.
 
 ## Architectures with code here: {native}
 
