@@ -143,6 +143,10 @@ def check_architecture(name: str) -> None:
     """Raises ConfigError for an architecture that is not supported. Loads no torch."""
     if is_known(name):
         return
+    if name in HEADS:
+        raise ConfigError(
+            f"{name} is a head that guesses for another model; give it as --speculative-model", param="model"
+        )
     # Another number is another architecture.
     alike = [known for known in supported() if re.findall(r"\d", known) == re.findall(r"\d", name)]
     folded = {known.lower(): known for known in alike}

@@ -33,7 +33,7 @@ from sgla.model.base import Decoder
 from sgla.model.drafting import read_block, read_eagle
 from sgla.model.read import read_decoder
 from sgla.model.registry import EAGLE as EAGLES
-from sgla.model.registry import EAGLE3, HEADS
+from sgla.model.registry import EAGLE3, HEADS, check_architecture
 from sgla.model.stages import stages_of
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
@@ -509,6 +509,8 @@ def test_heads_are_found_by_the_names_of_their_files(name: str, tmp_path: Path) 
     asked = Config(speculative_algorithm="eagle3" if third else "eagle", speculative_model=str(tmp_path))
     found = configured_source(tmp_path, drafting(asked))
     assert read_eagle(found.config, read_decoder(DEEP), third).spec.hidden == 64
+    with pytest.raises(ConfigError, match="is a head .*; give it as --speculative-model"):
+        check_architecture(name)
     with pytest.raises(ConfigError, match="it is "):
         read_eagle(found.config, read_decoder(DEEP), not third)
 
