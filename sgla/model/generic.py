@@ -381,7 +381,7 @@ def lent(kind: Any) -> str | None:
 def local_class(code: str, folder: Path) -> type[PreTrainedModel]:
     """``file.Class`` of the checkpoint's folder. Raises ConfigError."""
     file = folder / f"{code.partition('.')[0]}.py"
-    if "--" in code or not file.is_file():
+    if "--" in code or file.parent != folder or not file.is_file():
         raise refusal(f"its code {code[:99]} does not lie beside its weights")
     found: type[PreTrainedModel] = get_class_from_dynamic_module(code, str(folder), local_files_only=True)
     return found

@@ -716,6 +716,13 @@ def test_code_of_a_checkpoint_runs_if_it_is_trusted(tmp_path: Path, monkeypatch:
         probe(config, tmp_path)
     with pytest.raises(ConfigError, match="does not lie beside its weights"):
         probe(config, tmp_path, trusted=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "modeling_own.py").write_text("raise SystemExit")
+    for name in (f"{elsewhere}/modeling_own", "elsewhere/modeling_own", "../modeling_own"):
+        code = {"AutoModelForCausalLM": f"{name}.OwnForCausalLM"}
+        with pytest.raises(ConfigError, match="does not lie beside its weights"):
+            probe(config | {"auto_map": code}, tmp_path, trusted=True)
     (tmp_path / "modeling_own.py").write_text(CODE)
     model = load_model(replace(source, config=config | {FACTS: probe(config, tmp_path, trusted=True)}))
     found = Eager(model).prompt_logprobs(PROMPTS[2:])
