@@ -374,8 +374,9 @@ def _load_backend(
         return found
     from transformers import AutoTokenizer
 
-    with readable(f"{folder} has no tokenizer.json and transformers cannot make one"):
-        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer, {}
+    code = ", code of its own is never run," if settings.get("auto_map") else ""
+    with readable(f"{folder} has no tokenizer.json{code} and transformers cannot make one"):
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False).backend_tokenizer, {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -101,6 +101,16 @@ def test_a_broken_tokenizer_is_told_with_its_file(name: str, tmp_path: Path) -> 
     assert len(message) < 1000
 
 
+def test_code_of_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does transformers ask in a terminal whether it may be."""
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"}))
+    (tmp_path / "own.py").write_text("raise SystemExit")
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    assert "no tokenizer.json, code of its own is never run," in refused(source_of(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gpt2"])
 def test_a_folder_without_a_tokenizer_is_told(kind: str, tmp_path: Path) -> None:
     """transformers makes one of no files, which has special tokens alone. For weights that are drawn it may
