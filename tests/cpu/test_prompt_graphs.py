@@ -16,6 +16,8 @@ from sgla.attention.base import AttentionShape, cut
 from sgla.attention.native import NativeSplits
 from sgla.device import nvidia
 from sgla.kernels.cuda.prompt_attention import KEYS, lost
+from sgla.kernels.triton import step
+from sgla.kernels.triton.tokens import TokenTable
 from sgla.messages import SAMPLE
 from sgla.worker.batch import StateColumns
 from sgla.worker.prompt_graphs import (
@@ -133,6 +135,31 @@ def test_columns(seed: int) -> None:
         for i in range(count)
     ]
     assert sorted(covered) == [(i, *tokens[i]) for i in range(q_start[0], size) if tokens[i][0] != SLOTS]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+def test_what_pads_a_step_is_known_by_its_places() -> None:
+    """Mixtures read no experts for it. The first place behind the dummy page is a token's."""
+    slots, starts = np.array([7, 3, 9], np.int32), np.array([0, 5, 8], np.int32)
+    q_lens = np.array([1, 6, 4], np.int32)
+    graphs, flags = without_a_gpu(), np.full(3, SAMPLE, np.uint8)
+    n, size = graphs._pair(1, TOKENS[0])
+    units = StateColumns(*np.zeros((2, 3), np.int32), np.zeros((0, 3), np.int32))
+    graphs._fill(slots, starts, q_lens, _decodes(q_lens, flags), np.arange(3), (n, size), units)
+    lengths = graphs._lengths(n)
+    _, d_slots, d_starts, kv_len, *_, q_start, _ = graphs._columns[: sum(lengths)].split(lengths)
+    table = torch.zeros(SLOTS + 1, size, dtype=torch.int32)
+    table[slots.tolist(), :3] = 1 + torch.arange(9, dtype=torch.int32).view(3, 3)
+    tokens = TokenTable(table, torch.zeros(SLOTS + 1, dtype=torch.int32), 4)
+    ids, positions, places = torch.full((3, size), 9, dtype=torch.int32)
+    made = ids[:n], positions[:n], kv_len[:n], places[:n]
+    step.prepare_decode(d_slots[:n], d_starts[:n], tokens, table, *made, torch.zeros(n + 1).int(), tile=2)
+    step.prepare_extend(d_slots[n:], d_starts[n:], q_start, size, tokens, table, ids, positions, places)
+    assert places.min() == 0
+    assert places[0] == tokens.page_size
+    graphs._steps.model = SimpleNamespace(spec=SimpleNamespace(moe=object()))
+    graphs._steps.tables = SimpleNamespace(page_size=4, windows=[0], part=(0, 1))
+    assert graphs._live(places).tolist() == [1] * 11 + [0] * (size - 11)
 
 
 def splitting() -> Any:
