@@ -176,7 +176,9 @@ class CudaRunner(GpuExperts):
         q_lens = column(plan.q_lens)
         if plan.drafts:
             q_lens = np.where(column(plan.drafts) < 0, q_lens, 1).astype(np.int32)
-        return not counted and self._decodes(replace(plan, q_lens=q_lens.tobytes()))
+        if counted or self._reads_pictures(column(plan.slots), column(plan.starts)):
+            return False
+        return self._decodes(replace(plan, q_lens=q_lens.tobytes()))
 
     def _decodes(self, plan: StepPlan) -> bool:
         """It is a step of decode rows alone, and there is a graph for it."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import json
 import mmap
 import struct
@@ -337,11 +338,11 @@ def steps(runner: CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     prefixes; and prompts of ``sizes`` tokens together."""
     half = runner.steps.context_len // 2
     three = min(3, half)
-    if runner.facts.drafts:
-        for rows in (1, 3):
-            for others in ([], [(rows, 0, half)]):
-                parts = [*((slot, half, 4) for slot in range(rows)), *others]
-                drafts = np.array([3] * rows + [-1] * len(others), np.int32).tobytes()
+    if most := runner.facts.drafts:
+        for rows, others in itertools.product((1, 3), ([], [(3, 0, half)])):
+            for guesses in {min(3, most), most}:
+                parts = [*((slot, half, 1 + guesses) for slot in range(rows)), *others]
+                drafts = np.array([guesses] * rows + [-1] * len(others), np.int32).tobytes()
                 yield msgspec.structs.replace(plan(parts), drafts=drafts)
     for rows in range(1, runner.steps.slots + 1):
         yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])

@@ -13,6 +13,8 @@ from token_tables import in_rows
 
 pytest.importorskip("triton")
 from sgla.kernels.triton import drafts
+from sgla.messages import StepPlan
+from sgla.worker.cuda import DECODE_FLAGS, CudaRunner
 from sgla.worker.ngrams import LONGEST, SHORTEST, NGrams
 from sgla.worker.others import BITS, PRIME, RUN, Outputs
 
@@ -89,6 +91,19 @@ def check_leaves(found: dict[str, Any]) -> None:
     assert found["taken"] > 5
     texts = *cpu["tokens"].values(), *cpu["behind"].values()
     assert gpu["verifies"] + sum(gpu["right"]) <= sum(map(len, texts))
+
+
+@pytest.mark.parametrize("read", [[], [3]])
+def test_no_leaves_beside_the_last_token_of_a_picture(
+    read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that ends with one may leave one token to a step of decode rows, which has no graph then."""
+    runner = CudaRunner.__new__(CudaRunner)
+    monkeypatch.setattr(CudaRunner, "_decodes", lambda self, plan: True)
+    monkeypatch.setattr(CudaRunner, "_reads_pictures", lambda self, slots, starts: slots.tolist() == read)
+    three = np.array([3], np.int32).tobytes()
+    plan = StepPlan(step=1, slots=three, starts=three, q_lens=three, drafts=three, flags=DECODE_FLAGS, new=[])
+    assert runner._bears(plan, counted=False) == (not read)
 
 
 def test_a_second_answer_like_the_first_is_guessed(answers: dict[str, Any]) -> None:

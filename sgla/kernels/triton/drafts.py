@@ -232,7 +232,10 @@ def _look_back(
     tl.store(starts + i, tl.where(real, start, 0), mask=live)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "deep"],
+    do_not_specialize_on_alignment=["columns", "ids", "out", "ends", "counts", "moves"],
+)
 def _take_leaf(
     columns, rows, ids, out, ends, tokens, pages, stride, held, page_size, base, computed, counts, moves,
     deep, MOST: tl.constexpr,
