@@ -18,12 +18,9 @@ def check_apart(config: Config, beside: str, refused: Mapping[str, str]) -> None
             )
 
 
-def check_parted(config: Config, device: str, parts: str, other: str, refused: Mapping[str, str]) -> None:
-    """``check_apart`` for the setting ``parts``, by which each rank of a stage has a part of each step, as by
-    the ``other`` one."""
+def check_parted(config: Config, parts: str, refused: Mapping[str, str]) -> None:
+    """``check_apart`` for the setting ``parts``, by which each rank of a stage has a part of each step."""
     more = dict(refused)
-    if device != "cpu":
-        more[other] = "on GPUs ranks would not know how many tokens each has"
     if config.pp % config.nnodes:
         more["nnodes"] = "ranks of a stage are on one host"
     check_apart(config, _flag(parts), more)

@@ -47,7 +47,7 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
         obstacle = _of_model(spec)
     if obstacle:
         raise ConfigError(f"--cp {config.cp} cannot be honoured {obstacle}; use --tp", param="cp")
-    check_parted(config, device, "cp", "dp_attention", REFUSED)
+    check_parted(config, "cp", REFUSED)
 
 
 def _of_model(spec: ModelSpec) -> str | None:

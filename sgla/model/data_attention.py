@@ -48,4 +48,4 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         obstacle = f"by {spec.architecture}"
     if obstacle:
         raise ConfigError(f"--dp-attention cannot be honoured {obstacle}", param="dp_attention")
-    check_parted(config, device, "dp_attention", "cp", REFUSED)
+    check_parted(config, "dp_attention", REFUSED)

@@ -23,6 +23,7 @@ from sgla.worker.batch import StateColumns, eager_order, state_columns
 from sgla.worker.crossing import Crossing
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
+from sgla.worker.gpu_context import Divides
 from sgla.worker.gpu_experts import GpuExperts
 from sgla.worker.gpu_steps import Launched
 from sgla.worker.graphs import NOBODY
@@ -58,9 +59,9 @@ class CudaRunner(GpuExperts):
         call the same collectives, and take graphs of one size if there are any for all parts."""
         lockstep, parts = self.shard.lockstep, [part if part and part.slots else None for part in plan.parts]
         assert isinstance(lockstep, PlannedLockstep)
-        counts = [int(column(part.q_lens).sum()) if part else 0 for part in parts]
+        counts = [self._tokens_of(part) if part else 0 for part in parts]
         there = [part for part in parts if part is not None]
-        alike = Alike() if counted else self._alike(there, max(counts))
+        alike = Alike() if counted else self._alike(there)
         own = parts[lockstep.rank]
         lockstep.counts = None if any(alike) else counts  # in a graph all have as many
         try:
@@ -72,12 +73,17 @@ class CudaRunner(GpuExperts):
         finally:
             lockstep.counts = None
 
-    def _alike(self, parts: list[StepPlan], tokens: int) -> Alike:
-        """``tokens``: of the longest of the parts. A rank sees of the others what the plan says of them."""
+    def _tokens_of(self, part: StepPlan) -> int:
+        """Of one rank, or of what its set shares out."""
+        divides, q_lens = self.steps.divides, column(part.q_lens)
+        return divides.share_of(q_lens) if isinstance(divides, Divides) else int(q_lens.sum())
+
+    def _alike(self, parts: list[StepPlan]) -> Alike:
+        """A rank sees of the others what the plan says of them."""
         if all(self._decodes(part) for part in parts):
             return Alike(rows=max((len(part.slots) // 4 for part in parts), default=0))
         if all(self._reads(part) for part in parts):
-            return Alike(tokens=tokens)
+            return Alike(tokens=max(int(column(part.q_lens).sum()) for part in parts))
         return Alike()
 
     def _take_part(self, alike: Alike) -> None:

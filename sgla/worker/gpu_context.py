@@ -37,6 +37,13 @@ class Divides:
         """Whether a step with rows of these lengths is shared out; none is in a rehearsal."""
         return not under_way() and int(q_lens.sum()) >= LEAST * self._context.size and int(q_lens.max()) > 1
 
+    def share_of(self, q_lens: Int32s) -> int:
+        """Tokens of a step with rows of these lengths that this rank computes, if it is no graph."""
+        total = int(q_lens.sum())
+        if not self.takes(q_lens):
+            return total
+        return sum(map(len, shares(total, self._context.size)[self._context.rank]))
+
     def _batch(self, columns: Columns) -> DeviceBatch:
         """This rank's part of a step."""
         total = int(columns.q_lens.sum())

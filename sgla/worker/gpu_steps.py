@@ -147,12 +147,12 @@ class GpuSteps:
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
             self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows, adapters.places)
-        self._divides: Divides | Halves | None = None
+        self.divides: Divides | Halves | None = None
         if self.shard.context is not None:
-            self._divides = Divides(self.tables, self.shard.context, self.extend_batch, self.ops)
+            self.divides = Divides(self.tables, self.shard.context, self.extend_batch, self.ops)
         self.halved = second is not None
         if second is not None:
-            self._divides = Halves(self.extend_batch, (self.attention, second))
+            self.divides = Halves(self.extend_batch, (self.attention, second))
         self.drafts = DeviceDrafts(self.tables, not beside, hidden, leaves) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
         own = len(model.lm_head.own) if self.shard.samples else 0
@@ -292,7 +292,7 @@ class GpuSteps:
 
     def _divided(self, columns: Columns) -> Divides | Halves | None:
         """What computes a step that is shared out, or cut in two; none is that reads pictures."""
-        divides, pictures = self._divides, self.pictures
+        divides, pictures = self.divides, self.pictures
         if pictures is not None and pictures.reads(columns.slots.tolist(), columns.starts.tolist()):
             return None
         return divides if divides is not None and divides.takes(columns.q_lens) else None

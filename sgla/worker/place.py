@@ -104,7 +104,8 @@ class Gpu:
         self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
             lockstep = PlannedLockstep(shard.rank, shard.size, shard.exchange, shard.group)
-            self.shard = Shard(pipe=shard.pipe, lockstep=lockstep, mlps=self.shard)
+            context = None if shard.context is None else shard.context.alone
+            self.shard = Shard(pipe=shard.pipe, lockstep=lockstep, mlps=self.shard, context=context)
         if config.sequence_parallel:
             rows = SharedRows(shard.rank, shard.size, shard.exchange, shard.group)
             self.shard = replace(self.shard, rows=rows)

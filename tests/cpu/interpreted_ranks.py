@@ -106,6 +106,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),
     "attention by data": (EXPERTS, 2, {"tp": 2, "dp_attention": True}),
     "attention by data in stages": (EXPERTS, 4, {"tp": 2, "pp": 2, "dp_attention": True}),
+    "attention by data, parts of a prompt": (EXPERTS, 4, {"tp": 2, "cp": 2, "dp_attention": True}),
     "attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
 }

@@ -129,8 +129,7 @@ def test_other_devices_and_models() -> None:
             check_cp(Config(cp=2), device, spec, vectors)
     with pytest.raises(ConfigError, match="--kv-cache-dtype int4"):
         check_cp(Config(cp=2, kv_cache_dtype="int4"), "cuda", spec, False)
-    with pytest.raises(ConfigError, match="--dp-attention cannot be honoured with --cp: on GPUs"):
-        check_cp(Config(cp=2, dp_attention=True), "cuda", spec, False)
+    check_cp(Config(cp=2, tp=2, dp_attention=True), "cuda", spec, False)
     check_cp(Config(cp=2, pp=2), "cuda", spec, False)
     check_cp(Config(cp=2, pp=2, nnodes=2), "cpu", spec, False)
 

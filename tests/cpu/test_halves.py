@@ -217,7 +217,7 @@ def test_which_steps_are_cut() -> None:
     assert halves.takes(np.array([1, gpu_halves.WHOLE], np.int32))
     assert not halves.takes(np.array([1, gpu_halves.WHOLE - 1], np.int32))
     assert not halves.takes(np.ones(gpu_halves.WHOLE + 1, np.int32)), "decode rows alone"
-    steps: Any = SimpleNamespace(_divides=halves, pictures=None)
+    steps: Any = SimpleNamespace(divides=halves, pictures=None)
     columns = Columns(*np.array([[3], [0], [gpu_halves.WHOLE + 1]], np.int32), np.zeros(0, np.int32))
     assert GpuSteps._divided(steps, columns) is halves
     steps.pictures = SimpleNamespace(reads=lambda slots, starts: (slots, starts) == ([3], [0]))

@@ -25,6 +25,7 @@ SLOW = (
     "parts of layers",
     "whole experts",
     "attention by data in stages",
+    "attention by data, parts of a prompt",
     "attention by data, states",
     "attention by data, whole experts",
     "rows shared out, latent",
