@@ -186,7 +186,9 @@ class Probing:
         if not (q.shape[2] == k.shape[2] == v.shape[2] == TOKENS) or q.shape[0] > 1:
             raise refusal("its attention is not from each token of a step to those before it")
         if not q.shape[1] or q.shape[3] < 2:
-            raise refusal(f"a layer has {q.shape[1]} attention heads of {q.shape[3]} values, not one of two")
+            raise refusal(
+                f"a layer has {q.shape[1]} attention heads of {q.shape[3]} values; one of two is the least"
+            )
         if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
             raise refusal(f"{q.shape[1]} attention heads do not divide among {k.shape[1]} KV heads")
         for name, value in given.items():

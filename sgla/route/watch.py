@@ -89,9 +89,12 @@ class Watch:
         while True:
             fresh = before != "" or clock.now() >= listed + MODELS_SECONDS
             hurry.clear()
+            named = self._named(url)
             look = await self.look(url, None if fresh else cards)
             if fresh:
                 cards, listed = look.cards, clock.now()
+            if named and not self._named(url):  # it got an adapter meanwhile
+                look = look._replace(cards=None)
             self._balancer.saw(url, look)
             trouble = self._balancer.workers[url].trouble if url in self._balancer.workers else before
             if trouble != before:
@@ -107,6 +110,10 @@ class Watch:
                 listed = -MODELS_SECONDS
             except TimeoutError:
                 pass
+
+    def _named(self, url: str) -> bool:
+        worker = self._balancer.workers.get(url)
+        return worker is not None and worker.names is not None
 
     async def look(self, url: str, cards: Cards | None = None) -> Look:
         """One look; what fails is ``trouble``. ``cards``: its models, if they need not be asked."""

@@ -292,6 +292,34 @@ async def test_an_adapter_is_there_once_it_is_loaded(route: Route) -> None:
         await watch.close()
 
 
+async def test_a_look_that_began_before_an_adapter_came_does_not_forget_it(route: Route) -> None:
+    router = await route(1)
+    [worker], looks = router.workers, 0
+    known, begun, on = router.balancer.workers[worker.url], asyncio.Event(), asyncio.Event()
+
+    class Slow(Watch):
+        async def look(self, url: str, cards: Any = None) -> Look:
+            nonlocal looks
+            looks += 1
+            begun.set()
+            if looks == 2:
+                await asyncio.Event().wait()
+            await on.wait()
+            return Look(cards=[{"id": "m"}])
+
+    watch = Slow(router.balancer)
+    try:
+        await begun.wait()
+        assert (await router.post({"lora_name": "new"}, "/load_lora_adapter"))[0] == 200
+        on.set()
+        while looks < 2:
+            await asyncio.sleep(0.01)
+        assert known.names is None
+        assert (await router.post(CHAT | {"model": "new"}))[0] == 200
+    finally:
+        await watch.close()
+
+
 async def test_what_changes_a_server_goes_to_all(route: Route) -> None:
     router = await route(3)
 

@@ -110,8 +110,8 @@ BY_MEAN: dict[int, list[Tiles]] = {
 
 
 def tiles_for(tokens: int, experts: int, top_k: int, f: int, d: int, itemsize: int, hopper: bool) -> Tiles:
-    """For ``tokens`` tokens of a mixture. Untuned shapes, and a quarter of the fewest tuned tokens, go by
-    the mean number of pairs of an expert.
+    """For ``tokens`` tokens of a mixture. Shapes that were not tuned go by the mean number of pairs of an
+    expert; so do others, up to a quarter of the fewest tokens that they were tuned for.
 
     Without the copy engine and the shared memory of ``hopper``, and for float32, cuts are small."""
     mean = tokens * top_k / experts
