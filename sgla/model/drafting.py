@@ -42,9 +42,11 @@ BY_MODELS_HEAD = ("mtp", "eagle", "dflash")
 BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 APART_ON_GPUS = {  # settings that guesses cannot be beside there, though on CPUs they can, and why
-    "cp": "with --cp on GPUs, where steps that are shared out have no guesses",
-    "dp_attention": "with --dp-attention on GPUs, where a rank is not told how many tokens others guess",
     "pp": "with --pp on GPUs, where a stage begins a step before the last one has told what it guesses",
+}
+SEARCHED_ON_GPUS = {  # the same, but for n-grams
+    "cp": "with --cp on GPUs, where a rank does not know what others make of their part of a step; ngram can",
+    "dp_attention": "with --dp-attention on GPUs, whose ranks would have to guess together; ngram can",
 }
 # Those that need nothing that other stages of a pipeline have, but for the embedding, of which the last one
 # has a copy then.
@@ -171,6 +173,8 @@ def check_settings(config: Config, device: str) -> None:
     if config.speculative_eagle_topk > 1:
         _check_leaves(config, device)
     apart = {} if device == "cpu" else APART_ON_GPUS
+    if device != "cpu" and name != "ngram":
+        apart = apart | SEARCHED_ON_GPUS
     obstacles = [why for field, why in apart.items() if getattr(config, field) != getattr(plain, field)]
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")

@@ -31,7 +31,7 @@ from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
 from sgla.worker.state import column
-from sgla.worker.verify import DeviceDrafts, Verify
+from sgla.worker.verify import Decoding, DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
 NO_STATES = StateColumns(NOBODY, NOBODY, np.zeros((0, 3), np.int32))
@@ -60,7 +60,7 @@ class CudaRunner(GpuExperts):
         lockstep, parts = self.shard.lockstep, [part if part and part.slots else None for part in plan.parts]
         assert isinstance(lockstep, PlannedLockstep)
         counts = [self._tokens_of(part) if part else 0 for part in parts]
-        there = [part for part in parts if part is not None]
+        there = [Decoding(part).spread(part) if part.drafts else part for part in parts if part is not None]
         alike = Alike() if counted else self._alike(there)
         own = parts[lockstep.rank]
         lockstep.counts = None if any(alike) else counts  # in a graph all have as many
@@ -74,9 +74,12 @@ class CudaRunner(GpuExperts):
             lockstep.counts = None
 
     def _tokens_of(self, part: StepPlan) -> int:
-        """Of one rank, or of what its set shares out."""
+        """Of one rank, or of what its set shares out, which is no step in which rows guess: all that they may
+        guess is computed."""
         divides, q_lens = self.steps.divides, column(part.q_lens)
-        return divides.share_of(q_lens) if isinstance(divides, Divides) else int(q_lens.sum())
+        if isinstance(divides, Divides) and not part.drafts:
+            return divides.share_of(q_lens)
+        return int(q_lens.sum())
 
     def _alike(self, parts: list[StepPlan]) -> Alike:
         """A rank sees of the others what the plan says of them."""

@@ -228,7 +228,7 @@ class GpuSteps:
         other. ``media``: in place of that of the rows' pictures; ``whole``: the last layer has all
         tokens, too."""
         columns, wanted = read(plan, self.tables.host)
-        divides = None if media is not None else self._divided(columns)
+        divides = None if media or (verify and verify.guesses) else self._divided(columns)
         order = eager_order(columns.starts, columns.q_lens)
         if divides is not None:
             order = np.arange(len(order))
@@ -291,7 +291,7 @@ class GpuSteps:
         return Launched(out, count, scored, pending, extras)
 
     def _divided(self, columns: Columns) -> Divides | Halves | None:
-        """What computes a step that is shared out, or cut in two; none is that reads pictures."""
+        """What computes a step that is shared out, or cut in two; none is that reads pictures or guesses."""
         divides, pictures = self.divides, self.pictures
         if pictures is not None and pictures.reads(columns.slots.tolist(), columns.starts.tolist()):
             return None

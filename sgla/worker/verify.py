@@ -126,6 +126,28 @@ class DeviceDrafts:
         self._behind[slots] = False
 
 
+class Decoding:
+    """``rows``: of a step with guesses, that of each of its decode rows, of which there is one for each token
+    that a row verifies."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        slots, q_lens, flags = column(plan.slots), column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
+        most = column(plan.drafts) if plan.drafts else np.full(len(slots), -1, np.int32)
+        spans = np.maximum(most, 0) + 1
+        self.rows = np.repeat(np.arange(len(slots)), spans)
+        self._offsets = np.arange(len(self.rows)) - np.repeat(np.cumsum(spans) - spans, spans)
+        self._fields: dict[str, bytes] = {
+            "slots": slots[self.rows].tobytes(),
+            "q_lens": np.where(most < 0, q_lens, 1)[self.rows].astype(np.int32).tobytes(),
+            "flags": flags[self.rows].tobytes(),
+        }
+
+    def spread(self, plan: StepPlan) -> StepPlan:
+        """With a row for each decode row, at the latest place where that can be."""
+        starts = (column(plan.starts)[self.rows] + self._offsets).astype(np.int32)
+        return replace(plan, starts=starts.tobytes(), drafts=b"", **self._fields)
+
+
 class Layout:
     """Where the decode rows of steps stand that say the same of their rows, but for where these begin: so it
     serves one step after another. ``deep``: guesses of a row that follow each other, at most; those behind
@@ -140,7 +162,8 @@ class Layout:
         self.deep, self.leaves = deep, bool(most.max() > deep)
         self.most = min(max(int(most.max()), 0), deep)
         spans = np.maximum(most, 0) + 1
-        self.rows = np.repeat(np.arange(len(slots)), spans)
+        self._decoding = Decoding(plan)
+        self.rows = self._decoding.rows
         sampled = np.flatnonzero(flags & SAMPLE)
         self.runs = spans[sampled]
         self.first = (np.cumsum(self.runs) - self.runs).astype(np.int32)
@@ -154,21 +177,10 @@ class Layout:
                 spare = np.maximum(most[sampled], 0)
                 columns += [state.host.unit[self.slots], state.units.first + np.cumsum(spare) - spare]
             self.columns = upload(np.stack(columns))
-        if self.leading:
-            self._offsets = np.arange(len(self.rows)) - np.repeat(np.cumsum(spans) - spans, spans)
-            q_lens = np.where(most < 0, column(plan.q_lens), 1)
-            self._fields: dict[str, bytes] = {
-                "slots": slots[self.rows].tobytes(),
-                "q_lens": q_lens[self.rows].astype(np.int32).tobytes(),
-                "flags": flags[self.rows].tobytes(),
-            }
 
     def spread(self, plan: StepPlan) -> StepPlan:
-        """With a row for each decode row, at the latest place where that can be."""
-        if not self.leading:
-            return plan
-        starts = (column(plan.starts)[self.rows] + self._offsets).astype(np.int32)
-        return replace(plan, starts=starts.tobytes(), drafts=b"", **self._fields)
+        """See ``Decoding``; of a plan in whose place this layout is."""
+        return self._decoding.spread(plan) if self.leading else plan
 
 
 class Verify:

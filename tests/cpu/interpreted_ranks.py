@@ -74,14 +74,26 @@ def plain_texts() -> list[Submit]:
     ]
 
 
+def repetitive() -> list[Submit]:
+    """Of whose guesses all are right, and some; one is read beside them."""
+    one, two = [(7, 90.0)], [(7, 90.0), (8, 90.0)]
+    return [
+        submit("same", [7] * 5, 12, logit_bias=one),
+        submit("of two", [7, 8] * 3, 12, temperature=1.0, seed=4, logit_bias=two, logprobs=1),
+        submit("read", [(3 * i + 2) % 331 for i in range(40)], 3),
+    ]
+
+
 COMMON: dict[str, Any] = {
     "step_tokens": 32,
     "max_running_requests": 4,
     "decode_attention_backend": "triton",
     "prefill_attention_backend": "torch",
 }
+FACTS = "adapters", "drafts", "padded_drafts", "searched_drafts", "guided_drafts"  # that limits have, too
 HALVES: dict[str, Any] = {"tp": 2, "two_batch_overlap": True, "step_tokens": 36}
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6}
+GUESSES: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 3}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks, settings
     "stages": (MODEL, 2, {"pp": 2}),
     "adapters in stages": (MODEL, 2, {"pp": 2, **ADAPTERS}),
@@ -108,6 +120,14 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "attention by data in stages": (EXPERTS, 4, {"tp": 2, "pp": 2, "dp_attention": True}),
     "attention by data, parts of a prompt": (EXPERTS, 4, {"tp": 2, "cp": 2, "dp_attention": True}),
     "attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True}),
+    "guesses beside parts of a prompt": (MODEL, 2, {"cp": 2, **GUESSES}),
+    "guesses beside attention by data": (MODEL, 2, {"tp": 2, "dp_attention": True, **GUESSES}),
+    "guesses beside attention by data and parts of a prompt": (
+        MODEL,
+        4,
+        {"tp": 2, "cp": 2, "dp_attention": True, **GUESSES},
+    ),
+    "guesses beside attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True, **GUESSES}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
 }
 
@@ -122,6 +142,8 @@ def answers(runner: Any, core: Callable[[], Any], executor: Any = None) -> dict[
     """Of all texts, those that prompts are read for in graphs behind the others, and one for a rank alone."""
     alone = [submit("alone", [(3 * i + 1) % 331 for i in range(40)], 2)]
     wanted = [gpu.adapted()] if runner.facts.adapters else [texts(), plain_texts(), alone]
+    if runner.facts.drafts:
+        wanted.append(repetitive())
     found: dict[str, Any] = {}
     for each in wanted:
         found |= gpu.shown(run(runner, each, core(), *([] if executor is None else [executor])))
@@ -189,6 +211,7 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     data, whole = config.dp_attention, config.ep > 1
 
     bring(runner)
+    cores: list[Any] = []
     shared: list[int] = []  # regions of each record of steps that share rows out
     if config.sequence_parallel:
         regions.parted = partial(counted, shared)
@@ -197,17 +220,21 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
 
     def again() -> dict[str, Any]:
         stages = {"stages": config.pp, "depth": config.pp + 1} if config.pp > 1 else {}
-        stages["adapters"] = runner.facts.adapters
+        stages |= {name: getattr(runner.facts, name) for name in FACTS}
         make = (
             partial(parted, runner.facts, config.tp, **stages)
             if data
             else partial(make_core, runner.facts, **stages)
         )
-        return answers(runner, make, Alike(runner, data))
+        return answers(runner, lambda: cores.append(make()) or cores[-1], Alike(runner, data))
+
+    def guessed() -> dict[str, int]:
+        return {"right": sum(sum(core.stats().right_at) for core in cores)}
 
     if config.cp > 1 or "num_experts" not in source.config:
         made = [again()]
-        return {"answers": made, "replays": Replays.made, "read": Replays.read, "shared": shared}
+        made_of = {"replays": Replays.made, "read": Replays.read, "shared": shared}
+        return {"answers": made, **made_of, **guessed()}
     runner.control(Control(verb="experts_start"))
     made, told = [again()], [None] * size
     dist.all_gather_object(told, runner.control(Control(verb="experts_dump")))
@@ -223,7 +250,7 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
         found["moved"] = moved != homes
     runner.control(Control(verb="experts_stop"))
     made.append(again())
-    return found | {"replays": Replays.made, "read": Replays.read, "shared": shared}
+    return found | {"replays": Replays.made, "read": Replays.read, "shared": shared} | guessed()
 
 
 def counted(shared: list[int], record: Record, ranks: Any, parted: Any = regions.parted) -> Record | None:
@@ -265,8 +292,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or list(CASES):
         model = ModelSource("dummy", Path("tiny"), (), CASES[case][0], {})
-        lora = {name: value for name, value in CASES[case][2].items() if name in ADAPTERS}
-        config = tiny_config(step_tokens=32, max_running_requests=4, **lora)
+        own = {name: value for name, value in CASES[case][2].items() if name in ADAPTERS | GUESSES}
+        config = tiny_config(step_tokens=32, max_running_requests=4, **own)
         runner = cpu_runner(config, model, 0, 1, "", lambda progress: None)
         if "num_experts" in model.config:
             runner.control(Control(verb="experts_start"))

@@ -15,6 +15,7 @@ CASES = (
     "parts of a cache",
     "copies of experts",
     "attention by data",
+    "guesses beside attention by data",
     "rows shared out",
     "halves",
 )
@@ -28,6 +29,9 @@ SLOW = (
     "attention by data, parts of a prompt",
     "attention by data, states",
     "attention by data, whole experts",
+    "guesses beside parts of a prompt",
+    "guesses beside attention by data and parts of a prompt",
+    "guesses beside attention by data, states",
     "rows shared out, latent",
     "rows and a cache shared out",
     "rows shared out, experts",
@@ -53,6 +57,8 @@ def check(case: str, both: dict[str, Any]) -> None:
     assert ranks[0]["replays"] > 2
     assert ranks[0]["read"] > 2
     assert all(ranks[0].get("shared", [1])), "steps with regions of own rows"
+    if "guesses" in case:
+        assert ranks[0]["right"] > 5
     if "counts" in ranks[0] and "data" not in case:
         assert ranks[0]["counts"] == both["counts"]
     if "moved" in ranks[0]:
