@@ -263,18 +263,22 @@ class Guesses(dict[str, list[int]]):
 
 class Oracle:
     """Puts others in the place of guesses, of which some are right, or the one beside the first wrong one is.
-    ``texts``: what comes. ``taken``: leaves that were right and could count."""
+    ``texts``: what comes. ``taken``: leaves that counted, as steps tell."""
 
     def __init__(self, runner: Any, texts: list[list[int]]) -> None:
         self._state, self._texts, self.taken = runner.steps.drafts, texts, 0
-        guess = runner.chains._guess
+        guess, learn = runner.chains._guess, runner.chains._pace.learn_second
 
         def told(slots: Any, most: Any, pair: tuple[int, int], leaves: Any) -> None:
             guess(slots, most, pair, leaves)
             for each in zip(slots.tolist(), most.tolist(), leaves.tolist()):
                 self._tell(*each)
 
-        runner.chains._guess = told
+        def learned(slots: Any, right: Any) -> None:
+            learn(slots, right)
+            self.taken += int(right.sum())
+
+        runner.chains._guess, runner.chains._pace.learn_second = told, learned
 
     def _tell(self, slot: int, deep: int, leaves: int) -> None:
         known = int(self._state.computed[slot]) + 1
@@ -290,7 +294,6 @@ class Oracle:
             tokens[right] = (comes[right] + 1) % VOCAB
             if right < leaves and rng.random() < 0.9:
                 tokens[deep + right] = comes[right]
-                self.taken += 1
         places = known + np.arange(len(tokens), dtype=np.int32)
         columns = np.full_like(places, slot), places, tokens
         put_tokens(*map(torch.from_numpy, columns), self._state.tokens)
