@@ -225,8 +225,8 @@ class GpuSteps:
         """Decode rows go first, then what has a history (see ``ExtendRows``); what is divided stays in the
         order of the plan. The result shows nothing of this: ``wanted`` counts rows and tokens in the order of
         the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
-        other. ``media``: in place of that of the rows' pictures; ``whole``: the last layer has all
-        tokens, too."""
+        other. Where rows guess nothing is divided. ``media``: in place of that of the rows' pictures;
+        ``whole``: the last layer has all tokens, too."""
         columns, wanted = read(plan, self.tables.host)
         divides = None if media or (verify and verify.guesses) else self._divided(columns)
         order = eager_order(columns.starts, columns.q_lens)
@@ -290,8 +290,17 @@ class GpuSteps:
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
         return Launched(out, count, scored, pending, extras)
 
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Steps are computed meanwhile as those in which rows guess."""
+        divides, self.divides = self.divides, None
+        try:
+            yield
+        finally:
+            self.divides = divides
+
     def _divided(self, columns: Columns) -> Divides | Halves | None:
-        """What computes a step that is shared out, or cut in two; none is that reads pictures or guesses."""
+        """What computes a step that is shared out, or cut in two; none is that reads pictures."""
         divides, pictures = self.divides, self.pictures
         if pictures is not None and pictures.reads(columns.slots.tolist(), columns.starts.tolist()):
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -128,7 +129,8 @@ def measure(steps: GpuSteps) -> Peak:
     with within_memory("sampling", lambda: FEWER_ROWS):
         kept = _peak(_admit_all, steps)
         samples = _peak(_sample_most, steps) if steps.shard.samples else 0
-    with within_memory("reading prompts", lambda: FEWER_TOKENS):
+    whole = nullcontext() if steps.drafts is None else steps.undivided()
+    with within_memory("reading prompts", lambda: FEWER_TOKENS), whole:
         prompts = _peak(_read_most, steps)
     return Peak(kept + prompts, kept + samples)
 

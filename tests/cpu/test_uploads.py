@@ -25,6 +25,7 @@ from sgla.sampling import device
 from sgla.sampling.device import to_host
 from sgla.worker import device_state, warm_up
 from sgla.worker.device_state import SLIP, SLIPS, Slips
+from sgla.worker.gpu_steps import GpuSteps
 
 
 class Event:
@@ -131,3 +132,22 @@ def test_what_nobody_keeps_is_stored_before_its_memory_is_given_to_others(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
     warm_up._read_most(steps)
     assert done[:2] == ["logprobs", "waited"]
+
+
+@pytest.mark.parametrize(("drafts", "divided"), [(None, True), ("some", False)])
+def test_what_steps_take_is_measured_of_whole_ones_where_rows_guess(
+    drafts: Any, divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such steps are not shared out, and take more."""
+    seen: list[bool] = []
+    steps: Any = GpuSteps.__new__(GpuSteps)
+    steps.drafts, steps.divides, steps.shard = drafts, "ranks", SimpleNamespace(samples=False)
+
+    def peak(run: Any, steps: Any) -> int:
+        seen.append(steps.divides is not None)
+        return 0
+
+    monkeypatch.setattr(warm_up, "_peak", peak)
+    warm_up.measure(steps)
+    assert seen[-1] == divided
+    assert steps.divides == "ranks"
