@@ -290,15 +290,6 @@ class GpuSteps:
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
         return Launched(out, count, scored, pending, extras)
 
-    @contextmanager
-    def undivided(self) -> Iterator[None]:
-        """Steps are computed meanwhile as those in which rows guess."""
-        divides, self.divides = self.divides, None
-        try:
-            yield
-        finally:
-            self.divides = divides
-
     def _divided(self, columns: Columns) -> Divides | Halves | None:
         """What computes a step that is shared out, or cut in two; none is that reads pictures."""
         divides, pictures = self.divides, self.pictures

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -129,10 +129,20 @@ def measure(steps: GpuSteps) -> Peak:
     with within_memory("sampling", lambda: FEWER_ROWS):
         kept = _peak(_admit_all, steps)
         samples = _peak(_sample_most, steps) if steps.shard.samples else 0
-    whole = nullcontext() if steps.drafts is None else steps.undivided()
-    with within_memory("reading prompts", lambda: FEWER_TOKENS), whole:
+    with within_memory("reading prompts", lambda: FEWER_TOKENS), _as_guessing(steps):
         prompts = _peak(_read_most, steps)
     return Peak(kept + prompts, kept + samples)
+
+
+@contextmanager
+def _as_guessing(steps: GpuSteps) -> Iterator[None]:
+    """Meanwhile steps are divided no more than those in which rows guess, if rows may."""
+    divides = steps.divides
+    steps.divides = divides if steps.drafts is None else None
+    try:
+        yield
+    finally:
+        steps.divides = divides
 
 
 def measure_scales(steps: GpuSteps) -> list[tuple[float, float]]:
