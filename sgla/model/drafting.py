@@ -202,12 +202,14 @@ def check_leaves(config: Config, target: ModelSpec) -> None:
     """Raise ConfigError where second guesses are asked for that kernels of ``target`` have no places for."""
     if config.speculative_eagle_topk == 1 or config.executor == "fake":
         return
-    whole = [type(one) is AttentionSpec and not (one.window or one.slopes) for one in target.attention]
-    if isinstance(target, GenericSpec) or not all(whole):
+    attention = target.attention
+    whole = all(type(one) is AttentionSpec and not (one.window or one.slopes) for one in attention)
+    alike = whole and len({(one.heads, one.kv_heads, one.head_dim, one.v_dim) for one in attention}) == 1
+    if isinstance(target, GenericSpec) or not alike:
         raise _refused(
             "speculative_eagle_topk",
-            "2 is for models all of whose layers attend to all tokens before, with keys and values of heads; "
-            "leave it out",
+            "2 is for models all of whose layers attend to all tokens before, with keys and values of as "
+            "many heads; leave it out",
         )
 
 

@@ -30,7 +30,7 @@ from sgla.loading.load import _Dummy
 from sgla.loading.source import configured_source, drafting
 from sgla.messages import StepPlan
 from sgla.model.base import Decoder
-from sgla.model.drafting import read_block, read_eagle
+from sgla.model.drafting import check_leaves, read_block, read_eagle
 from sgla.model.read import read_decoder
 from sgla.model.registry import EAGLE as EAGLES
 from sgla.model.registry import EAGLE3, HEADS, check_architecture
@@ -596,6 +596,10 @@ def test_heads_that_do_not_fit_are_refused() -> None:
             resolve(Config(**two | {"device": "cuda"} | settings), gpu, model, draft=DEEP)
         assert caught.value.param == "speculative_eagle_topk"
     assert resolve(Config(**two, device="cuda"), gpu, DEEP, draft=DEEP).config.speculative_eagle_topk == 2
+    target = read_decoder(DEEP)
+    first = replace(target.attention[0], kv_heads=1)
+    with pytest.raises(ConfigError, match="as many heads"):
+        check_leaves(Config(**two), replace(target, attention=(first, *target.attention[1:])))
     for name in ("mtp", "NEXTN", "EAGLE"):
         with pytest.raises(ConfigError, match="mtp cannot be honoured with --kv-cache-dtype fp8 on GPUs yet"):
             resolve(Config(speculative_algorithm=name, kv_cache_dtype="fp8"), gpu, LATENT)
