@@ -196,7 +196,7 @@ def passed(server: Server, fields: OllamaFields) -> dict[str, Any]:
 
 
 def known(server: Server, name: str) -> str:
-    if name.endswith(LATEST) and name not in server.ingress.model_names:
+    if name.endswith(LATEST) and not server.knows(name):
         name = name.removesuffix(LATEST)
     return server.model(name)
 

@@ -654,11 +654,13 @@ def test_what_guesses_if_nobody_says_what() -> None:
         assert silent.config.speculative_algorithm == "eagle"
     assert chosen(DEEP, tp=2).config.speculative_algorithm == "ngram"
     assert chosen(DEEP, pp=2).config.speculative_algorithm == "ngram"
-    gpus, asked = Machine(gpus=(H200,) * 2, torch_cuda="13.0"), Config(speculative_algorithm="auto", pp=2)
-    two = resolve(msgspec.structs.replace(asked, speculative_num_draft_tokens=3), gpus, DEEP)
-    assert two.config.speculative_algorithm is None
-    assert two.config.speculative_num_draft_tokens is None
-    assert "auto, but" in two.reasons["speculative_algorithm"]
+    gpus = Machine(gpus=(H200,) * 2, torch_cuda="13.0")
+    for ways in ({"pp": 2}, {"cp": 2}):
+        asked = Config(speculative_algorithm="auto", speculative_num_draft_tokens=3, **ways)
+        two = resolve(asked, gpus, DEEP)
+        assert two.config.speculative_algorithm is None
+        assert two.config.speculative_num_draft_tokens is None
+        assert "auto, but" in two.reasons["speculative_algorithm"]
     with pytest.raises(ConfigError, match="honoured with --pp"):
         chosen(DEEP, EAGLE, pp=2)
     with pytest.raises(ConfigError, match="page-size"):  # what has nothing to do with guesses

@@ -51,7 +51,7 @@ async def load(local: Local, folders: Path, name: str, **more: Any) -> None:
 
 
 async def test_an_adapter_is_chosen_by_each_of_its_names(tiny_model: Path, folders: Path) -> None:
-    modules = [f"one={folders / 'one'}", f"two={folders / 'two'}"]
+    modules = [f"one={folders / 'one'}", f"two={folders / 'two'}", f"new:latest={folders / 'two'}"]
     async with local_server(
         model=str(tiny_model), served_model_name=["tiny", "org/tiny:v1"], lora_modules=modules
     ) as local:
@@ -77,17 +77,20 @@ async def test_an_adapter_is_chosen_by_each_of_its_names(tiny_model: Path, folde
         assert len({json.loads(body)["choices"][0]["message"]["content"] for _, body in answers}) == 2
         async with local.client.get("/v1/models") as response:
             cards = {card["id"]: card for card in (await response.json())["data"]}
-        assert list(cards) == ["tiny", "org/tiny:v1", "one", "two"]
+        assert list(cards) == ["tiny", "org/tiny:v1", "one", "two", "new:latest"]
         assert (cards["one"]["parent"], cards["tiny"]["parent"]) == ("tiny", None)
         assert cards["one"]["root"] == str(folders / "one")
         async with local.client.get("/v1/models/one") as response:
             assert (await response.json())["parent"] == "tiny"
         async with local.client.get("/api/tags") as response:
             parents = {c["name"]: c["details"]["parent_model"] for c in (await response.json())["models"]}
-        assert parents == {"tiny": "", "org/tiny:v1": "", "one": "tiny", "two": "tiny"}
-        told = {name: await local.post("/api/show", {"model": name}) for name in ("tiny", "one")}
+        assert parents == {"tiny": "", "org/tiny:v1": ""} | dict.fromkeys(
+            ("one", "two", "new:latest"), "tiny"
+        )
+        names = ("tiny", "one", "one:latest", "new:latest")
+        told = {name: await local.post("/api/show", {"model": name}) for name in names}
         shown = [json.loads(body)["details"]["parent_model"] for _, body in told.values()]
-        assert shown == ["", "tiny"]
+        assert shown == ["", "tiny", "tiny", "tiny"]
         assert (await failed(local, "/v1/completions", BODY | {"model": "six"}))[:2] == (
             404,
             "model_not_found",
