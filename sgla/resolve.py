@@ -826,8 +826,8 @@ def with_guesses(
     pooled: bool,
     draft: Mapping[str, Any] | None,
 ) -> Resolved:
-    """``resolve`` for ``--speculative auto``. Where n-grams cannot guess, or would keep ranks from sharing out
-    prompts, nothing does."""
+    """``resolve`` for ``--speculative auto``. Where n-grams cannot guess, or would keep ranks from sharing
+    out prompts, nothing does."""
     reason, facts = "auto", (machine, model, pooled, draft)
     try:
         found = resolve(automatic(config, draft), *facts)
