@@ -134,7 +134,7 @@ from sgla.kernels.triton import attention, compressed, hyper, latent, picking
 TYPES = dict.fromkeys(('q', 'out'), '*bf16') | dict.fromkeys(
     ('part', 'part_ml', 'sinks', 'slopes', 'told', 'k_scales', 'v_scales'), '*fp32'
 )
-TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len'), '*i32')
+TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len', 'ends'), '*i32')
 TYPES |= dict.fromkeys(('until', 'origin'), '*i64')
 TYPES |= dict.fromkeys(('scale', 'k_scale', 'v_scale', 'softcap'), 'fp32')
 
@@ -150,7 +150,7 @@ def shared(kernel, arch, stages, pages='*bf16', **sizes):
 found, heads = [], {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True, 'CHUNKED': True, 'RISING': True}
 for arch in json.loads(sys.argv[1]):
     cut = attention.decode_cut(64, 16, 2, nvidia('', tuple(arch)).shared)
-    sizes = {'HD': 64, 'HB': 64, 'VD': 64, 'VB': 64, 'GROUP_BLOCK': 16, 'BLOCK': cut.n}
+    sizes = {'HD': 64, 'HB': 64, 'VD': 64, 'VB': 64, 'GROUP_BLOCK': 16, 'BLOCK': cut.n, 'ENDS': True}
     found.append(shared(attention._decode, arch, cut.stages, **sizes, **heads, INT8=False, DIMS=0))
 for pages in ('*fp8e4nv', '*i8'):
     found.append(shared(attention._decode, (8, 9), 2, pages, **sizes, **heads, INT8=pages == '*i8', DIMS=0))
