@@ -28,6 +28,13 @@ ALONE = {"mistral4": "Mistral4ForCausalLM"}  # which transformers knows as part 
 E4M3, BLOCK = torch.float8_e4m3fn, 16  # rows and columns that have a scale in store_as_fp8's blocks
 BLOCKS = {"block": BLOCK, "block of 128": 128}
 TIE = 1e-4  # nats; rounding, which differs with the batch in torch's products, is a hundredth of it
+DELTA_NET = {  # heads of gated delta nets, and of the attention beside them
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

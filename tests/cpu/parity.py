@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from checkpoints import SMALL, TIE, Eager, random_prompts, save_checkpoint
+from checkpoints import DELTA_NET, SMALL, TIE, Eager, random_prompts, save_checkpoint
 
 from sgla.hub import source as files
 from sgla.loading.load import load_model
@@ -48,14 +48,7 @@ LATENT = {
 }
 MORE_LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "v_head_dim": 24}
 PARTS = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
-DELTA = {
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "num_hidden_layers": 4,
-}
+DELTA = DELTA_NET | {"num_hidden_layers": 4}
 DELTA_HEADS = HEADS | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
 SHARED = {"shared_expert_intermediate_size": 72}
 DELTA_KINDS = ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import Eager, random_prompts, save_checkpoint
+from checkpoints import DELTA_NET, Eager, random_prompts, save_checkpoint
 from gguf import MODEL_ARCH as Arch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType
@@ -397,13 +397,6 @@ ALONE = dict.fromkeys(
 ALONE_KEYS = {"context_length": 2**20, "feed_forward_length": 0, "attention__head_count": 0}
 ALONE_KEYS |= {"rope__freq_base": None}
 FIRST_SCAN = {"ssm__conv_kernel": 4, "ssm__inner_size": 96, "ssm__state_size": 8, "ssm__time_step_rank": 3}
-DELTA = {
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-}
 THIRD = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 DELTA_KEYS = {
     "ssm__conv_kernel": 4,
@@ -518,19 +511,19 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3.5": (
         Arch.QWEN35,
         "qwen3_5_text",
-        DELTA | {"num_hidden_layers": 4},
+        DELTA_NET | {"num_hidden_layers": 4},
         DELTA_KEYS,
     ),
     "qwen3.5, one head for each": (
         Arch.QWEN35,
         "qwen3_5_text",
-        DELTA | THIRD | TIED | {"linear_num_key_heads": 6},
+        DELTA_NET | THIRD | TIED | {"linear_num_key_heads": 6},
         DELTA_KEYS | {"ssm__group_count": 6, "full_attention_interval": 2},
     ),
     "qwen3.5, listed": (
         Arch.QWEN35,
         "qwen3_5_text",
-        DELTA | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+        DELTA_NET | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
         DELTA_KEYS | {"attention__recurrent_layers": [False, True, True]},
     ),
     "qwen3-vl": (
@@ -736,13 +729,13 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-next": (
         Arch.QWEN3NEXT,
         "qwen3_next",
-        DELTA | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72},
+        DELTA_NET | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72},
         DELTA_KEYS | {"full_attention_interval": 2, "rope__dimension_sections": None},
     ),
     "qwen3.5 moe": (
         Arch.QWEN35MOE,
         "qwen3_5_moe_text",
-        DELTA | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72, "intermediate_size": ...},
+        DELTA_NET | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72, "intermediate_size": ...},
         DELTA_KEYS | {"full_attention_interval": 2},
     ),
     "mimo": (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import ALL, ATTENTION, load, save_adapter, save_merged
-from checkpoints import save_checkpoint
+from checkpoints import DELTA_NET, save_checkpoint
 from forked import ForkedExecutor
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
@@ -31,14 +31,7 @@ from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 
 TOLERANCE = 1e-4
-DELTA = {
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
+DELTA = DELTA_NET | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 HYBRID = DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 HYBRID |= {"shared_expert_intermediate_size": 72}
 NETS = "in_proj_qkvz", "in_proj_ba", "out_proj"
