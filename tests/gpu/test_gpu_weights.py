@@ -84,7 +84,10 @@ INTEGERS: dict[str, Any] = {
     "strategy": "group",
     "group_size": 32,
 }
+ROUNDED: dict[str, Any] = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
 PACKED: dict[str, dict[str, Any]] = {
+    "AutoRound as GPTQ": ROUNDED | {"packing_format": "auto_round:auto_gptq"},
+    "AutoRound as AWQ": ROUNDED | {"packing_format": "auto_round:auto_awq"},
     "gptq": {"bits": 4, "group_size": 32, "sym": False, "desc_act": False},
     "awq": {"bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
     "compressed-tensors": {
