@@ -3,6 +3,8 @@ bfloat16."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,12 +163,23 @@ def test_shared_prefixes(
     assert relative(out, oracle(q, kv, batch, dim**-0.5, 0, softcap)) < 1e-2
 
 
-def test_the_runner_is_close_to_bfloat16() -> None:
+@pytest.mark.parametrize("scales", ["measured", "of a file"])
+def test_the_runner_is_close_to_bfloat16(scales: str, tmp_path: Path) -> None:
     """Logprobs of a prompt in two chunks and of what follows, and twice the pages."""
     values, pages = [], []
+    given: dict[str, Any] = {}
     try:
         for dtype in ("auto", "fp8"):
-            runner = make(kv_cache_dtype=dtype)
+            if dtype == "fp8" and scales == "of a file":
+                found = [max(pair) for pair in make(kv_cache_dtype=dtype).steps.scales]
+                layers = {"0": {str(layer): scale for layer, scale in enumerate(found)}}
+                cache = {"dtype": "float8_e4m3fn", "scaling_factor": layers}
+                path = tmp_path / "scales.json"
+                path.write_text(json.dumps({"kv_cache": cache}))
+                given = {"quantization_param_path": str(path)}
+            runner = make(kv_cache_dtype=dtype, **given)
+            if given:
+                assert runner.steps.scales == [(scale, scale) for scale in found]
             pages.append(runner.facts.groups[0].pages)
             tokens = prompt(2, 300)
             new = [new_row(2, tokens, prompt_logprobs=0, logprobs=0)]
