@@ -13,11 +13,8 @@ from sgla.model.spec import ModelSpec
 # Settings that each is not together with, and why; all others are.
 REFUSED = {
     "sequence_parallel": {
-        "pp": "a stage hands on the rows of all",
         "cp": "those ranks share the tokens out",
         "dp_attention": "those ranks have rows of their own",
-        "enable_lora": "adapters have not been tried with it",
-        "speculative_algorithm": "it has not been tried with it",
         "enable_torch_compile": "a module of transformers is not cut so",
     },
     "two_batch_overlap": {

@@ -1,9 +1,10 @@
 """Rows that guess on a GPU, without one: see ``interpreted_gpu.py``. Here graphs run, too, each as what it
 was captured from.
 
-``python interpreted_drafts.py [--ranks] [CASE ...]``: prints for each case what a CPU's runner, which does
-not guess, and a GPU's answer, as JSON. ``--ranks``: two GPUs, each a process, which are told of no plans and
-make the same ones.
+``python interpreted_drafts.py [--ranks] [--rows] [CASE ...]``: prints for each case what a CPU's runner,
+which does not guess, and a GPU's answer, as JSON. ``--ranks``: two GPUs, each a process, which are told of no
+plans and make the same ones; ``--rows``: they share the rows of nearly all steps out
+(``--sequence-parallel``).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from sgla.dist import Shard, gpus
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.kernels.cuda import thresholds
+from sgla.kernels.gpu import regions
 from sgla.kernels.triton import attention, sampling
 from sgla.kernels.triton.tokens import put_tokens
 from sgla.messages import Control, Grammar, StepPlan, Submit
@@ -331,7 +333,10 @@ def main() -> None:
     torch.manual_seed(0)
     second, asked = RANK in os.environ, sys.argv[1:]
     ranks = second or "--ranks" in asked
-    asked = [arg for arg in asked if arg != "--ranks"]
+    shared = {"sequence_parallel": True} if "--rows" in asked else {}
+    regions.LEAST = 4
+    flags = [arg for arg in asked if arg.startswith("--")]
+    asked = [arg for arg in asked if arg not in flags]
     for case in set(CASES) - set(asked or CASES):
         del CASES[case]
     found: dict[str, Any] = {case: {} for case in CASES}
@@ -343,7 +348,8 @@ def main() -> None:
             if case in ("narrowed", "rounded and narrowed") and "speculative_algorithm" in own:
                 own["speculative_token_map"] = file.name
                 Path(file.name).write_text(json.dumps(NARROWED))
-            config = tiny_config(**settings | common | own | ({"tp": 2} if ranks and "device" in own else {}))
+            over = {"tp": 2} | shared if ranks and "device" in own else {}
+            config = tiny_config(**settings | common | own | over)
             files = source(Path("."), model)
             draft = MODELS[case][1] if config.speculative_algorithm and case in MODELS else None
             if draft is not None:
@@ -372,7 +378,7 @@ def main() -> None:
         meeting = os.environ.get(MEETING) or tempfile.mktemp()
         if not second:
             os.environ[MEETING] = meeting
-            other = subprocess.Popen([sys.executable, __file__, *CASES], env=os.environ | {RANK: "1"})
+            other = subprocess.Popen([sys.executable, __file__, *flags, *CASES], env=os.environ | {RANK: "1"})
         meet(int(second), meeting)
     become_gpu()
     gpu_model.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]

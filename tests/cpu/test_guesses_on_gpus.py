@@ -165,6 +165,14 @@ def test_models_and_heads_guess_with_several_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_models_and_heads_guess_where_ranks_share_rows_out() -> None:
+    found = answers_of("--ranks", "--rows", "model", "eagle3", "latent", "medusa", "dflash")
+    check_guesses(found.pop("model"), 1)
+    for head in found.values():
+        check_head(head)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["eagle", "latent", "hybrid", "a window of its own", "medusa"])
 def test_other_heads_guess_as_on_a_cpu(case: str) -> None:
     check_head(answers_of(case)[case])

@@ -35,6 +35,9 @@ SLOW = (
     "rows shared out, latent",
     "rows and a cache shared out",
     "rows shared out, experts",
+    "rows shared out, adapters",
+    "rows shared out, guesses",
+    "rows shared out in stages",
     "halves, latent",
     "halves, experts",
     "halves, states",
@@ -54,7 +57,7 @@ def check(case: str, both: dict[str, Any]) -> None:
             for rid, one in expected.items():
                 np.testing.assert_allclose(found[rid]["logprobs"], one["logprobs"], atol=2e-5, rtol=1e-4)
     assert ranks[0] == ranks[1]
-    assert ranks[0]["replays"] > 2
+    assert ranks[0]["replays"] > 1
     assert ranks[0]["read"] > 2
     assert all(ranks[0].get("shared", [1])), "steps with regions of own rows"
     if "guesses" in case:
