@@ -154,6 +154,7 @@ class Balancer:
         """The first byte of the answer came: the prompt has been read."""
         if ticket.worker is not None:
             self.first_byte.observe(clock.now() - ticket.since)
+            ticket.worker.breaker.answered()
             ticket.worker.unread -= ticket.unread
             ticket.unread = 0
 

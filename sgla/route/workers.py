@@ -16,7 +16,7 @@ TOKEN = 4  # bytes of a prompt that are a token, about
 
 class Breaker:
     """A circuit breaker: after ``threshold`` failures in a row nothing is sent for ``timeout`` seconds, then
-    one request, whose end closes it or opens it again."""
+    one request. That it is answered closes the breaker; one more failure in that row opens it again."""
 
     def __init__(self, threshold: int, timeout: float) -> None:
         self._threshold, self._timeout = threshold, timeout
@@ -34,6 +34,10 @@ class Breaker:
     def began(self) -> None:
         """A request was sent that ``allows`` let through."""
         self._trying = self.open
+
+    def answered(self) -> None:
+        """An answer has begun, which may take long: others need not wait for its end."""
+        self._opened, self._trying = None, False
 
     def success(self) -> None:
         self._failures, self._opened, self._trying = 0, None, False

@@ -277,6 +277,11 @@ def test_a_breaker_opens_tries_and_closes() -> None:
     breaker.began()
     breaker.neither()
     assert breaker.allows(23)
+    breaker.began()
+    breaker.answered()
+    assert breaker.allows(23), "what tried is answered, however long that takes"
+    breaker.failure(24)
+    assert not breaker.allows(33.9), "one more failure in the same row is enough"
     breaker.success()
     assert not breaker.open
 
@@ -414,6 +419,20 @@ async def test_a_breaker_keeps_requests_away(monkeypatch: pytest.MonkeyPatch) ->
     assert {worker.url for worker in chosen if worker is not None} == {"http://w1:1"}
     with pytest.raises(NotReady):
         placed(balancer, tried=("http://w1:1",))
+
+
+async def test_an_answer_that_takes_long_holds_no_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker whose breaker was open: the answer that tries it has begun."""
+    now = 0.0
+    monkeypatch.setattr("sgla.clock.now", lambda: now)
+    balancer = balancer_of(1, cb_failure_threshold=1, cb_timeout_duration_secs=10)
+    balancer.close(placed(balancer), 0, fault=True)
+    now = 10.0
+    tries = placed(balancer)
+    with pytest.raises(NotReady):
+        placed(balancer)
+    balancer.began(tries)
+    assert placed(balancer).worker is tries.worker
 
 
 async def test_workers_are_looked_at(route: Route) -> None:
