@@ -21,13 +21,17 @@ from starlette.responses import Response, StreamingResponse
 
 from sgla.cli.settings import load_config
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, WorkerDied
 from sgla.processes import python_path, tied
 from sgla.resolve import check
+from sgla.route.errors import error_reply, event_of
 
 MOST = 1024  # requests at a time that a replica is given; it has a queue of its own
 LISTENING = b"listening on "
 HOPS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "host"}  # headers of one connection
+OURS = HOPS | {"date", "server", "x-request-id"}  # Ray Serve sends its own; the id is the same
+LOOK = 1.0  # seconds between two looks whether the server runs; the third in vain makes another replica
+GONE = WorkerDied("the server of this replica has ended; another replica takes its place, retry later")
 SERVES = ("host", "port", "nnodes", "node_rank", "dp", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 
@@ -81,14 +85,25 @@ class Server:
         headers = {name: value for name, value in request.headers.items() if name not in HOPS}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         body = request.stream() if {"content-length", "transfer-encoding"} & set(request.headers) else None
-        answer = await self._session.request(request.method, self._url + path, headers=headers, data=body)
+        try:
+            answer = await self._session.request(request.method, self._url + path, headers=headers, data=body)
+        except aiohttp.ClientError:
+            reply = error_reply(GONE, path)
+            return Response(reply.body, reply.status, {"Retry-After": str(reply.retry_after)}, reply.kind)
+        streams = answer.content_type == "text/event-stream"
 
         async def chunks() -> AsyncIterator[bytes]:
-            async with answer:
-                async for chunk in answer.content.iter_any():
-                    yield chunk
+            last = b""
+            try:
+                async with answer:
+                    async for last in answer.content.iter_any():
+                        yield last
+            except aiohttp.ClientError:
+                if not (streams and last.endswith(b"\n\n")):  # between two events
+                    raise
+                yield event_of(GONE, path)
 
-        passed = {name: value for name, value in answer.headers.items() if name.lower() not in HOPS}
+        passed = {name: value for name, value in answer.headers.items() if name.lower() not in OURS}
         return StreamingResponse(chunks(), answer.status, passed)
 
     def check_health(self) -> None:
@@ -109,7 +124,13 @@ def app(settings: Mapping[str, Any]) -> Application:
             raise ConfigError(f"{name} is not for a replica of Ray Serve; leave it out", param=name)
     config = _checked(settings)
     options = {"num_cpus": 1, "num_gpus": config.ranks if config.device == "cuda" else 0}
-    deployment = serve.deployment(Server, name="sgla", ray_actor_options=options, max_ongoing_requests=MOST)
+    deployment = serve.deployment(
+        Server,
+        name="sgla",
+        ray_actor_options=options,
+        max_ongoing_requests=MOST,
+        health_check_period_s=LOOK,
+    )
     return deployment.bind(dict(settings))
 
 

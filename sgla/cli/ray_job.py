@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,6 +26,7 @@ from sgla.executor.bridge import Fault
 from sgla.executor.ray import Begin, Over, Placed, Wanted
 
 LEAVE = 10.0  # seconds to give all back
+CONNECT = 5.0  # seconds
 SHARE = 0.001  # of the resource that Ray gives each host, which says that a bundle is there
 
 
@@ -66,7 +68,7 @@ class Job:
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            _join()
+            self._join()
             with self._group() as group:
                 self._serve(group)
         except SglaError as error:
@@ -79,6 +81,31 @@ class Job:
             self._end.sendall(msgspec.json.encode(message) + b"\n")
         except OSError:
             pass  # it is gone, which the next event says
+
+    def _join(self) -> None:
+        """Join the cluster that there is, or start one here. Raises ConfigError."""
+        import ray
+
+        address = None
+        if left := left_behind():
+            print(f"no Ray cluster is at {left} any more; starts another one", flush=True)
+            address = "local"
+        where = os.environ.get("RAY_ADDRESS") or "the cluster of this host, or a new one"
+        late = ConfigError(
+            f"--executor ray: Ray has not reached {where} for {self._wanted.timeout:.0f} s", param="executor"
+        )
+        timer = threading.Timer(self._wanted.timeout, self._tell, [Over(Fault.of(late))])
+        timer.start()
+        try:
+            ray.init(address, include_dashboard=False, logging_level=logging.WARNING)
+        except Exception as error:  # of many kinds
+            raise ConfigError(
+                f"--executor ray: Ray cannot use {where}: {error}. A cluster that was started with a token "
+                "wants RAY_AUTH_MODE=token here, too",
+                param="executor",
+            ) from error
+        finally:
+            timer.cancel()
 
     @contextmanager
     def _group(self) -> Iterator[Any]:
@@ -145,19 +172,22 @@ class Job:
             self._tell(Over(fault))
 
 
-def _join() -> None:
-    """Join the cluster that there is, or start one here. Raises ConfigError."""
-    import ray
-
+def left_behind() -> str:
+    """The address of a cluster of this host that has ended without saying so, as when it was killed; "" if
+    there is none. Ray would look for it for minutes."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     try:
-        ray.init(include_dashboard=False, logging_level=logging.WARNING)
-    except Exception as error:  # of many kinds
-        where = os.environ.get("RAY_ADDRESS") or "the cluster of this host, or a new one"
-        raise ConfigError(
-            f"--executor ray: Ray cannot use {where}: {error}. A cluster that was started with a token wants "
-            "RAY_AUTH_MODE=token here, too",
-            param="executor",
-        ) from error
+        left = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        return ""
+    host, _, port = left.rpartition(":")
+    if os.environ.get("RAY_ADDRESS") or not port.isdecimal():
+        return ""
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT):
+            return ""
+    except OSError:
+        return left
 
 
 def _here() -> str:

@@ -20,6 +20,12 @@ def body_of(error: SglaError, path: str = "") -> bytes:
     return msgspec.json.encode({"error": what})
 
 
+def event_of(error: SglaError, path: str) -> bytes:
+    """That ends a stream."""
+    name = b"event: error\n" if path.startswith("/v1/messages") else b""
+    return name + b"data: " + body_of(error, path) + b"\n\n"
+
+
 def error_reply(error: SglaError, path: str = "") -> Reply:
     wait = max(1, math.ceil(error.retry_after or 1.0)) if error.status in (429, 503) else 0
     return Reply(error.status, "application/json", body_of(error, path), wait)

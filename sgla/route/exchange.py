@@ -14,7 +14,7 @@ from sgla.errors import NotReady, SglaError, UnsupportedField
 from sgla.http.ids import random_id
 from sgla.route import asked
 from sgla.route.config import RouteConfig
-from sgla.route.errors import ENDS, body_of
+from sgla.route.errors import ENDS, event_of
 from sgla.route.merged import added_up
 from sgla.route.owner import Owner, Placed
 from sgla.route.reply import Reply
@@ -221,9 +221,8 @@ class Exchange:
                 raise why
 
     def _event(self, error: SglaError) -> bytes:
-        """That ends a stream; b"" where the answer is none."""
-        name = b"event: error\n" if self._request.path.startswith("/v1/messages") else b""
-        return name + b"data: " + body_of(error, self._request.path) + b"\n\n" if self._streams else b""
+        """``event_of``; b"" where the answer is no stream."""
+        return event_of(error, self._request.path) if self._streams else b""
 
     async def _ask(self, url: str) -> tuple[Upstream, Answer]:
         """Raises WorkerLost, OSError."""

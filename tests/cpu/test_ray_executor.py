@@ -4,13 +4,16 @@ real one."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from test_executor import STUB
 
+from sgla.cli.ray_job import left_behind
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError, WorkerDied
 from sgla.executor import ray as module
@@ -130,3 +133,18 @@ def test_without_ray_or_outside_of_its_cluster_it_is_refused(monkeypatch: pytest
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'sgla\[ray\]'"):
         require()
+
+
+def test_a_cluster_that_was_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert not left_behind(), "there was none"
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address + "\n")
+        assert not left_behind(), "it runs"
+    assert left_behind() == address
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert not left_behind(), "another one is asked for"

@@ -299,6 +299,22 @@ def test_an_actor_that_cannot_serve_says_why(serve: Any, folder: str, tmp_path: 
     assert none_left(folder)
 
 
+def test_a_cluster_that_is_gone_is_not_waited_for(serve: Any, folder: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        gone = f"127.0.0.1:{sock.getsockname()[1]}"
+    asked = serve("--pp", "2", "--dist-timeout", "3", RAY_ADDRESS=gone)
+    assert asked.wait(60) == 2
+    assert f"Ray has not reached {gone} for 3 s" in asked.output
+    (Path(folder) / "ray").mkdir(exist_ok=True)
+    (Path(folder) / "ray" / "ray_current_cluster").write_text(gone)  # as one that was killed leaves it
+    server = serve("--pp", "2")
+    server.wait_ready()
+    assert f"no Ray cluster is at {gone} any more" in server.output
+    server.signal(signal.SIGINT)
+    assert server.wait(30) == 0
+    assert none_left(folder)
+
+
 APPLICATION = """
 import sys
 from ray import serve
@@ -326,12 +342,17 @@ def test_replicas_of_ray_serve_pass_all_through(folder: str) -> None:
     try:
         assert any(line == b"ready\n" for line in process.stdout)
 
-        def ask(body: dict[str, Any]) -> tuple[int, str, bytes]:
+        def send(body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             connection.request(
                 "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
             )
-            answer = connection.getresponse()
+            return connection, connection.getresponse()
+
+        def ask(body: dict[str, Any]) -> tuple[int, str, bytes]:
+            _, answer = send(body)
+            once = {name.lower() for name in answer.headers}
+            assert len(once) == len(answer.headers), answer.headers
             return answer.status, answer.headers["Content-Type"], answer.read()
 
         status, _, whole = ask(BODY)
@@ -341,6 +362,21 @@ def test_replicas_of_ray_serve_pass_all_through(folder: str) -> None:
         assert (status, kind.split(";")[0]) == (200, "text/event-stream")
         assert stream.endswith(b"data: [DONE]\n\n")
         assert ask({**BODY, "max_tokens": -1})[0] == 400
+        # One whose server has ended says so, and is replaced.
+        connection, answer = send({**BODY, "stream": True, "max_tokens": 400})
+        begun = answer.readline()
+        [server] = [each for each in running(folder) if "--config" in each.cmdline()]
+        server.kill()
+        rest = begun + answer.read()
+        assert json.loads(rest.split(b"data: ")[-1])["error"]["code"] == "worker_died", rest
+        status, _, told = ask(BODY)
+        assert (status, json.loads(told)["error"]["code"]) == (503, "worker_died")
+        for _ in range(40):
+            status, _, told = ask(BODY)
+            if status == 200:
+                break
+            time.sleep(0.5)
+        assert json.loads(told)["choices"] == json.loads(whole)["choices"]
     finally:
         process.stdin.close()
         process.wait(60)
