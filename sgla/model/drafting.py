@@ -41,10 +41,8 @@ OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
 BY_MODELS_HEAD = ("mtp", "eagle", "dflash")
 BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
-APART_ON_GPUS = {  # settings that guesses cannot be beside there, though on CPUs they can, and why
-    "pp": "with --pp on GPUs, where a stage begins a step before the last one has told what it guesses",
-}
-SEARCHED_ON_GPUS = {  # the same, but for n-grams
+# Settings that guesses, but for n-grams, cannot be beside on GPUs, though on CPUs they can, and why.
+SEARCHED_ON_GPUS = {
     "cp": "with --cp on GPUs, where a rank does not know what others make of their part of a step; ngram can",
     "dp_attention": "with --dp-attention on GPUs, whose ranks would have to guess together; ngram can",
 }
@@ -54,6 +52,7 @@ STAGED = "ngram", "draft_model", "mtp", "eagle", "medusa"
 EMBEDDED = "mtp", "eagle"
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
+    "pp": "with --pp, whose stages are told of guesses that follow each other",
     "dcp": "with --dcp, whose ranks share out the tokens of a page",
     "deterministic": "with --deterministic, whose kernels have no places for second guesses",
     "kv_cache_dtype": "with --kv-cache-dtype: what leaves keep is copied as it is in --dtype",
@@ -172,9 +171,7 @@ def check_settings(config: Config, device: str) -> None:
         return
     if config.speculative_eagle_topk > 1:
         _check_leaves(config, device)
-    apart = {} if device == "cpu" else APART_ON_GPUS
-    if device != "cpu" and name != "ngram":
-        apart = apart | SEARCHED_ON_GPUS
+    apart = {} if device == "cpu" or name == "ngram" else SEARCHED_ON_GPUS
     obstacles = [why for field, why in apart.items() if getattr(config, field) != getattr(plain, field)]
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")

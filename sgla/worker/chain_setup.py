@@ -7,11 +7,20 @@ from dataclasses import replace
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.loading.drafter import load_block, load_eagle, load_medusa, load_predictor, narrow, repack
+from sgla.loading.drafter import (
+    load_block,
+    load_eagle,
+    load_medusa,
+    load_predictor,
+    narrow,
+    repack,
+    with_embedding,
+)
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.drafting import (
+    EMBEDDED,
     EagleSpec,
     Guessing,
     MedusaSpec,
@@ -58,7 +67,7 @@ def _layers_read(config: Config, source: ModelSource, target: ModelSpec) -> tupl
 
 def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> TargetHidden | None:
     """The hidden states that a head reads of ``target``, which keeps them from its next recording on."""
-    if config.speculative_algorithm not in READERS or not drafts_of(config):
+    if config.speculative_algorithm not in READERS or not (drafts_of(config) and target.spec.last):
         return None
     assert isinstance(target, Decoder)
     layers, dtype = _layers_read(config, source, target.spec), DTYPES[dtype_of(config)]
@@ -93,13 +102,17 @@ def load_chains(
     assert isinstance(target.model, Decoder)
     if config.speculative_algorithm == "dflash":
         return _load_blocks(config, source, spec, kernels, sizes, target, report)
-    head = _load_head(config, source, target.model, dtype, report, seed)
+    model = target.model
+    if config.speculative_algorithm in EMBEDDED:
+        stored = model.spec.quantized(config.quantization, "cuda")
+        model = with_embedding(source, model, dtype, stored, report, seed)
+    head = _load_head(config, source, model, dtype, report, seed)
     exact = repack(head, head_kind(config, "cuda"))
     hand = Hand(ROWS[-1], head.width, kernels.dtype)
     if exact is not None and isinstance(head, Eagle3):  # which goes on with another state
         hand.show_rows(ROWS[-1])
     spec = replace(spec, vocab=target.model.spec.vocab)
-    first, further = (HeadModel(head, target.model, spec, hand, reads) for reads in (True, False))
+    first, further = (HeadModel(head, model, spec, hand, reads) for reads in (True, False))
     steps = GpuSteps(further, kernels, sizes, tables=target.tables)
     return HeadChains(steps, *common, first, hand, target.hidden, head.ids, exact)
 

@@ -152,7 +152,7 @@ class Chains(ABC):
     def _learn(self, step: int) -> None:
         """How much was right in the steps that are over for sure when ``step`` is launched: so all ranks have
         learned the same by then. What they took, a rank alone learns."""
-        while self._flights and over(self._flights[0][0], step):
+        while self._flights and over(self._flights[0][0], step, self._target.shard.pipe):
             flight, tokens = self._flights.popleft()
             flight.end.synchronize()
             rows, guesses = tokens, 0
@@ -162,7 +162,8 @@ class Chains(ABC):
                 self._pace.learn(slots[still], guessed[still], right[still])
                 self._pace.learn_second(slots[still & tried], second[still & tried])
                 rows, guesses = len(slots), flight.verify.most
-            if tokens and not flight.waited and self._target.shard.size == 1:
+            shard = self._target.shard
+            if tokens and not flight.waited and shard.size == 1 and shard.pipe is None:
                 seconds = flight.begin.elapsed_time(flight.end) / 1e3
                 self._pace.took(rows, guesses, tokens, seconds)
 

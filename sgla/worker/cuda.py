@@ -31,6 +31,7 @@ from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
 from sgla.worker.state import column
+from sgla.worker.told import Proposals, Told, with_told, without_told
 from sgla.worker.verify import Decoding, DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
@@ -60,7 +61,8 @@ class CudaRunner(GpuExperts):
         lockstep, parts = self.shard.lockstep, [part if part and part.slots else None for part in plan.parts]
         assert isinstance(lockstep, PlannedLockstep)
         counts = [self._tokens_of(part) if part else 0 for part in parts]
-        there = [Decoding(part).spread(part) if part.drafts else part for part in parts if part is not None]
+        told = [part if self.shard.pipe is None else with_told(part) for part in parts if part is not None]
+        there = [Decoding(part).spread(part) if part.drafts else part for part in told]
         alike = Alike() if counted else self._alike(there)
         own = parts[lockstep.rank]
         lockstep.counts = None if any(alike) else counts  # in a graph all have as many
@@ -127,19 +129,20 @@ class CudaRunner(GpuExperts):
         rows = len(slots)
         graph = not counted and self._decodes(plan) if alike is None else alike.rows > 0
         graph = graph and not self._reads_pictures(slots, starts)
+        own = verify if self.shard.samples else None  # on other stages nobody knows what is right
         if graph:
             self._await(late)
             states = state_columns(plan, slots, starts, self.steps.tables.host)
             least = 0 if alike is None else alike.rows
             out, landed, pending = self.graphs.run(slots, starts, states, verify, least)
             count = rows if self.shard.samples else 0
-            flight = self.flights.begin(plan, begin, out, count, landed, pending, [], verify)
+            flight = self.flights.begin(plan, begin, out, count, landed, pending, [], own)
             if self.host is not None:
                 self.host.toll.beside(flight)
         else:
             launched = self._extend(plan, slots, starts, verify, counted, late, alike)
             out, count, scored, pending, extras = launched
-            flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
+            flight = self.flights.begin(plan, begin, out, count, None, pending, scored, own)
             flight.extras = extras
         if self.host is not None:
             self.host.toll.launched(flight)
@@ -169,6 +172,9 @@ class CudaRunner(GpuExperts):
         """What its rows guess, and the plan with a row for each of that."""
         if plan.new:
             drafts.admit(plan.new)
+        if self.shard.pipe is not None:
+            told = self._told(drafts, plan)
+            return told, plan if told is None else told.plan
         deep = VERIFIED
         if self.chains is not None:
             plan, deep = self.chains.limit_drafts(plan, drafts.leaves and self._bears(plan, counted))
@@ -179,6 +185,18 @@ class CudaRunner(GpuExperts):
         if self.chains is not None:
             self.chains.follow(plan, deep)
         return verify, plan if verify is None else verify.plan
+
+    def _told(self, drafts: DeviceDrafts, plan: StepPlan) -> Told | None:
+        """What its rows are told that they guess. The last stage guesses behind what they draw."""
+        guess, chains = None, self.chains
+        if chains is not None:
+            plan, _ = chains.limit_drafts(plan)
+            chains.follow(without_told(plan), VERIFIED)
+            guess = partial(chains.follow, deep=VERIFIED)
+        if not plan.drafts:
+            drafts.skip(plan)
+            return None
+        return Told(drafts, plan, Proposals(drafts, plan, guess) if self.shard.samples else None)
 
     def _bears(self, plan: StepPlan, counted: bool) -> bool:
         """Whether its guesses may have leaves: where a graph of decode rows is going to compute them."""

@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 from torch import Tensor
 
+from sgla.dist.pipe import Pipe
 from sgla.messages import NewRow, StepPlan
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight, over
@@ -16,11 +17,11 @@ from sgla.worker.state import Int32s
 
 
 class DeviceOutputs(Outputs):
-    """``answers``: the ``memory`` on the GPU."""
+    """``answers``: the ``memory`` on the GPU; ``pipe``: see ``over``."""
 
-    def __init__(self, slots: int, answers: Tensor) -> None:
+    def __init__(self, slots: int, answers: Tensor, pipe: Pipe | None = None) -> None:
         super().__init__(slots)
-        self._answers = answers
+        self._answers, self._pipe = answers, pipe
         self._flights: deque[tuple[list[NewRow], Flight]] = deque()
         self._changed: list[Int32s] = []  # places of ``memory``
 
@@ -30,7 +31,7 @@ class DeviceOutputs(Outputs):
     def learn(self, plan: StepPlan) -> None:
         """What was answered in the steps that are over for sure when ``plan`` is launched, for those behind
         it."""
-        while self._flights and over(self._flights[0][1], plan.step):
+        while self._flights and over(self._flights[0][1], plan.step, self._pipe):
             new, flight = self._flights.popleft()
             for row in new:
                 self.admit(row.slot, row.apart)

@@ -23,7 +23,7 @@ from sgla.kernels.triton.tokens import RING, TokenTable, put_tokens
 from sgla.messages import NewRow, StepPlan
 from sgla.sampling.device import DeviceSampler
 from sgla.sampling.device_rules import send
-from sgla.worker.state import Int32s, SlotTables, column
+from sgla.worker.state import Int32s, SlotTables, column, told_tokens
 
 SLIP, SLIPS = 32_768, 64  # numbers that a slip has room for: those of a long prompt; and how many there are
 STAGES = 8  # pinned buffers at least: see ``stages``
@@ -87,8 +87,7 @@ class DeviceTables:
             self._append(plan)
             self.host.append(plan)
         if plan.tokens:
-            rows = len(plan.tokens) // 4
-            self.put(np.stack([column(plan.slots)[:rows], column(plan.starts)[:rows], column(plan.tokens)]))
+            self.put(told_tokens(plan))
 
     def _admit(self, rows: list[NewRow], sampler: DeviceSampler) -> None:
         own = np.zeros((len(rows), step.ADMIT_COLUMNS - step.COLUMNS.value), np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgla.dist.pipe import Pipe
 from sgla.messages import SAMPLE, Failed, StepPlan, StepResult
 from sgla.sampling import faults
 from sgla.sampling.constraints import Constraints, Masks
@@ -37,10 +38,11 @@ class Extras(NamedTuple):
     hidden: list[Tensor]
 
 
-def over(flight: Flight, step: int) -> bool:
-    """Whether it is over for sure, on all ranks, when ``step`` is launched. Steps with later numbers are of a
-    scheduler that is gone."""
-    return not step - LATE < flight.step < step
+def over(flight: Flight, step: int, pipe: Pipe | None = None) -> bool:
+    """Whether it is over for sure, on all ranks, when ``step`` is launched, of which a ``pipe`` has more in
+    flight. Steps with later numbers are of a scheduler that is gone."""
+    late = LATE if pipe is None else max(LATE, pipe.stages + 2)
+    return not step - late < flight.step < step
 
 
 @dataclass(slots=True)

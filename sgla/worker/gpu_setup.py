@@ -16,7 +16,7 @@ from sgla.model.diffusion_gemma_spec import denoising_of
 from sgla.model.state import Demand, Pool, whole_heads
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.device_outputs import DeviceOutputs
-from sgla.worker.facts import answer_facts
+from sgla.worker.facts import answer_facts, drafts_of
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
 from sgla.worker.gpu_canvases import GpuCanvases, gpu_canvas_bytes
@@ -102,8 +102,9 @@ class GpuSetup(GpuModel):
             host = steps.tables.host.tokens
             rows = steps.rows
             self.constraints = Constraints(host, vocab, self.matchers, skip_forced, pin=True, rows=rows)
-        if steps.drafts is not None and steps.drafts.searches:
-            self.outputs = DeviceOutputs(steps.slots + 1, steps.drafts.others.answers)
+        if steps.drafts is not None and steps.drafts.searches and self.shard.samples:
+            answers = steps.drafts.others.answers
+            self.outputs = DeviceOutputs(steps.slots + 1, answers, self.shard.pipe)
         labels = self.pooling is None
         self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
 
@@ -143,8 +144,8 @@ class GpuSetup(GpuModel):
             vocab_size=steps.model.spec.vocab,
             step_tokens=steps.step_tokens,
             costs=self._costs(),
-            padded_drafts=config.speculative_adaptive,
-            searched_drafts=steps.drafts is not None and steps.drafts.searches,
+            padded_drafts=config.speculative_adaptive and self.shard.pipe is None,
+            searched_drafts=drafts_of(config) > 0 and config.speculative_algorithm == "ngram",
             guided_drafts=True,
             dtype=dtype_of(config),
             device=self.place.device.name,

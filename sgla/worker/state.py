@@ -16,6 +16,15 @@ def column(data: bytes) -> Int32s:
     return np.frombuffer(data, np.int32)
 
 
+def told_tokens(plan: StepPlan) -> Int32s:
+    """int32[3, n]: slots and positions of ``plan.tokens``, and these."""
+    tokens, ends = column(plan.tokens), column(plan.q_lens).cumsum()
+    rows = int(np.searchsorted(ends, len(tokens))) + 1
+    slots, starts, spans = (column(data)[:rows] for data in (plan.slots, plan.starts, plan.q_lens))
+    places = np.arange(len(tokens)) + np.repeat(starts - (ends[:rows] - spans), spans)
+    return np.stack([np.repeat(slots, spans), places, tokens]).astype(np.int32)
+
+
 class SlotTables:
     """``tokens`` int32[slots, context_len + 1], ``page_table`` int32[groups,
     slots, max_pages] (0, the dummy, where unset), for each of ``groups`` that keeps tokens. ``unit``
@@ -44,16 +53,9 @@ class SlotTables:
         """Take in the new rows, then pending tokens and the appended pages."""
         self.admit(plan.new)
         if plan.tokens:
-            self._write(plan, column(plan.tokens))
+            slots, places, tokens = told_tokens(plan)
+            self.tokens[slots, places] = tokens
         self.append(plan)
-
-    def _write(self, plan: StepPlan, tokens: Int32s) -> None:
-        """``tokens`` of the first rows."""
-        ends = column(plan.q_lens).cumsum()
-        rows = int(np.searchsorted(ends, len(tokens))) + 1
-        slots, starts, spans = (column(data)[:rows] for data in (plan.slots, plan.starts, plan.q_lens))
-        places = np.arange(len(tokens)) + np.repeat(starts - (ends[:rows] - spans), spans)
-        self.tokens[np.repeat(slots, spans), places] = tokens
 
     def admit(self, rows: list[NewRow]) -> None:
         for new in rows:

@@ -117,6 +117,20 @@ class DeviceDrafts:
         self._layouts[made_of] = layout
         return layout
 
+    def place(
+        self, columns: Tensor, rows: tuple[Tensor, Tensor, Tensor, Tensor], deep: int = VERIFIED
+    ) -> None:
+        """Fill in decode rows, and look for guesses if that is how these are made: see
+        ``kernels/triton/drafts.py: guess`` and ``place``."""
+        known = self.computed, self.limits
+        if self.searches:
+            drafts.guess(
+                columns, self.tokens, *known, self.trusts, *rows, self.padding, (LONGEST, SHORTEST), VERIFIED,
+                self.others,
+            )  # fmt: skip
+        else:
+            drafts.place(columns, *known, *rows, self.padding, VERIFIED, deep)
+
     def begin(self, slots: Int32s, starts: Int32s) -> None:
         """Rows of ``slots`` guess. Those that did not in their step before begin at ``starts``."""
         behind = self._behind[slots]
@@ -216,19 +230,10 @@ class Verify:
         """The columns of ``plan`` are on the GPU: slots and positions of its tokens, whose ids will be in
         ``ids``, and of its samples. Those of rows that guess are the first, and corrected."""
         self._ids, self._starts, self._where, self._ends = ids, starts, where, ends
-        state, rows = self._state, (slots, starts, where, ends)
-        if self._leading and state.searches:
-            drafts.guess(
-                self._layout.columns, state.tokens, state.computed, state.limits, state.trusts, *rows,
-                state.padding, (LONGEST, SHORTEST), VERIFIED, state.others,
-            )  # fmt: skip
-        elif self._leading:
-            drafts.place(
-                self._layout.columns, state.computed, state.limits, *rows, state.padding, VERIFIED,
-                self._layout.deep,
-            )  # fmt: skip
+        if self._leading:
+            self._state.place(self._layout.columns, (slots, starts, where, ends), self._layout.deep)
         if self._told is not None:
-            drafts.tell(slots, starts, ends, state.tokens, self._told)
+            drafts.tell(slots, starts, ends, self._state.tokens, self._told)
             self._heard.record()
 
     def hear(self, positions: Int32s) -> tuple[Int32s, Int32s]:

@@ -34,6 +34,7 @@ from interpreted_gpu import (
     source,
 )
 from msgspec.structs import replace as replace_struct
+from stages import Stages
 from tiny import VOCAB, Launching, Transcript, make_core, run, submit, tiny_config
 from token_tables import row
 
@@ -120,6 +121,7 @@ DFLASH = DECODER | {
     "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 7},
 }
 ROUNDED = {"speculative_head_quantization": "int4"}
+STAGES = {"attention_backend": "triton", "pp": 2}
 LEAVES = {"attention_backend": "triton", "speculative_eagle_topk": 2}
 DEEPER = DECODER | {"num_hidden_layers": 4}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
@@ -150,6 +152,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "medusa": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "dflash": (DEEPER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "others": (SHALLOW, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
+    "stages": (DECODER, {}, STAGES, {"depth": 3}),
+    "windows in stages": (
+        WINDOWS,
+        SMALL_STEPS | {"step_tokens": 16},
+        STAGES | {"attention_backend": "torch"},
+        {"depth": 3},
+    ),
+    "itself in stages": (
+        WINDOWS,
+        SMALL_STEPS | {"step_tokens": 16},
+        STAGES | {"attention_backend": "torch"},
+        {"depth": 3},
+    ),
+    "eagle in stages": (DECODER, {"step_tokens": 16}, STAGES, {"depth": 3}),
+    "latent in stages": (LATENT, {"step_tokens": 16}, STAGES | {"attention_backend": "torch"}, {"depth": 3}),
+    "medusa in stages": (DECODER, {"step_tokens": 16}, STAGES, {"depth": 3}),
     "leaves": (SHALLOW, {"step_tokens": 36}, LEAVES, {"depth": 3, "drafts": 2 * DRAFTS - 1}),
     "leaves of a head": (DEEPER, {"step_tokens": 36}, LEAVES, {"depth": 2, "drafts": 2 * DRAFTS}),
 }
@@ -168,10 +186,14 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a window of its own": ("mtp", None),
     "medusa": ("medusa", MEDUSA),
     "dflash": ("dflash", DFLASH),
+    "itself in stages": ("draft_model", WINDOWS),
+    "eagle in stages": ("eagle", SHALLOW),
+    "latent in stages": ("mtp", None),
+    "medusa in stages": ("medusa", MEDUSA),
     "leaves": ("draft_model", SHALLOW),
     "leaves of a head": ("eagle3", DECODER | EAGLE),
 }
-HEADS = MODELS.keys() - {"model", "itself", "leaves"}
+HEADS = MODELS.keys() - {"model", "itself", "leaves", "itself in stages"}
 NARROWED = [*range(0, VOCAB, 3)]  # tokens that a head may guess
 
 
@@ -301,11 +323,26 @@ class Oracle:
         put_tokens(*map(torch.from_numpy, columns), self._state.tokens)
 
 
-def guessed(runner: Any, case: str) -> dict[str, Any]:
+class LaunchingStages(Launching):
+    """The stages before the last compute a step when it is planned."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__(stages.runners[-1])
+        self._before = stages.runners[:-1]
+
+    def submit(self, plan: StepPlan) -> None:
+        for runner in self._before:
+            assert runner.execute(plan).tokens == b""
+        super().submit(plan)
+
+
+def guessed(made: Any, case: str) -> dict[str, Any]:
     """``rights``: right guesses of each request, where they come one after another."""
-    guided = runner.facts.guided_drafts
-    limits = {"drafts": DRAFTS, "guided_drafts": guided} | CASES[case][3]
-    executor = Launching(runner)
+    limits = {"drafts": DRAFTS, "guided_drafts": made.facts.guided_drafts} | CASES[case][3]
+    staged = isinstance(made, Stages)
+    executor = LaunchingStages(made) if staged else Launching(made)
+    runner = made.runners[-1] if staged else made
+    limits |= {"stages": len(made.runners)} if staged else {}
     if case == "others":
         rights, tokens = [], {}
         for one in answers():  # each from a scheduler of its own, whose steps begin with the first
@@ -313,9 +350,9 @@ def guessed(runner: Any, case: str) -> dict[str, Any]:
             tokens |= run(runner, [one], own, executor=executor).tokens()
             rights.append(sum(own.stats().right_at))
         return {"tokens": tokens, "rights": rights}
-    core: Core = make_core(runner.facts, **limits)
+    core: Core = make_core(made.facts, **limits)
     found = shown(run(runner, wanted(case), core, executor=executor))
-    assert executor.held > 0 or case in MODELS.keys() - {"itself"} or runner.shard.rank
+    assert executor.held > 0 or case in MODELS.keys() - {"itself", "itself in stages"} or runner.shard.rank
     stats = core.stats()
     if runner.steps.drafts.leaves:
         found["behind"] = run(runner, behind(found["tokens"]), core, executor=executor).tokens()
@@ -349,15 +386,23 @@ def main() -> None:
                 own["speculative_token_map"] = file.name
                 Path(file.name).write_text(json.dumps(NARROWED))
             over = {"tp": 2} | shared if ranks and "device" in own else {}
-            config = tiny_config(**settings | common | own | over)
+            changes = settings | common | own | over
+            config = tiny_config(**changes)
             files = source(Path("."), model)
             draft = MODELS[case][1] if config.speculative_algorithm and case in MODELS else None
             if draft is not None:
                 files = replace(files, draft=source(Path("."), draft))
-            runner = maker(config, files, int(second), config.tp, "", lambda progress: None)
+            made: Any
+            if config.pp > 1:
+                made = Stages(files, config.pp, maker, **changes)
+                runners = made.runners
+            else:
+                made = maker(config, files, int(second), config.tp, "", lambda progress: None)
+                runners = [made]
             Path(file.name).write_bytes(LETTERS.encoded())
-            runner.control(Control(verb="vocabulary", args={"path": file.name}))
-        return runner
+            for each in runners:
+                each.control(Control(verb="vocabulary", args={"path": file.name}))
+        return made
 
     for case in CASES:
         if second and "leaves" not in case:
@@ -389,7 +434,8 @@ def main() -> None:
     for case, (_, _, own, _) in CASES.items():
         algorithm = MODELS[case][0] if case in MODELS else "ngram"
         guessing = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": DRAFTS}
-        runner = make(cuda_runner, case, device="cuda", **guessing | own)
+        made = make(cuda_runner, case, device="cuda", **guessing | own)
+        runner = made.runners[-1] if isinstance(made, Stages) else made
         assert runner._captures == (own["attention_backend"] == "triton")
         guesses = Guesses()
         if case in HEADS:
@@ -398,7 +444,7 @@ def main() -> None:
             told = found[case]["cpu"]["tokens"]
             prompts = {one.rid: one.tokens for one in wanted(case)}
             oracle = Oracle(runner, [[*prompts[rid], *text] for rid, text in told.items()])
-        found[case]["gpu"] = guessed(runner, case)
+        found[case]["gpu"] = guessed(made, case)
         if runner.steps.drafts.leaves:
             found[case]["taken"] = oracle.taken
         found[case]["guesses"] = guesses

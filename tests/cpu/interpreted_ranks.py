@@ -130,6 +130,13 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         4,
         {"tp": 2, "cp": 2, "dp_attention": True, **GUESSES},
     ),
+    "guesses in stages": (MODEL, 2, {"pp": 2, **GUESSES}),
+    "guesses beside parts of a prompt in stages": (MODEL, 4, {"pp": 2, "cp": 2, **GUESSES}),
+    "guesses beside attention by data in stages": (
+        MODEL,
+        4,
+        {"tp": 2, "pp": 2, "dp_attention": True, **GUESSES},
+    ),
     "guesses beside attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True, **GUESSES}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
 }

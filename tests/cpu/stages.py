@@ -43,7 +43,7 @@ class Stages:
         self, source: ModelSource, count: int, make: Callable[..., Any] = CpuRunner, **changes: Any
     ) -> None:
         ways = [deque[Tensor]() for _ in range(count + 1)]
-        config = tiny_config(pp=count, **changes)
+        config = tiny_config(**changes | {"pp": count})
         self.runners: list[Any] = []
         for stage in range(count):
             shard = Shard(pipe=Local(stage, count, ways[stage], ways[stage + 1]))

@@ -145,15 +145,15 @@ def ranks_of(transcript: Transcript) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("ngram", {"pp": 2}), ("mtp", {"tp": 2, "dp_attention": True}), ("mtp", {"cp": 2})],
+    [("mtp", {"tp": 2, "dp_attention": True}), ("mtp", {"cp": 2})],
 )
 def test_other_ways_to_share_a_model_out_are_refused_on_gpus(name: str, way: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=f"--speculative-algorithm {name} cannot be honoured with --.* GPUs"
     ):
         check_settings(tiny_config(speculative_algorithm=name, **way), "cuda")
-    if "pp" not in way:
-        check_settings(tiny_config(speculative_algorithm="ngram", **way), "cuda")
+    for beside in (way, {"pp": 2}, way | {"pp": 2}):
+        check_settings(tiny_config(speculative_algorithm="ngram", **beside), "cuda")
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:

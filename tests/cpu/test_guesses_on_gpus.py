@@ -29,7 +29,7 @@ def answers_of(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    cases = "graphs", "itself", "eagle3", "states, eagerly", "dflash", "others", "leaves of a head"
+    cases = "graphs", "itself", "eagle3", "states, eagerly", "dflash", "others", "leaves of a head", "stages"
     return answers_of(*cases)
 
 
@@ -37,9 +37,14 @@ def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any]) -> None:
     check_text(answers["graphs"])
 
 
+def test_text_is_that_of_a_cpu_where_the_last_stage_guesses(answers: dict[str, Any]) -> None:
+    check_text(answers["stages"])
+
+
 @pytest.mark.slow
-def test_text_is_that_of_a_cpu_with_windows() -> None:
-    check_text(answers_of("windows")["windows"])
+@pytest.mark.parametrize("case", ["windows", "windows in stages"])
+def test_text_is_that_of_a_cpu_with_windows(case: str) -> None:
+    check_text(answers_of(case)[case])
 
 
 def test_states_go_back_behind_wrong_guesses(answers: dict[str, Any]) -> None:
@@ -118,6 +123,18 @@ def test_a_second_answer_like_the_first_is_guessed(answers: dict[str, Any]) -> N
 def test_text_is_that_of_a_cpu_where_a_model_guesses_for_itself(answers: dict[str, Any]) -> None:
     """It is right wherever no rule is in the way: so it has read all that its target has."""
     check_guesses(answers["itself"], 15)
+
+
+@pytest.mark.slow
+def test_text_is_that_of_a_cpu_where_a_model_guesses_beside_the_last_stage() -> None:
+    check_guesses(answers_of("itself in stages")["itself in stages"], 15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["eagle in stages", "latent in stages", "medusa in stages"])
+def test_a_head_guesses_beside_the_last_stage_as_on_a_cpu(case: str) -> None:
+    """But for the first step behind a prompt."""
+    check_head(answers_of(case)[case], 6)
 
 
 @pytest.mark.slow
@@ -204,10 +221,10 @@ def test_a_head_guesses_with_an_output_layer_of_its_own(cases: tuple[str, ...]) 
     check_head(found)
 
 
-def check_head(found: dict[str, Any]) -> None:
+def check_head(found: dict[str, Any], places: int = 8) -> None:
     assert found["gpu"]["tokens"] == found["cpu"]["tokens"]
     cpu, gpu = found["guesses of a cpu"], found["guesses"]
-    assert len(gpu) == 8
+    assert len(gpu) == places
     assert gpu == {place: cpu[place] for place in gpu}
 
 

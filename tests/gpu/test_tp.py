@@ -498,8 +498,19 @@ def test_experts_are_counted_and_move(make: Any, data: bool) -> None:
 
 
 @needs_two
-@pytest.mark.parametrize(("guesses", "beside"), [("ngram", 1), ("draft_model", 1), ("draft_model", 2)])
-def test_guesses_change_no_text(make: Any, tmp_path: Path, guesses: str, beside: int) -> None:
+@pytest.mark.parametrize(
+    ("guesses", "beside", "way"),
+    [
+        ("ngram", 1, {"tp": 2}),
+        ("draft_model", 1, {"tp": 2}),
+        ("draft_model", 2, {"tp": 2}),
+        ("ngram", 1, {"pp": 2}),
+        ("draft_model", 1, {"pp": 2}),
+    ],
+)
+def test_guesses_change_no_text(
+    make: Any, tmp_path: Path, guesses: str, beside: int, way: dict[str, int]
+) -> None:
     """Of prompts that repeat themselves; the model guesses for itself. Second guesses are for few rows."""
     asked: dict[str, Any] = {"speculative_algorithm": guesses, "speculative_num_draft_tokens": 4}
     asked |= {"speculative_eagle_topk": beside}
@@ -510,7 +521,7 @@ def test_guesses_change_no_text(make: Any, tmp_path: Path, guesses: str, beside:
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "logprobs": 1}]
     sampling, found = [params(i, **kinds[i % 2]) for i in range(count)], []
     for more in ({}, asked):
-        engine = make("plain", tp=2, dtype="float32", **more)
+        engine = make("plain", dtype="float32", **way, **more)
         found.append([list(output.tokens) for output in engine.generate(prompts, sampling)])
         stats = engine.stats()
         engine.shutdown()
