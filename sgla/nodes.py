@@ -34,7 +34,7 @@ NO_NODES = {
 
 
 def ranks_of(config: Config, node: int | None = None) -> range:
-    """Those of a node, which lie side by side: whole stages, or parts of one."""
+    """Those of a node, which lie side by side: whole sets, or a part of one."""
     if config.nnodes == 1:
         return range(config.ranks)
     each = config.local_ranks
@@ -43,9 +43,15 @@ def ranks_of(config: Config, node: int | None = None) -> range:
 
 
 def answering(config: Config) -> range:
-    """The ranks that steps have their results from: the first of the last stage, or all of it."""
+    """The ranks that steps have their results from: the first of the last stage, or its first set."""
     first = (config.pp - 1) * config.tp * config.cp
     return range(first, first + (config.tp if config.dp_attention else 1))
+
+
+def answering_nodes(config: Config) -> list[int]:
+    """Those that have some of these."""
+    every = answering(config)
+    return [n for n in range(config.nnodes) if any(rank in every for rank in ranks_of(config, n))]
 
 
 def address(config: Config) -> tuple[str, int]:
@@ -128,8 +134,8 @@ def _check_ray(config: Config) -> None:
         why = f"with --dp {config.dp} and --nnodes {config.nnodes}: each stage is a node; leave --nnodes out"
     elif count_of(config) == 1:
         why = (
-            f"with --tp {config.tp} --pp {config.pp}: a stage stays on one host; give --pp, --ep with "
-            "--nnodes, or leave it out"
+            f"with --tp {config.tp} --pp {config.pp}: a stage stays on one host; give --pp, or --cp, --ep or "
+            "--dp-attention with --nnodes, or leave it out"
         )
     if why is not None:
         raise ConfigError(f"--executor ray cannot be honoured {why}", param="executor")
@@ -141,19 +147,19 @@ def _check_split(config: Config) -> None:
         if config.dp % nodes:
             raise _refused(config, f"with --dp {config.dp}: each host has as many of the servers", "dp")
         return
-    if config.pp % nodes == 0:
+    if config.pp * config.cp % nodes == 0:
         return
-    if config.ep == 1:
+    if config.ep == 1 and not config.dp_attention:
         raise _refused(
             config,
-            f"with --tp {config.tp} --pp {config.pp}: a layer's ranks stay on one host, so --pp must be a "
-            "multiple of it (or --dp, for servers that each fit on a host; or --ep, whose experts may be on "
-            "several hosts)",
+            f"with --tp {config.tp} --pp {config.pp} --cp {config.cp}: a layer's ranks stay on one host, so "
+            "--pp, or --pp times --cp, must be a multiple of it; or --dp, for servers that each fit on one; "
+            "or give --ep or --dp-attention, which go over several hosts",
             "nnodes",
         )
     each, rest = divmod(config.ranks, nodes)
     if rest or config.tp % each:
-        why = f"with --tp {config.tp} --pp {config.pp}, which do not divide evenly"
+        why = f"with --tp {config.tp} --pp {config.pp} --cp {config.cp}, which do not divide evenly"
         raise _refused(config, why, "nnodes")
 
 

@@ -80,7 +80,7 @@ def join_gpus(
     if shard.size == 1:
         return Joined(shard, "")
     first = shard.number - shard.rank - local.start
-    refused = _refuses(range(first, first + shard.size), count)
+    refused = _refuses(range(first, first + shard.size), len(local))
     if refused:
         return Joined(shard, f"ranks: NCCL alone, because {refused}")
     return Joined(
@@ -90,8 +90,8 @@ def join_gpus(
 
 
 def _refuses(gpus: range, count: int) -> str | None:
-    """Why the ranks on these, of ``count`` of this host, cannot store into each other's memory, or None; the
-    same on every rank."""
+    """Why the ranks on these, of the ``count`` that ranks of this host have, cannot store into each other's
+    memory, or None; the same on every rank."""
     if gpus.start < 0 or gpus.stop > count:
         return "they are on several hosts"
     if len(gpus) > MAX_RANKS:

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from sgla.messages import KEY, Facts, Moved, Tier
+from sgla.messages import KEY, Facts, Moved, StepResult, Tier
+
+
+class Results:
+    """Of steps, which each of ``count`` ranks answers in part, or each of so many hosts."""
+
+    def __init__(self, count: int) -> None:
+        self._told = [deque[StepResult]() for _ in range(count)]
+
+    def add(self, at: int, results: Iterable[StepResult]) -> None:
+        """Of the ``at``-th, in the order of the steps."""
+        self._told[at] += results
+
+    def whole(self) -> list[StepResult]:
+        """Of the steps that all have answered, in order."""
+        count = min(map(len, self._told), default=0)
+        return [_joined([told.popleft() for told in self._told]) for _ in range(count)]
+
+
+def _joined(parts: Sequence[StepResult]) -> StepResult:
+    if len(parts) == 1:
+        return parts[0]
+    return StepResult(
+        step=0,
+        tokens=b"",
+        seconds=max(part.seconds for part in parts),
+        gap=min(part.gap for part in parts),
+        parts=[each for part in parts for each in part.parts or [part]],
+    )
 
 
 class Ends:

@@ -9,18 +9,17 @@ import logging
 import os
 import select
 import socket
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError, UnsupportedField, WorkerDied
 from sgla.executor import bridge
-from sgla.executor.merging import Ends, common_facts
+from sgla.executor.merging import Ends, Results, common_facts
 from sgla.executor.procs import ProcsExecutor
 from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
-from sgla.nodes import TIMEOUT, address, common, meeting, secret_of, without_secrets
+from sgla.nodes import TIMEOUT, address, answering_nodes, common, meeting, secret_of, without_secrets
 from sgla.peers import Beat, Beside, Channel, Link, Listener
 
 if TYPE_CHECKING:
@@ -64,7 +63,9 @@ class NodesExecutor:
         self._listener: Listener | None = None
         self._store: socket.socket | None = None
         self._fd, self._told = -1, -1
-        self._computed: deque[StepResult | Moved] = deque()
+        self._answer = answering_nodes(config)
+        self._results = Results(len(self._answer))
+        self._moved: list[Moved] = []
         self._ends = Ends(config.nnodes)
         self._commands = 0
         self._on_progress: Callable[[Progress], None] = lambda progress: None
@@ -227,10 +228,8 @@ class NodesExecutor:
                 if not node.ready.done():
                     node.ready.set_result(message.facts)
             case bridge.Computed():
-                self._computed += message.results
-                ends = [self._ends.add(moved) for moved in message.moved]
-                self._computed += [end for end in ends if end is not None]
-                if self._computed and not self._gone:
+                if not self._gone:
+                    self._take_results(node.number, [*message.results, *message.moved])
                     os.eventfd_write(self._told, 1)
             case bridge.Reply():
                 future = node.replies.pop(message.number, None)
@@ -299,13 +298,17 @@ class NodesExecutor:
             os.eventfd_read(self._told)
         except BlockingIOError:
             pass
-        for found in self._local.drain():
-            end = self._ends.add(found) if isinstance(found, Moved) else found
-            if end is not None:
-                self._computed.append(end)
-        results = list(self._computed)
-        self._computed.clear()
+        self._take_results(0, self._local.drain())
+        results: list[StepResult | Moved] = [*self._results.whole(), *self._moved]
+        self._moved.clear()
         return results
+
+    def _take_results(self, node: int, found: Sequence[StepResult | Moved]) -> None:
+        ends = [self._ends.add(each) for each in found if isinstance(each, Moved)]
+        self._moved += [end for end in ends if end is not None]
+        if node in self._answer:
+            at = self._answer.index(node)
+            self._results.add(at, (each for each in found if isinstance(each, StepResult)))
 
     async def control(self, command: Control) -> dict[str, Any]:
         """``{"ranks": [reply of each rank]}``. Raises the ranks' SglaError, or WorkerDied."""

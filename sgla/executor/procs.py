@@ -2,8 +2,8 @@
 
 A worker is a fresh interpreter that imports nothing of the main process's ``__main__``. Between the two: a
 socket pair for set-up and control commands, whose end of file also tells of a death; a ring of plans to every
-rank and a ring of results from the one that answers, the first of the last stage; and a pipe from the
-worker's stdout and stderr, shown to the user and kept as its last words. The main process imports no torch.
+rank and a ring of results from each that answers (``nodes.answering``); and a pipe from the worker's stdout
+and stderr, shown to the user and kept as its last words. The main process imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sgla.config import Config
 from sgla.device import platform
 from sgla.errors import SglaError, WorkerDied
 from sgla.executor.base import STACKS
-from sgla.executor.merging import Ends, common_facts
+from sgla.executor.merging import Ends, Results, common_facts
 from sgla.executor.ring import Ring
 from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 from sgla.nodes import answering, ranks_of
@@ -197,8 +197,9 @@ class ProcsExecutor:
         self._ends = Ends(config.local_ranks)
         self._moved: list[Moved] = []  # to hand on
         self._told = -1  # readable while they wait, where no rank of this host answers
-        self._parts: list[deque[StepResult]] | None = None  # of each rank that answers, where several do
-        self._any: select.epoll | None = None  # readable while one of them has answered
+        self._answering: list[Rank] = []  # of this host
+        self._results = Results(0)
+        self._any: select.epoll | None = None  # readable while one of several has answered
         self._store = -1  # where the ranks of all hosts find each other; rank 0 listens on it
         self._commands = 0
 
@@ -213,8 +214,6 @@ class ProcsExecutor:
             self._told = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         elif self._config.ranks > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="sgla-")
-        if self._config.dp_attention:
-            self._parts, self._any = [deque() for _ in answering(self._config)], select.epoll()
         for role in _roles(self._config, self._runner):
             rank = _early.pop(role, None) or Rank(*role)
             self._ranks.append(rank)
@@ -222,6 +221,11 @@ class ProcsExecutor:
             # uvloop has made it non-blocking, but a message may come in parts.
             os.set_blocking(rank.pipe.fileno(), True)
             self._loop.add_reader(rank.stderr, self._on_stderr, rank)
+        every = answering(self._config)
+        self._answering = [rank for rank in self._ranks if rank.number in every]
+        self._results = Results(len(self._answering))
+        if len(self._answering) > 1:
+            self._any = select.epoll()
 
     def assign(self, config: Config, source: ModelSource) -> None:
         """Replace what the constructor was told, before ``start``; the number of ranks stays."""
@@ -348,11 +352,6 @@ class ProcsExecutor:
             assert rank.plans is not None
             rank.plans.push(record)
 
-    @property
-    def _answering(self) -> list[Rank]:
-        """None where the one that does is on another host."""
-        return [rank for rank in self._ranks if rank.number in answering(self._config)]
-
     def results_fd(self) -> int:
         if self._any is not None:
             return self._any.fileno()
@@ -362,32 +361,13 @@ class ProcsExecutor:
     def drain(self) -> list[StepResult | Moved]:
         if self._gone:
             return []
-        if self._parts is not None:
-            return self._joined(self._parts)
-        results: list[StepResult | Moved] = []
-        if answers := self._answering:
-            results += self._steps(answers[0])
-        elif self._moved:
+        for at, rank in enumerate(self._answering):
+            self._results.add(at, self._steps(rank))
+        if self._moved and not self._answering:
             os.eventfd_read(self._told)
-        results += self._moved
+        results: list[StepResult | Moved] = [*self._results.whole(), *self._moved]
         self._moved.clear()
         return results
-
-    def _joined(self, parts: list[deque[StepResult]]) -> list[StepResult | Moved]:
-        """The steps that all who answer have answered, in order."""
-        for rank, own in zip(self._answering, parts):
-            own += self._steps(rank)
-        whole = [[own.popleft() for own in parts] for _ in range(min(map(len, parts)))]
-        return [
-            StepResult(
-                step=0,
-                tokens=b"",
-                seconds=max(part.seconds for part in same),
-                gap=min(part.gap for part in same),
-                parts=same,
-            )
-            for same in whole
-        ]
 
     def _steps(self, rank: Rank) -> list[StepResult]:
         ring, results = rank.results, []
@@ -431,7 +411,7 @@ class ProcsExecutor:
         self._gone = True
         if self._obituary is not None:
             await self._obituary
-        ranks, self._ranks = self._ranks, []
+        ranks, self._ranks, self._answering = self._ranks, [], []
         self._fail_replies(WorkerDied("the workers are gone"))
         for rank in ranks:
             self._loop.remove_reader(rank.pipe.fileno())

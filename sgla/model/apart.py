@@ -18,13 +18,5 @@ def check_apart(config: Config, beside: str, refused: Mapping[str, str]) -> None
             )
 
 
-def check_parted(config: Config, parts: str, refused: Mapping[str, str]) -> None:
-    """``check_apart`` for the setting ``parts``, by which each rank of a stage has a part of each step."""
-    more = dict(refused)
-    if config.pp % config.nnodes:
-        more["nnodes"] = "ranks of a stage are on one host"
-    check_apart(config, _flag(parts), more)
-
-
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"

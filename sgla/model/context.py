@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.model.apart import check_parted
+from sgla.model.apart import check_apart
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.indexed_spec import IndexedSpec
@@ -47,7 +47,7 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
         obstacle = _of_model(spec)
     if obstacle:
         raise ConfigError(f"--cp {config.cp} cannot be honoured {obstacle}; use --tp", param="cp")
-    check_parted(config, "cp", REFUSED)
+    check_apart(config, "--cp", REFUSED)
 
 
 def _of_model(spec: ModelSpec) -> str | None:

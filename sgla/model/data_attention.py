@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.model.apart import check_parted
+from sgla.model.apart import check_apart
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
@@ -48,4 +48,4 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         obstacle = f"by {spec.architecture}"
     if obstacle:
         raise ConfigError(f"--dp-attention cannot be honoured {obstacle}", param="dp_attention")
-    check_parted(config, "dp_attention", REFUSED)
+    check_apart(config, "--dp-attention", REFUSED)

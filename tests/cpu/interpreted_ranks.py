@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import traceback
@@ -32,7 +33,7 @@ from tiny import make_core, run, submit, tiny_config
 from sgla.actors.placing import counts_of
 from sgla.attention import Attention
 from sgla.dist import gpus
-from sgla.dist.meeting import use_interface
+from sgla.dist.meeting import store_of, use_interface
 from sgla.executor.merging import Ends
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
@@ -40,7 +41,7 @@ from sgla.kernels.gpu import program, regions
 from sgla.kernels.gpu.record import Record
 from sgla.kernels.placement import balance, balanced
 from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
-from sgla.nodes import answering
+from sgla.nodes import answering, listening, meeting
 from sgla.worker import gpu_context, gpu_halves, gpu_model, gpu_setup
 from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.start_cpu import cpu_runner
@@ -139,6 +140,12 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     ),
     "guesses beside attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True, **GUESSES}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
+    "attention by data on two hosts": (
+        MODEL | LATENT,
+        2,
+        {"nnodes": 2, "tp": 2, "ep": 2, "dp_attention": True},
+    ),
+    "parts of a prompt on two hosts": (MODEL, 2, {"nnodes": 2, "cp": 2}),
 }
 
 
@@ -206,18 +213,27 @@ class Alike:
         return found
 
 
-def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[str, Any]) -> dict[str, Any]:
-    """What this rank is told, and how often experts were chosen."""
+def work(
+    rank: int, size: int, place: str | socket.socket, source: ModelSource, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What this rank is told, and how often experts were chosen. ``place``: a folder where ranks of one host
+    meet, or where rank 0 listens for those of several."""
     begin, gpu_context.LEAST, regions.LEAST = dist.init_process_group, LEAST, LEAST
     gpu_halves.WHOLE, gpu_halves.TILE = HALVED, 1
-    use_interface(store)
+    hosts = settings.get("nnodes", 1)
+    store = place if isinstance(place, str) else meeting(*place.getsockname(), "127.0.0.1")
+    use_interface(store_of(store))
+    if not isinstance(place, str) and rank == 0:
+        store = listening(store, os.dup(place.fileno()))
     dist.init_process_group = lambda backend, *, device_id, **more: begin("gloo", **more)
-    torch.cuda.device_count = lambda: size
-    gpus._refuses = lambda *_: "there are none"
+    torch.cuda.device_count = lambda: size // hosts
+    refuses = gpus._refuses
+    gpus._refuses = lambda *gpus: refuses(*gpus) if hosts > 1 else "there are none"
     gpu_setup.Capture, gpu_model.rehearse = Replays, lambda *_: None
     Attention.captures = property(lambda self: True)
-    config = tiny_config(device="cuda", **COMMON | settings)
-    runner = cuda_runner(config, source, rank, size, str(Path(store).parent), lambda progress: None)
+    node = rank * hosts // size
+    config = tiny_config(device="cuda", node_rank=node, **COMMON | settings)
+    runner = cuda_runner(config, source, rank, size, store, lambda progress: None)
     data, whole = config.dp_attention, config.ep > 1
 
     bring(runner)
@@ -316,8 +332,9 @@ def main() -> None:
     for case in found:
         model, size, settings = CASES[case]
         source = ModelSource("dummy", Path("tiny"), (), model, {})
-        with tempfile.TemporaryDirectory() as folder:
-            call = partial(work, size=size, store=f"{folder}/store", source=source, settings=settings)
+        with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+            place = listener if "nnodes" in settings else folder
+            call = partial(work, size=size, place=place, source=source, settings=settings)
             found[case]["ranks"] = forked(size, call)
     print(json.dumps(found))
 

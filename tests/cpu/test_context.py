@@ -93,7 +93,7 @@ def test_ranks_attend_to_about_as_much() -> None:
 @pytest.mark.parametrize(
     "name",
     """
-    nnodes deterministic enable_lora kv_disk kv_host_bytes
+    deterministic enable_lora kv_disk kv_host_bytes
     kv_host_ratio kv_store role encode_url logits_processors cpu_offload_gb enable_torch_compile
     enable_return_routed_experts
     """.split(),  # noqa: SIM905
@@ -131,7 +131,6 @@ def test_other_devices_and_models() -> None:
         check_cp(Config(cp=2, kv_cache_dtype="int4"), "cuda", spec, False)
     check_cp(Config(cp=2, tp=2, dp_attention=True), "cuda", spec, False)
     check_cp(Config(cp=2, pp=2), "cuda", spec, False)
-    check_cp(Config(cp=2, pp=2, nnodes=2), "cpu", spec, False)
 
 
 def test_who_holds_what_is_known_before_anything_loads() -> None:

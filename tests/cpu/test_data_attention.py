@@ -194,7 +194,7 @@ def test_what_cannot_be_is_refused_before_anything_loads(settings: dict[str, Any
 @pytest.mark.parametrize(
     "name",
     """
-    nnodes enable_lora kv_disk kv_host_bytes kv_host_ratio kv_store
+    enable_lora kv_disk kv_host_bytes kv_host_ratio kv_store
     kv_events_config role encode_url logits_processors enable_return_routed_experts cpu_offload_gb
     enable_torch_compile
     """.split(),  # noqa: SIM905

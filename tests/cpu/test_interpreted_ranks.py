@@ -29,6 +29,8 @@ SLOW = (
     "attention by data, parts of a prompt",
     "attention by data, states",
     "attention by data, whole experts",
+    "attention by data on two hosts",
+    "parts of a prompt on two hosts",
     "guesses beside parts of a prompt",
     "guesses in stages",
     "guesses beside parts of a prompt in stages",

@@ -15,9 +15,10 @@ import pytest
 from forked import ForkedExecutor
 from msgspec.structs import replace
 from test_executor import STUB, collect, make_plan
-from test_stages import MODELS, one, requests
+from test_stages import MODELS, one, requests, scores
 from tiny import make_core, run, run_executor, tiny_config, tiny_source
 
+from sgla.actors.placing import counts_of, place
 from sgla.config import Config
 from sgla.dist.meeting import interface_of
 from sgla.errors import ConfigError, SglaError, UnsupportedField, WeightError, WorkerDied
@@ -26,12 +27,25 @@ from sgla.executor.agent import Agent
 from sgla.executor.nodes import CAUSE, NodesExecutor
 from sgla.executor.procs import ProcsExecutor
 from sgla.messages import Control
-from sgla.nodes import OWN, address, answering, check_nodes, common, of_node, ranks_of, secret_of
+from sgla.nodes import (
+    OWN,
+    address,
+    answering,
+    answering_nodes,
+    check_nodes,
+    common,
+    of_node,
+    ranks_of,
+    secret_of,
+)
 from sgla.peers import NONCE, PROTOCOL, Channel, Hello, Refused
 from sgla.resolve import check, resolve
 from sgla.sched.parts import PartedCore
 
 Source = dict[str, Any]
+DRAFTS = "speculative_num_draft_tokens"
+GUESSES: dict[str, Any] = {"speculative_algorithm": "ngram", DRAFTS: 3}
+DUMP = Control(verb="experts_dump")
 
 
 def free_port() -> int:
@@ -46,7 +60,7 @@ def settings(node: int = 0, **changes: Any) -> Config:
 
 
 class Pair:
-    """Node 0 and the agent of node 1, with the stub's ``sources``."""
+    """Node 0 and the agents of the other nodes, with the stub's ``sources`` of it and of these."""
 
     def __init__(
         self,
@@ -75,7 +89,8 @@ class Pair:
         return made
 
     async def start(self) -> Any:
-        joining = asyncio.ensure_future(self.agent().join())
+        agents = [self.agent(node_rank=number) for number in range(1, self.config.nnodes)]
+        joining = asyncio.gather(*(agent.join() for agent in agents))
         facts = await asyncio.wait_for(self.first.start(lambda progress: None), 60)
         await joining
         return facts
@@ -289,16 +304,23 @@ async def real(source: Any, **changes: Any) -> AsyncIterator[tuple[NodesExecutor
         await both.close()
 
 
+def core_of(facts: Any, changes: dict[str, Any]) -> Any:
+    stages = changes.get("pp", 1)
+    core = make_core(facts, stages=stages, depth=stages + 1, drafts=changes.get(DRAFTS, 0))
+    return PartedCore(core.limits, changes["tp"]) if "dp_attention" in changes else core
+
+
 async def equal(model: str, **changes: Any) -> None:
     source, wanted = tiny_source(**MODELS[model]), requests("short")
     expected = run(one(source), wanted)
+    check_nodes(settings(**{"pp": 1} | changes))
     async with real(source, **changes) as (executor, facts):
-        stages = changes.get("pp", 1)
-        core: Any = make_core(facts, stages=stages, depth=stages + 1)
-        if "dp_attention" in changes:
-            core = PartedCore(core.limits, changes["tp"])
-        found = await run_executor(executor, facts, wanted, core)
-    assert found.tokens() == expected.tokens()
+        core = core_of(facts, changes)
+        for _ in range(2):  # with a cold cache and a warm one
+            found = await run_executor(executor, facts, wanted, core)
+            assert found.tokens() == expected.tokens()
+            for rid, values in scores(expected).items():
+                assert scores(found)[rid] == pytest.approx(values, abs=1e-4)
 
 
 async def test_two_nodes_equal_one_rank() -> None:
@@ -314,6 +336,47 @@ async def test_stages_on_two_nodes_equal_one_rank(model: str) -> None:
 @pytest.mark.slow
 async def test_experts_on_two_nodes_equal_one_rank() -> None:
     await equal("mixture", tp=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("latent", {"tp": 2, "ep": 2, "dp_attention": True}),
+        ("mixture", {"cp": 2}),
+        pytest.param("mixture", {"tp": 2, "dp_attention": True}, marks=pytest.mark.slow),
+        pytest.param("dense, tied", {"tp": 4, "dp_attention": True}, marks=pytest.mark.slow),
+        pytest.param("latent", {"tp": 4, "ep": 4, "dp_attention": True}, marks=pytest.mark.slow),
+        pytest.param("mixture", {"tp": 2, "ep": 2, "cp": 2, "dp_attention": True}, marks=pytest.mark.slow),
+        pytest.param("latent", {"tp": 2, "cp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "mixture", {"nnodes": 4, "tp": 2, "pp": 2, "dp_attention": True}, marks=pytest.mark.slow
+        ),
+        pytest.param("mixture", {"tp": 2, "dp_attention": True, **GUESSES}, marks=pytest.mark.slow),
+        pytest.param("mixture", {"cp": 2, **GUESSES}, marks=pytest.mark.slow),
+    ],
+)
+async def test_ranks_with_own_tokens_on_several_nodes_equal_one(model: str, changes: dict[str, Any]) -> None:
+    await equal(model, **changes)
+
+
+@pytest.mark.slow
+async def test_commands_reach_ranks_with_own_requests() -> None:
+    """Experts are counted and moved, and the ranks sleep and wake."""
+    source, wanted = tiny_source(**MODELS["mixture"]), requests("short")
+    changes = {"tp": 2, "ep": 2, "redundant_experts": 2, "dp_attention": True}
+    expected = run(one(source), wanted).tokens()
+    async with real(source, **changes) as (executor, facts):
+        core, config = core_of(facts, changes), tiny_config(**changes)
+        await executor.control(Control(verb="experts_start"))
+        assert (await run_executor(executor, facts, wanted, core)).tokens() == expected
+        moved = await place(config, executor.control, *counts_of(await executor.control(DUMP)))
+        assert len(moved) == source.config["num_hidden_layers"]
+        assert (await run_executor(executor, facts, wanted, core)).tokens() == expected
+        for verb, weights in (("sleep", "host"), ("wake", True)):
+            command = Control(verb=verb, args={"kv": True, "weights": weights})
+            assert len((await executor.control(command))["ranks"]) == 2
+        core.flush_cache()
+        assert (await run_executor(executor, facts, wanted, core)).tokens() == expected
 
 
 @pytest.mark.slow
@@ -367,6 +430,10 @@ def test_ranks_of_nodes() -> None:
     assert config.local_ranks == 4
     assert settings(pp=1, dp=4, tp=2).local_ranks == 2
     assert ranks_of(Config(tp=3)) == range(3)
+    data = settings(pp=2, tp=4, dp_attention=True, nnodes=4)
+    assert answering(data) == range(4, 8)
+    assert answering_nodes(data) == [2, 3]
+    assert answering_nodes(config) == [1]
 
 
 @pytest.mark.parametrize(
@@ -379,6 +446,8 @@ def test_ranks_of_nodes() -> None:
         ({"dist_secret_file": "/x"}, "are two secrets"),
         ({"pp": 1, "tp": 2}, "a layer's ranks stay on one host"),
         ({"pp": 3}, "a layer's ranks stay on one host"),
+        ({"pp": 1, "cp": 3}, "a layer's ranks stay on one host"),
+        ({"pp": 1, "tp": 3, "dp_attention": True}, "do not divide evenly"),
         ({"pp": 1, "tp": 3, "ep": 3}, "do not divide evenly"),
         ({"dp": 3}, "with --dp 3: each host has as many of the servers"),
         ({"models": ["a=b"]}, "with --models"),

@@ -31,9 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "--nnodes": {"nnodes": 2, "dist_init_addr": "10.0.0.1", "dist_secret": "s"},
 }
 APART = {  # pairs that do not go together
-    ("--tp", "--nnodes"),  # but for --pp, --ep or --dp
-    ("--cp", "--nnodes"),  # but for --pp
-    ("--dp-attention", "--nnodes"),  # the same
+    ("--tp", "--nnodes"),  # but for the other ways
 }
 SECRET = {"kv_transfer_secret": "s"}
 BESIDE: dict[str, dict[str, Any]] = {
@@ -102,7 +100,7 @@ def test_the_page_says_what_is_refused(name: str, way: str) -> None:
 
 
 def test_the_page_says_which_ways_go_together() -> None:
-    behind = PAGE.partition("Pairs that are refused are these:")[2].strip().partition("\n\n")[0]
+    behind = PAGE.partition("but for one, which is refused:")[2].strip().partition("\n\n")[0]
     assert {tuple(re.findall(r"`(--[\w-]+)`", line)) for line in behind.splitlines()} == APART
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,10 @@ from two_hosts import FAKE, Network, NodeProcess, loopback, namespaces, none_lef
 from sgla.processes import tied
 
 PIPELINE = ("--pp", "2", "--device", "cpu")
-MODEL = (*PIPELINE, "--kv-cache-bytes", "64M", "--no-prefix-cache")
+CACHE = ("--kv-cache-bytes", "128M", "--no-prefix-cache")
+MODEL = (*PIPELINE, *CACHE)
+DATA = ("--tp", "2", "--dp-attention", "--device", "cpu", *CACHE)  # ranks of one layer on both
+SETS = ("--cp", "2", "--device", "cpu", *CACHE)
 BODY = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
@@ -155,8 +159,9 @@ WHO = ["node 0", "worker of 0", "node 1", "worker of 1"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", WHO)
-def test_killed_while_serving(cable: Network, who: str) -> None:
-    first, second = cable.nodes(*FAKE, *PIPELINE)
+@pytest.mark.parametrize("flags", [(*FAKE, *PIPELINE), DATA, SETS], ids=["fake", "data", "sets"])
+def test_killed_while_serving(cable: Network, who: str, flags: tuple[str, ...]) -> None:
+    first, second = cable.nodes(*flags)
     first.wait_ready()
     rest = stream(first)
     find(first, second, who).send_signal(signal.SIGKILL)
@@ -170,8 +175,9 @@ def test_killed_while_serving(cable: Network, who: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", WHO)
-def test_killed_while_loading(cable: Network, who: str) -> None:
-    first, second = cable.nodes(*MODEL)
+@pytest.mark.parametrize("flags", [MODEL, DATA], ids=["stages", "data"])
+def test_killed_while_loading(cable: Network, who: str, flags: tuple[str, ...]) -> None:
+    first, second = cable.nodes(*flags)
     until(first, "load ")
     find(first, second, who).send_signal(signal.SIGKILL)
     codes = ended(first, second)
@@ -214,7 +220,9 @@ def test_a_signal_ends_both_in_order(cable: Network) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(*FAKE, *PIPELINE), MODEL], ids=["fake", "model"])
+@pytest.mark.parametrize(
+    "flags", [(*FAKE, *PIPELINE), MODEL, DATA, SETS], ids=["fake", "stages", "data", "sets"]
+)
 def test_a_cut_cable_ends_requests_and_both_nodes(cable: Network, flags: tuple[str, ...]) -> None:
     first, second = cable.nodes(*flags)
     first.wait_ready()
@@ -293,13 +301,22 @@ def text(server: ServerProcess) -> Any:
     return answer["choices"][0]["text"]
 
 
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    with serving("--threads", "1", "--device", "cpu", "--dtype", "float32") as server:
+        return text(server)
+
+
 @pytest.mark.slow
-def test_two_hosts_answer_as_one_also_over_a_slow_cable(cable: Network) -> None:
-    with serving("--threads", "1", "--device", "cpu", "--dtype", "float32") as alone:
-        expected = text(alone)
-    first, second = cable.nodes(*MODEL, "--dtype", "float32")
+@pytest.mark.parametrize("flags", [MODEL, DATA, SETS], ids=["stages", "data", "sets"])
+def test_two_hosts_answer_as_one_also_over_a_slow_cable(
+    cable: Network, flags: tuple[str, ...], alone: Any
+) -> None:
+    expected = alone
+    first, second = cable.nodes(*flags, "--dtype", "float32")
     first.wait_ready()
-    assert text(first) == expected
+    with ThreadPoolExecutor(2) as pool:  # with attention by data one on each
+        assert [*pool.map(text, [first] * 2)] == [expected] * 2
     try:
         cable.slow()
     except subprocess.CalledProcessError as error:
