@@ -302,22 +302,37 @@ class Balancer:
 
     def _wait(self, ticket: Ticket) -> None:
         if self.waiting >= self.config.queue_size:
-            raise Overloaded(
-                f"{self.waiting} requests wait for a worker, which is the limit; retry later, or raise "
-                "--queue-size or --worker-max-requests",
-                retry_after=RETRY_AFTER,
-            )
+            self._make_room(ticket.key)
         self._waiting.setdefault(ticket.asked.model, Turns()).push(ticket.key, ticket)
         loop = asyncio.get_running_loop()
         ticket.timer = loop.call_later(self.config.queue_timeout_secs, self._waited_long, ticket)
 
-    def _waited_long(self, ticket: Ticket) -> None:
-        self._leave(ticket)
-        self.refused[Overloaded.code] += 1
-        seconds = self.config.queue_timeout_secs
-        ticket.done(
-            Overloaded(f"no worker had room for {seconds:.0f} s; retry later", retry_after=RETRY_AFTER)
+    def _make_room(self, key: str) -> None:
+        """The queue is full: of who has most in it, the newest gives way if ``key`` has fewer then. Raises
+        Overloaded."""
+        full = Overloaded(
+            f"{self.waiting} requests wait for a worker, which is the limit; retry later, or raise "
+            "--queue-size or --worker-max-requests",
+            retry_after=RETRY_AFTER,
         )
+        counts: Counter[str] = Counter()
+        for queue in self._waiting.values():
+            counts.update(queue.sizes())
+        most = max(counts, key=counts.__getitem__, default=key)
+        if counts[most] <= counts[key] + 1:
+            raise full
+        newest = [last for queue in self._waiting.values() if (last := queue.last(most)) is not None]
+        self._send_away(max(newest, key=lambda ticket: ticket.since), full)
+
+    def _waited_long(self, ticket: Ticket) -> None:
+        seconds = self.config.queue_timeout_secs
+        late = Overloaded(f"no worker had room for {seconds:.0f} s; retry later", retry_after=RETRY_AFTER)
+        self._send_away(ticket, late)
+
+    def _send_away(self, ticket: Ticket, error: SglaError) -> None:
+        self._leave(ticket)
+        self.refused[error.code] += 1
+        ticket.done(error)
 
     def _leave(self, ticket: Ticket) -> None:
         """It waits no longer; no effect if it does not."""

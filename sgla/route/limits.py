@@ -53,6 +53,14 @@ class Turns(Generic[T]):
         """Those that have items, whose turn it is first."""
         return list(self._queues)
 
+    def sizes(self) -> dict[str, int]:
+        """How many items each key has."""
+        return {key: len(queue) for key, queue in self._queues.items()}
+
+    def last(self, key: str) -> T | None:
+        """The key's newest item."""
+        return self._queues[key][-1] if key in self._queues else None
+
     def first(self) -> str:
         """Whose turn it is. Raises StopIteration if nobody waits."""
         return next(iter(self._queues))

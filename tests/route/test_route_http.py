@@ -256,12 +256,15 @@ async def test_those_who_wait_have_turns(route: Route, remote: bool) -> None:
         headers = {"Authorization": f"Bearer {key}"}
         rest.append(asyncio.ensure_future(router.post(CHAT | {"n": n}, headers=headers)))
         await until(lambda: router.balancer.waiting == len(rest))
-    assert (await router.post(CHAT))[0] == 429
-    rest[3].cancel()
+    many = {"Authorization": "Bearer a"}
+    assert (await router.post(CHAT, headers=many))[0] == 429
+    few = asyncio.ensure_future(router.post(CHAT, headers={"Authorization": "Bearer c"}))
+    assert (await rest[3])[0] == 429, "the newest of who has most gives its place to who has none"
+    rest[2].cancel()
     await until(lambda: router.balancer.waiting == 4)
     worker.go.set()
-    assert {status for status, _, _ in await asyncio.gather(first, *rest[:3], rest[4])} == {200}
-    assert [seen[2]["Authorization"][-1:] for seen in worker.seen[1:]] == list("abaa")
+    assert {status for status, _, _ in await asyncio.gather(first, *rest[:2], rest[4], few)} == {200}
+    assert [seen[2]["Authorization"][-1:] for seen in worker.seen[1:]] == list("abca")
 
 
 async def test_an_adapter_is_there_once_it_is_loaded(route: Route) -> None:

@@ -18,7 +18,7 @@ from route_fakes import FakeWorker, Route
 
 from sgla.cli.args import parse
 from sgla.cli.route import config_of
-from sgla.errors import BadRequest, ConfigError, NotReady, Overloaded
+from sgla.errors import BadRequest, ConfigError, NotReady, Overloaded, SglaError
 from sgla.route import asked, discovery, policies, prefix, serve
 from sgla.route.balancer import Balancer, Ticket
 from sgla.route.config import RouteConfig, check
@@ -244,6 +244,30 @@ async def test_one_keys_requests_leave_workers_to_others(workers: int, most: int
     for ticket in list(greedy):
         balancer.close(ticket, 200, False)
     assert (balancer.waiting, sum(worker.running for worker in balancer.workers.values())) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("aaaaabbc"), st.sampled_from("xy")), max_size=40))
+async def test_a_full_queue_is_shared_out_between_keys(asks: list[tuple[str, str]]) -> None:
+    """Whatever comes, for whichever model: who is refused has as many places as others, or one fewer."""
+    balancer = Balancer(RouteConfig(worker_max_requests=1, queue_size=6))
+    balancer.add("http://a:1")
+    balancer.saw("http://a:1", Look())
+    balancer.place(asked.Asked(), "z", (), lambda error: None)
+    waiting: dict[int, str] = {}
+    for n, (key, model) in enumerate(asks):
+
+        def done(error: SglaError | None, n: int = n) -> None:
+            assert error is not None
+            del waiting[n]
+
+        try:
+            balancer.place(asked.Asked(model), key, (), done)
+            waiting[n] = key
+        except Overloaded:
+            assert len(waiting) == 6
+            mine = sum(each == key for each in waiting.values())
+            assert all(list(waiting.values()).count(each) <= mine + 1 for each in "abc")
+        assert len(waiting) == balancer.waiting <= 6
 
 
 @given(st.lists(st.sampled_from("aaaab"), max_size=30))
