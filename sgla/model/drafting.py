@@ -44,7 +44,6 @@ PADDING = 128  # rows by which tables of one vocabulary may differ, as those of 
 # Settings that guesses, but for n-grams, cannot be beside on GPUs, though on CPUs they can, and why.
 SEARCHED_ON_GPUS = {
     "cp": "with --cp on GPUs, where a rank does not know what others make of their part of a step; ngram can",
-    "dp_attention": "with --dp-attention on GPUs, whose ranks would have to guess together; ngram can",
 }
 # Those that need nothing that other stages of a pipeline have, but for the embedding, of which the last one
 # has a copy then.
@@ -54,6 +53,7 @@ LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have secon
 NO_LEAVES = {  # settings that these cannot be beside, and why
     "pp": "with --pp, whose stages are told of guesses that follow each other",
     "dcp": "with --dcp, whose ranks share out the tokens of a page",
+    "dp_attention": "with --dp-attention, whose ranks do not know what others' requests ask for",
     "deterministic": "with --deterministic, whose kernels have no places for second guesses",
     "kv_cache_dtype": "with --kv-cache-dtype: what leaves keep is copied as it is in --dtype",
 }

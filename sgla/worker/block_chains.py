@@ -27,7 +27,7 @@ class BlockModel(CausalLM):
     ``spec``: of its layers."""
 
     def __init__(self, head: DFlash, target: Decoder, spec: ModelSpec, hand: Hand, reads: bool) -> None:
-        self.spec, self.shard, self.positions = spec, target.shard, target.positions
+        self.spec, self.shard, self.positions = spec, target.shard.of_guesses, target.positions
         self.embed, self.lm_head = target.embed, head.out
         self._head, self._hand, self._reads = head, hand, reads
 

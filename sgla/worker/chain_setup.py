@@ -75,6 +75,12 @@ def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: 
     return TargetHidden(target, layers, tokens, sizes.slots + 1, guesses_of(config), dtype)
 
 
+def adaptive(config: Config) -> bool:
+    """Whether a clock says how many tokens rows guess: not where ranks have rows of their own, which read in
+    the plan how many that are, unless it tells the guesses themselves."""
+    return config.speculative_adaptive and not (config.dp_attention and config.pp == 1)
+
+
 def load_chains(
     config: Config,
     source: ModelSource,
@@ -91,7 +97,7 @@ def load_chains(
         return _load_medusa(config, source, spec, target, report)
     kernels, _ = choose_kernels(config, spec, place, sizes._replace(rows=2 * VERIFIED))
     sizes, dtype, seed = sizes._replace(rows=ROWS[-1]), dtype_of(config), config.random_seed or 0
-    common = target, target.drafts, drafts_of(config), config.speculative_adaptive
+    common = target, target.drafts, drafts_of(config), adaptive(config)
     if target.hidden is None:
         assert source.draft is not None
         quantization, length = config.speculative_quantization, sizes.context_len
@@ -140,7 +146,7 @@ def _load_blocks(
     spec = replace(spec, vocab=model.spec.vocab)
     first, blocks = (BlockModel(head, model, spec, hand, reads) for reads in (True, False))
     steps = GpuSteps(blocks, kernels, sizes._replace(rows=2 * VERIFIED), tables=target.tables)
-    common = target, target.drafts, drafts_of(config), config.speculative_adaptive
+    common = target, target.drafts, drafts_of(config), adaptive(config)
     return BlockChains(steps, *common, first, hand, target.hidden, head.mask, exact)
 
 
@@ -157,7 +163,7 @@ def _load_medusa(
     assert target.hidden is not None
     quantization, seed = config.speculative_quantization, config.random_seed or 0
     heads = load_medusa(source.draft, target.model, spec, dtype_of(config), quantization, report, seed)
-    settings = drafts_of(config), config.speculative_adaptive, target.hidden
+    settings = drafts_of(config), adaptive(config), target.hidden
     return MedusaChains(heads, target, target.drafts, *settings)
 
 

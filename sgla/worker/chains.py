@@ -39,7 +39,7 @@ class Chains(ABC):
     def __init__(
         self, target: GpuSteps, state: DeviceDrafts, most: int, adaptive: bool, captures: bool
     ) -> None:
-        self._target, self._state, self._most, self._captures = target, state, most, captures
+        self._target, self._state, self.most, self._captures = target, state, most, captures
         self._padding = state.padding
         self._pace = Pace(self._padding + 1, adaptive, RARE)
         self._flights: deque[tuple[Flight, int]] = deque()
@@ -65,7 +65,7 @@ class Chains(ABC):
 
     def _counts(self, size: int, before: int) -> list[tuple[int, int]]:
         """Of chains with more than ``before`` rows, ``size`` at most: with how many guesses there are any."""
-        most = min(self._most, VERIFIED // (before + 1) - 1)
+        most = min(self.most, VERIFIED // (before + 1) - 1)
         return [(size, count) for count in COUNTS if count < most] + [(size, most)] * (most > 0)
 
     def _pair(self, slots: Int32s, most: Int32s) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class Chains(ABC):
             return plan, VERIFIED
         alone = np.where(most < 0, column(plan.q_lens), 1)
         slots = column(plan.slots)[rows]
-        asked = slots, min(int(most.max()), self._most), int(alone.sum())
+        asked = slots, min(int(most.max()), self.most), int(alone.sum())
         if leaves and len(rows) <= LEAVED:
             deep, more = self._pace.tree(*asked, int(most.max()))
         else:
@@ -162,8 +162,7 @@ class Chains(ABC):
                 self._pace.learn(slots[still], guessed[still], right[still])
                 self._pace.learn_second(slots[still & tried], second[still & tried])
                 rows, guesses = len(slots), flight.verify.most
-            shard = self._target.shard
-            if tokens and not flight.waited and shard.size == 1 and shard.pipe is None:
+            if tokens and not flight.waited and self._target.shard.count == 1:
                 seconds = flight.begin.elapsed_time(flight.end) / 1e3
                 self._pace.took(rows, guesses, tokens, seconds)
 

@@ -32,7 +32,7 @@ from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
 from sgla.worker.state import column
 from sgla.worker.told import Proposals, Told, with_told, without_told
-from sgla.worker.verify import Decoding, DeviceDrafts, Verify
+from sgla.worker.verify import DeviceDrafts, Verify, spread
 
 DECODE_FLAGS = bytes([SAMPLE])
 NO_STATES = StateColumns(NOBODY, NOBODY, np.zeros((0, 3), np.int32))
@@ -62,7 +62,7 @@ class CudaRunner(GpuExperts):
         assert isinstance(lockstep, PlannedLockstep)
         counts = [self._tokens_of(part) if part else 0 for part in parts]
         told = [part if self.shard.pipe is None else with_told(part) for part in parts if part is not None]
-        there = [Decoding(part).spread(part) if part.drafts else part for part in told]
+        there = [spread(part) for part in told]
         alike = Alike() if counted else self._alike(there)
         own = parts[lockstep.rank]
         lockstep.counts = None if any(alike) else counts  # in a graph all have as many

@@ -136,6 +136,9 @@ class GpuSetup(GpuModel):
 
     def _facts(self, config: Config, groups: list[CacheGroup], context_len: int) -> Facts:
         steps = self.steps
+        answers = answer_facts(config, steps.model.spec, self.pooling)
+        if self.chains is not None:
+            answers["drafts"] = min(answers["drafts"], self.chains.most * config.speculative_eagle_topk)
         return Facts(
             groups=groups,
             page_size=config.page_size,
@@ -157,7 +160,7 @@ class GpuSetup(GpuModel):
             speech=self.seeing.speech,
             dictation=self.seeing.dictation,
             **self.copies.facts,
-            **answer_facts(config, steps.model.spec, self.pooling),
+            **answers,
         )
 
     def _open_tiers(self, groups: list[CacheGroup], context_len: int) -> None:

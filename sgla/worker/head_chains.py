@@ -66,7 +66,7 @@ class HeadModel(CausalLM):
     ``reads``, or of its own. ``spec``: of its layer."""
 
     def __init__(self, head: Head, target: Decoder, spec: ModelSpec, hand: Hand, reads: bool) -> None:
-        self.spec, self.shard, self.positions = spec, target.shard, target.positions
+        self.spec, self.shard, self.positions = spec, target.shard.of_guesses, target.positions
         self.embed, self.lm_head = target.embed, head.out
         self._head, self._hand, self._reads = head, hand, reads
 

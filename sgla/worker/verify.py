@@ -5,6 +5,7 @@ the device, which is steps ahead of the host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from sgla.worker.target_hidden import TargetHidden
 
 NOBODY = np.zeros(0, np.int32)
 LAYOUTS = 4  # kept: those of steps with guesses, and of the steps between them that have none
+RANKS = 16  # whose decode rows are kept as long
 
 
 class Brought(NamedTuple):
@@ -141,12 +143,10 @@ class DeviceDrafts:
 
 
 class Decoding:
-    """``rows``: of a step with guesses, that of each of its decode rows, of which there is one for each token
-    that a row verifies."""
+    """``rows``: that of each decode row, of which there is one for each token that a row verifies, of steps
+    that say the same of their rows, but for where these begin."""
 
-    def __init__(self, plan: StepPlan) -> None:
-        slots, q_lens, flags = column(plan.slots), column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        most = column(plan.drafts) if plan.drafts else np.full(len(slots), -1, np.int32)
+    def __init__(self, slots: Int32s, q_lens: Int32s, flags: NDArray[np.uint8], most: Int32s) -> None:
         spans = np.maximum(most, 0) + 1
         self.rows = np.repeat(np.arange(len(slots)), spans)
         self._offsets = np.arange(len(self.rows)) - np.repeat(np.cumsum(spans) - spans, spans)
@@ -160,6 +160,21 @@ class Decoding:
         """With a row for each decode row, at the latest place where that can be."""
         starts = (column(plan.starts)[self.rows] + self._offsets).astype(np.int32)
         return replace(plan, starts=starts.tobytes(), drafts=b"", **self._fields)
+
+
+def decoding(plan: StepPlan) -> Decoding:
+    return _decoding(plan.slots, plan.q_lens, plan.flags, plan.drafts)
+
+
+def spread(plan: StepPlan) -> StepPlan:
+    """See ``Decoding``; of a plan in which no row may guess it is that."""
+    return decoding(plan).spread(plan) if plan.drafts else plan
+
+
+@lru_cache(LAYOUTS * RANKS)
+def _decoding(slots: bytes, q_lens: bytes, flags: bytes, drafts: bytes) -> Decoding:
+    most = column(drafts) if drafts else np.full(len(slots) // 4, -1, np.int32)
+    return Decoding(column(slots), column(q_lens), np.frombuffer(flags, np.uint8), most)
 
 
 class Layout:
@@ -176,7 +191,7 @@ class Layout:
         self.deep, self.leaves = deep, bool(most.max() > deep)
         self.most = min(max(int(most.max()), 0), deep)
         spans = np.maximum(most, 0) + 1
-        self._decoding = Decoding(plan)
+        self._decoding = decoding(plan)
         self.rows = self._decoding.rows
         sampled = np.flatnonzero(flags & SAMPLE)
         self.runs = spans[sampled]

@@ -14,8 +14,8 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,9 +26,11 @@ import interpreted_gpu as gpu  # before all that asks whether Triton is interpre
 import torch
 import torch.distributed as dist
 from adapters import invent
+from interpreted_drafts import DEEPER, EAGLE, MEDUSA, Guesses
+from interpreted_drafts import LATENT as PREDICTED
 from test_data_attention import parted
 from test_stages import LATENT, MIXTURE
-from tiny import make_core, run, submit, tiny_config
+from tiny import Launching, make_core, run, submit, tiny_config
 
 from sgla.actors.placing import counts_of
 from sgla.attention import Attention
@@ -37,12 +39,15 @@ from sgla.dist.meeting import store_of, use_interface
 from sgla.executor.merging import Ends
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
+from sgla.kernels.cuda import thresholds
 from sgla.kernels.gpu import program, regions
 from sgla.kernels.gpu.record import Record
 from sgla.kernels.placement import balance, balanced
+from sgla.kernels.triton import sampling
 from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
 from sgla.nodes import answering, listening, meeting
 from sgla.worker import gpu_context, gpu_halves, gpu_model, gpu_setup
+from sgla.worker.chains import Chains
 from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
@@ -85,6 +90,20 @@ def repetitive() -> list[Submit]:
     ]
 
 
+def guessed_texts() -> list[list[Submit]]:
+    """For models that guess, which know nothing of rules: in chunks, beside rows that guess, some read in
+    graphs; and one for a rank alone."""
+    read = [(5 * i + 2) % 331 for i in range(45)]
+    several = [
+        submit("free", [5, 9, 2], 9),
+        submit("warm", [7] * 9, 7, temperature=0.7, seed=3),
+        submit("scored", read, 4, logprobs=2, prompt_logprobs=1),
+        submit("long", [*read, 3, 4], 5, temperature=0.8, seed=1),
+    ]
+    alone = [submit("alone", [(3 * i + 1) % 331 for i in range(70)], 4)]
+    return [several, alone]
+
+
 COMMON: dict[str, Any] = {
     "step_tokens": 32,
     "max_running_requests": 4,
@@ -95,6 +114,8 @@ FACTS = "adapters", "drafts", "padded_drafts", "searched_drafts", "guided_drafts
 HALVES: dict[str, Any] = {"tp": 2, "two_batch_overlap": True, "step_tokens": 36}
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6}
 GUESSES: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 3}
+ALL = {"speculative_adaptive": False, "speculative_num_draft_tokens": 3}  # as many guesses as there may be
+DATA: dict[str, Any] = {"tp": 2, "dp_attention": True}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks, settings
     "stages": (MODEL, 2, {"pp": 2}),
     "adapters in stages": (MODEL, 2, {"pp": 2, **ADAPTERS}),
@@ -146,7 +167,41 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         {"nnodes": 2, "tp": 2, "ep": 2, "dp_attention": True},
     ),
     "parts of a prompt on two hosts": (MODEL, 2, {"nnodes": 2, "cp": 2}),
+    "a model guesses beside attention by data": (
+        EXPERTS,
+        2,
+        DATA | GUESSES | {"speculative_algorithm": "draft_model"},
+    ),
+    "a head beside attention by data": (DEEPER, 2, DATA | ALL | {"speculative_algorithm": "eagle3"}),
+    "a layer beside attention by data": (
+        PREDICTED,
+        2,
+        DATA | ALL | {"ep": 2, "speculative_algorithm": "mtp"},
+    ),
+    "a layer beside attention by data in stages": (
+        PREDICTED,
+        4,
+        DATA | ALL | {"pp": 2, "speculative_algorithm": "mtp"},
+    ),
+    "heads of Medusa beside attention by data": (
+        MODEL,
+        2,
+        DATA | ALL | {"speculative_algorithm": "medusa"},
+    ),
 }
+DRAFTS = {  # by what guesses: another model, or heads, fewer of Medusa than may be guessed
+    "draft_model": EXPERTS,
+    "eagle3": MODEL | EAGLE,
+    "medusa": MEDUSA | {"medusa_num_heads": 2},
+    "mtp": None,
+}
+
+
+def source_of(case: str) -> ModelSource:
+    model, _, settings = CASES[case]
+    draft = DRAFTS.get(settings.get("speculative_algorithm", ""))
+    beside = None if draft is None else ModelSource("dummy", Path("tiny"), (), draft, {})
+    return replace(ModelSource("dummy", Path("tiny"), (), model, {}), draft=beside)
 
 
 def bring(runner: Any) -> None:
@@ -159,7 +214,9 @@ def answers(runner: Any, core: Callable[[], Any], executor: Any = None) -> dict[
     """Of all texts, those that prompts are read for in graphs behind the others, and one for a rank alone."""
     alone = [submit("alone", [(3 * i + 1) % 331 for i in range(40)], 2)]
     wanted = [gpu.adapted()] if runner.facts.adapters else [texts(), plain_texts(), alone]
-    if runner.facts.drafts:
+    if runner.config.speculative_algorithm in DRAFTS:
+        wanted = guessed_texts()
+    elif runner.facts.drafts:
         wanted.append(repetitive())
     found: dict[str, Any] = {}
     for each in wanted:
@@ -173,10 +230,13 @@ class Replays:
     made, read = 0, 0
 
     def __call__(self, body: Any) -> Any:
-        adapted = body.func.__self__._steps.adapted
+        whose = body.func.__self__
+        if isinstance(whose, Chains):
+            return SimpleNamespace(replay=body)
+        adapted = whose._steps.adapted
 
         def replay() -> None:
-            reads = isinstance(body.func.__self__, PromptGraphs)
+            reads = isinstance(whose, PromptGraphs)
             Replays.made, Replays.read = Replays.made + (not reads), Replays.read + reads
             if adapted is not None:  # a graph has what there was when it was captured
                 adapted.rows.active = False
@@ -188,22 +248,23 @@ class Replays:
 
 
 class Alike:
-    """An executor of one rank, which brings what all ranks have got: ``parts`` of each, or what that one has
-    which answers."""
+    """An executor of one rank, whose steps are launched ahead, and which brings what all ranks have got:
+    ``parts`` of each, or what that one has which answers."""
 
     def __init__(self, runner: Any, parts: bool) -> None:
         self._runner, self._parts, self._answers = runner, parts, answering(runner.config)
-        self._ends = Ends(dist.get_world_size())
-        self._plans: deque[StepPlan] = deque()
+        self._ends, self._steps, self._flying = Ends(dist.get_world_size()), Launching(runner), 0
 
     def submit(self, plan: StepPlan) -> None:
-        self._plans.append(plan)
+        self._steps.submit(plan)
+        self._flying += 1
 
     def drain(self) -> list[StepResult | Moved]:
         found: list[StepResult | Moved] = []
         while not found:
             told: list[Any] = [None] * dist.get_world_size()
-            result = self._runner.execute(self._plans.popleft()) if self._plans else None
+            result = self._steps.drain()[0] if self._flying else None
+            self._flying -= result is not None
             dist.all_gather_object(told, (result, self._runner.moved()))
             results, moved = zip(*told)
             if result is not None:
@@ -230,11 +291,16 @@ def work(
     refuses = gpus._refuses
     gpus._refuses = lambda *gpus: refuses(*gpus) if hosts > 1 else "there are none"
     gpu_setup.Capture, gpu_model.rehearse = Replays, lambda *_: None
+    Chains.rehearse = Chains.time = lambda *_: None
+    thresholds.find_thresholds = sampling.find_thresholds
     Attention.captures = property(lambda self: True)
     node = rank * hosts // size
     config = tiny_config(device="cuda", node_rank=node, **COMMON | settings)
     runner = cuda_runner(config, source, rank, size, store, lambda progress: None)
     data, whole = config.dp_attention, config.ep > 1
+    guesses = Guesses()
+    if runner.chains is not None:
+        guesses.of_gpu(runner)
 
     bring(runner)
     cores: list[Any] = []
@@ -254,8 +320,11 @@ def work(
         )
         return answers(runner, lambda: cores.append(make()) or cores[-1], Alike(runner, data))
 
-    def guessed() -> dict[str, int]:
-        return {"right": sum(sum(core.stats().right_at) for core in cores)}
+    def guessed() -> dict[str, Any]:
+        parts = [None] * size
+        dist.all_gather_object(parts, dict(guesses))
+        right = sum(sum(core.stats().right_at) for core in cores)
+        return {"right": right, "guesses": {place: one for part in parts for place, one in part.items()}}
 
     if config.cp > 1 or "num_experts" not in source.config:
         made = [again()]
@@ -317,8 +386,8 @@ def main() -> None:
     torch.manual_seed(0)
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or list(CASES):
-        model = ModelSource("dummy", Path("tiny"), (), CASES[case][0], {})
-        own = {name: value for name, value in CASES[case][2].items() if name in ADAPTERS | GUESSES}
+        model = source_of(case)
+        own = {name: value for name, value in CASES[case][2].items() if name in ADAPTERS | GUESSES | ALL}
         config = tiny_config(step_tokens=32, max_running_requests=4, **own)
         runner = cpu_runner(config, model, 0, 1, "", lambda progress: None)
         if "num_experts" in model.config:
@@ -328,10 +397,15 @@ def main() -> None:
         found[case] = {"cpu": answers(runner, make)}
         if "num_experts" in model.config:
             found[case]["counts"] = runner.control(Control(verb="experts_dump"))["experts"]
+        if config.speculative_algorithm in DRAFTS and not config.speculative_adaptive:
+            guesses = Guesses()
+            guesses.of_cpu(runner)
+            answers(runner, partial(make, drafts=runner.facts.drafts, depth=1))
+            found[case]["guesses"] = guesses
     gpu.become_gpu()
     for case in found:
-        model, size, settings = CASES[case]
-        source = ModelSource("dummy", Path("tiny"), (), model, {})
+        _, size, settings = CASES[case]
+        source = source_of(case)
         with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
             place = listener if "nnodes" in settings else folder
             call = partial(work, size=size, place=place, source=source, settings=settings)

@@ -145,7 +145,7 @@ def ranks_of(transcript: Transcript) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("mtp", {"tp": 2, "dp_attention": True}), ("mtp", {"cp": 2})],
+    [("mtp", {"cp": 2})],
 )
 def test_other_ways_to_share_a_model_out_are_refused_on_gpus(name: str, way: dict[str, Any]) -> None:
     with pytest.raises(
@@ -154,6 +154,12 @@ def test_other_ways_to_share_a_model_out_are_refused_on_gpus(name: str, way: dic
         check_settings(tiny_config(speculative_algorithm=name, **way), "cuda")
     for beside in (way, {"pp": 2}, way | {"pp": 2}):
         check_settings(tiny_config(speculative_algorithm="ngram", **beside), "cuda")
+
+
+def test_second_guesses_beside_attention_by_data_are_refused() -> None:
+    config = tiny_config(tp=2, dp_attention=True, speculative_algorithm="mtp", speculative_eagle_topk=2)
+    with pytest.raises(ConfigError, match="2 cannot be honoured with --dp-attention"):
+        check_settings(config, "cuda")
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:

@@ -16,6 +16,7 @@ CASES = (
     "copies of experts",
     "attention by data",
     "guesses beside attention by data",
+    "heads of Medusa beside attention by data",
     "rows shared out",
     "halves",
 )
@@ -37,6 +38,10 @@ SLOW = (
     "guesses beside attention by data in stages",
     "guesses beside attention by data and parts of a prompt",
     "guesses beside attention by data, states",
+    "a model guesses beside attention by data",
+    "a head beside attention by data",
+    "a layer beside attention by data",
+    "a layer beside attention by data in stages",
     "rows shared out, latent",
     "rows and a cache shared out",
     "rows shared out, experts",
@@ -67,6 +72,12 @@ def check(case: str, both: dict[str, Any]) -> None:
     assert all(ranks[0].get("shared", [1])), "steps with regions of own rows"
     if "guesses" in case:
         assert ranks[0]["right"] > 5
+    if "guesses" in both:  # of what a model or a head guesses, by the text before
+        alone, found = both["guesses"], ranks[0]["guesses"]
+        assert len(found) > 7
+        assert {place: found[place] for place in alone if place in found} == {
+            place: alone[place] for place in alone if place in found
+        }
     if "counts" in ranks[0] and "data" not in case:
         assert ranks[0]["counts"] == both["counts"]
     if "moved" in ranks[0]:

@@ -506,6 +506,8 @@ def test_experts_are_counted_and_move(make: Any, data: bool) -> None:
         ("draft_model", 2, {"tp": 2}),
         ("ngram", 1, {"pp": 2}),
         ("draft_model", 1, {"pp": 2}),
+        ("ngram", 1, {"tp": 2, "dp_attention": True}),
+        ("draft_model", 1, {"tp": 2, "dp_attention": True}),
     ],
 )
 def test_guesses_change_no_text(
