@@ -25,12 +25,15 @@ from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine
 from sgla.resolve import GIB, ROW_TOKENS, ROWS, check, resolve
 
-AXES = ("dp", "pp", "tp", "ep")
+DATA = "dp_attention"
+AXES = ("dp", "pp", "tp", "ep", DATA)
 LEAST = 8192  # tokens that a KV cache must hold, if the context is not given
 SPARE = 2 * GIB  # of a GPU, for what steps take, graphs and libraries
 NARROW = 128  # columns of an expert on a rank, below which it is better whole
 PCIE = 25e9  # bytes a second between two GPUs without NVLink
+ETHERNET = 12.5e9  # bytes a second of a host, where nobody knows
 MEETING = {True: 8e-6, False: 30e-6}  # seconds of a small sum over ranks, with NVLink and without
+ABROAD = 40e-6  # seconds of a small exchange between hosts; nobody has measured it
 SAME = 0.02  # of a number, that estimates may differ by and mean nothing
 
 
@@ -55,30 +58,33 @@ OTHERS = Rates(0.7e12, 100e12)
 @dataclass(frozen=True)
 class Way:
     """A way to share a model out. ``weights``: bytes of a GPU; ``rows``: requests of a replica at a time;
-    ``alone``: seconds a token of a single request; ``rate``: tokens a second of all replicas; ``whole``: a
-    rank's experts."""
+    ``alone``: seconds a token of a single request; ``rate``: tokens a second of all replicas."""
 
     dp: int
     pp: int
     tp: int
     ep: int
+    dp_attention: bool
     weights: int
     rows: int
     alone: float
     rate: float
 
     @property
-    def flags(self) -> str:
-        return (
-            " ".join(f"--{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
-            or "--tp 1"
-        )
+    def axes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     def __str__(self) -> str:
         return (
-            f"{self.flags}: {self.weights / GIB:.1f} GiB of weights a GPU, {self.alone * 1e3:.2f} ms a token "
-            f"for one request, {self.rate:,.0f} tokens a second for {self.rows * self.dp}"
+            f"{flags_of(self.axes)}: {self.weights / GIB:.1f} GiB of weights a GPU, "
+            f"{self.alone * 1e3:.2f} ms a token for one request, {self.rate:,.0f} tokens a second for "
+            f"{self.rows * self.dp}"
         )
+
+
+def flags_of(axes: Mapping[str, int]) -> str:
+    told = [f"--{axis} {axes[axis]}" for axis in AXES if axis != DATA and axes[axis] > 1]
+    return " ".join(told + ["--dp-attention"] * bool(axes[DATA])) or "--tp 1"
 
 
 class Chosen(NamedTuple):
@@ -90,13 +96,15 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Chips:
-    """What there is: GPUs of ``memory`` bytes each on a host, and bytes a second between two of them (0: no
-    NVLink)."""
+    """What there is: ``count`` GPUs of ``memory`` bytes each on each of the ``hosts``, and bytes a second
+    between two of them (0: no NVLink), and that each sends to other hosts (``far``)."""
 
     name: str
     count: int
     memory: int
     link: float
+    hosts: int
+    far: float
 
     @property
     def rates(self) -> Rates:
@@ -104,7 +112,10 @@ class Chips:
 
     def __str__(self) -> str:
         link = f"NVLink of {self.link / 1e9:.0f} GB/s" if self.link else "no NVLink"
-        return f"{self.count} GPUs ({self.name}), {link}" if self.count > 1 else f"one GPU ({self.name})"
+        told = f"{self.count} GPUs ({self.name}), {link}" if self.count > 1 else f"one GPU ({self.name})"
+        if self.hosts == 1:
+            return told
+        return f"{self.hosts} hosts of {told}, {self.far / 1e9:.1f} GB/s a GPU between hosts"
 
 
 class Estimate:
@@ -117,62 +128,86 @@ class Estimate:
 
     def way(self, axes: Mapping[str, int]) -> Way | None:
         """None if it does not fit."""
-        tp, pp, dp = axes["tp"], axes["pp"], axes["dp"]
-        config = msgspec.structs.replace(self.config, device="cuda", **axes)
-        stages = stages_of(config, self.spec)
-        weights = max(weight_bytes(s, self.dtype, self.quantization, tp, "cuda") for s in stages)
-        token = max(token_bytes(state_of(s, tp), config.kv_dtype(self.dtype)) for s in stages)
+        tp, pp, dp, data = axes["tp"], axes["pp"], axes["dp"], bool(axes[DATA])
+        config = msgspec.structs.replace(self.config, device="cuda", **{**axes, DATA: data})
+        stages, over = stages_of(config, self.spec), config.heads_over
+        weights = max(weight_bytes(s, self.dtype, self.quantization, tp, "cuda", over) for s in stages)
+        token = max(token_bytes(state_of(s, over), config.kv_dtype(self.dtype)) for s in stages)
         room = self.chips.memory * config.memory_fraction - SPARE - weights
         tokens = room / max(token, 1)
         if room <= 0 or tokens < (config.context_length or min(LEAST, self.spec.context_len)):
             return None
         rows = int(max(1, min(config.max_running_requests or ROWS, tokens // ROW_TOKENS)))
-        cohort = max(1, rows // pp)
-        rate = dp * cohort * pp / self.seconds(cohort, tp, pp)
-        return Way(dp, pp, tp, axes["ep"], weights, rows, self.seconds(1, tp, pp), rate)
+        cohort, parts = max(1, rows // pp), tp if data else 1  # requests of each of so many
+        rate = dp * cohort * parts * pp / self.seconds(cohort * parts, tp, pp, data)
+        alone = self.seconds(1, tp, pp, data)
+        return Way(dp, pp, tp, axes["ep"], data, weights, rows * parts, alone, rate)
 
-    def seconds(self, rows: int, tp: int, pp: int) -> float:
+    def seconds(self, rows: int, tp: int, pp: int, data: bool = False) -> float:
         """Of a step with so many rows on one replica, whose stages come one after the other. All stages work
         at a time, so in as long each of them has such a step of its own."""
         rates, near = self.chips.rates, self.chips.link or PCIE
-        kept = rows * ROW_TOKENS * token_bytes(state_of(self.spec, tp), self.config.kv_dtype(self.dtype))
-        read = (self.weights(rows) / tp + kept) / rates.read
-        made = 2 * parameters(replace(self.spec, tied=True)).active * rows / tp / rates.products
-        sent = rows * self.spec.hidden * 2
+        over, busiest = (1, -(-rows // tp)) if data else (tp, rows)
+        token = token_bytes(state_of(self.spec, over), self.config.kv_dtype(self.dtype))
+        read = (self.weights(rows, tp, over) + busiest * ROW_TOKENS * token) / rates.read
+        made = 2 * parameters(replace(self.spec, tied=True)).active * busiest / over / rates.products
+        sent = busiest * self.spec.hidden * 2
         meeting = MEETING[bool(self.chips.link)]
         sums = 2 * self.spec.layers * (meeting + 2 * sent * (tp - 1) / tp / near) if tp > 1 else 0.0
-        return max(read, made) + sums + (pp - 1) * (meeting + sent / near)
+        if data:
+            sums = 2 * self.spec.layers * self.exchange(rows, tp)
+        crossed = min(pp, self.chips.hosts) - 1 if tp * pp > self.chips.count else 0
+        hops = (pp - 1 - crossed) * (meeting + sent / near) + crossed * (ABROAD + sent / self.chips.far)
+        return max(read, made) + sums + hops
 
-    def weights(self, rows: int) -> float:
-        """Bytes of the matrices that the step reads: of experts those that some row chooses, on average."""
+    def exchange(self, rows: int, tp: int) -> float:
+        """Seconds in which a GPU has the rows of all others, or sends them its part of each one's sum."""
+        nbytes, chips = rows * self.spec.hidden * 2, self.chips
+        within = MEETING[bool(chips.link)] + nbytes * (tp - 1) / tp / (chips.link or PCIE)
+        if tp <= chips.count:
+            return within
+        return max(within, ABROAD + nbytes * (tp - chips.count) / tp / chips.far)
+
+    def weights(self, rows: int, tp: int, over: int) -> float:
+        """Bytes of a GPU's matrices that the step reads: of experts those that some row chooses, on average.
+        ``over``: see ``Config.heads_over``."""
         none, every = self.bounds
+        own = none / tp
+        if over < tp:
+            own = weight_bytes(self.bare, self.dtype, self.quantization, tp, "cuda", over)
         if self.spec.moe is None:
-            return every
+            return own
         missed = (1 - self.spec.moe.routing.top_k / self.spec.moe.experts) ** rows
-        return none + (every - none) * (1 - missed)
+        return own + (every - none) * (1 - missed) / tp
+
+    @cached_property
+    def bare(self) -> ModelSpec:
+        """Without experts."""
+        spec = replace(self.spec, tied=True)
+        return spec if spec.moe is None else replace(spec, moe=replace(spec.moe, experts=0))
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
         """Bytes without experts, and with all."""
-        spec = replace(self.spec, tied=True)
-        bare = spec if spec.moe is None else replace(spec, moe=replace(spec.moe, experts=0))
-        none, every = (weight_bytes(s, self.dtype, self.quantization, 1, "cuda") for s in (bare, spec))
+        both = self.bare, replace(self.spec, tied=True)
+        none, every = (weight_bytes(s, self.dtype, self.quantization, 1, "cuda") for s in both)
         return none, every
 
 
-def ways(config: Config, chips: Chips, spec: ModelSpec) -> Iterator[dict[str, int]]:
+def ways(config: Config, chips: Chips, spec: ModelSpec, data: bool = False) -> Iterator[dict[str, int]]:
     """All products of axes that take the GPUs of all hosts, and have those that are given. Ranks of a layer
-    stay on one host."""
-    total, plain = chips.count * config.nnodes, Config()
+    stay on one host, but with attention by ``data``, whose experts are whole."""
+    total, plain = chips.count * chips.hosts, Config()
     given = {axis: getattr(config, axis) for axis in AXES if getattr(config, axis) != getattr(plain, axis)}
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     for pp, tp in product(sizes, sizes):
-        if total % (pp * tp) or tp > chips.count:
+        if total % (pp * tp) or (tp == 1 if data else tp > chips.count):
             continue
-        if any(getattr(layer, "heads", tp) % tp for layer in spec.attention):
+        if not data and any(getattr(layer, "heads", tp) % tp for layer in spec.attention):
             continue
-        axes = {"dp": total // (pp * tp), "pp": pp, "tp": tp}
-        axes["ep"] = given.get("ep", tp if _narrow(spec, tp) else 1)
+        whole = data and spec.moe is not None and spec.moe.experts >= tp
+        axes = {"dp": total // (pp * tp), "pp": pp, "tp": tp, DATA: data}
+        axes["ep"] = given.get("ep", tp if whole or _narrow(spec, tp) else 1)
         if given.items() <= axes.items():
             yield axes
 
@@ -183,33 +218,44 @@ def _narrow(spec: ModelSpec, tp: int) -> bool:
     return moe is not None and tp > 1 and moe.intermediate / tp < NARROW and moe.experts >= tp
 
 
-def choose(config: Config, machine: Machine, model: Mapping[str, Any], link: float) -> Chosen:
-    """The best way for ``config.goal``, and why. ``link``: as of ``Chips``. Raises ConfigError if there is
-    none."""
+def choose(
+    config: Config, machine: Machine, model: Mapping[str, Any], link: float, network: float = 0.0
+) -> Chosen:
+    """The best way for ``config.goal``, and why. ``link``: as of ``Chips``; ``network``: bytes a second that
+    this host sends to others, 0 if that is not known. Raises ConfigError if there is none."""
     spec = read_spec(model)
     config = msgspec.structs.replace(config, parallel="given")
-    one = msgspec.structs.replace(config, **dict.fromkeys(AXES, 1), nnodes=1, node_rank=0)
+    alone = dict.fromkeys(AXES, 1) | {DATA: False}
+    one = msgspec.structs.replace(config, **alone, nnodes=1, node_rank=0)
     device = resolve(one, machine, model).config.device
     if device != "cuda":
         return Chosen(config, [f"parallel: one rank, which has all cores (--device {device})"])
-    chips = Chips(machine.gpus[0].name, len(machine.gpus), min(gpu.memory for gpu in machine.gpus), link)
+    count, memory = len(machine.gpus), min(gpu.memory for gpu in machine.gpus)
+    far = (network or ETHERNET) / count
+    chips = Chips(machine.gpus[0].name, count, memory, link, config.nnodes, far)
     if not isinstance(spec, ModelSpec) or isinstance(spec, GenericSpec):
         axes = {"dp": chips.count * config.nnodes} if config.dp == 1 else {}
         line = f"parallel: --dp {axes.get('dp', config.dp)} for {chips}, since such a model is not cut"
         return Chosen(msgspec.structs.replace(config, **axes), [line])
     estimate, found, why = Estimate(spec, config, chips), list[Way](), list[str]()
-    for axes in ways(config, chips, spec):
-        flags = " ".join(f"--{axis} {size}" for axis, size in axes.items() if size > 1)
-        try:
-            _check(config, axes, machine, model)
-            way = estimate.way(axes)
-        except ConfigError as error:
-            why.append(f"- {flags or '--tp 1'}: refused: {error.message}")
-            continue
-        if way is None:
-            why.append(f"- {flags or '--tp 1'}: weights and a KV cache do not fit a GPU")
-        else:
-            found.append(way)
+
+    def look(data: bool) -> None:
+        for axes in ways(config, chips, spec, data):
+            try:
+                _check(config, axes, machine, model)
+                way = estimate.way(axes)
+            except ConfigError as error:
+                why.append(f"- {flags_of(axes)}: refused: {error.message}")
+                continue
+            if way is None:
+                why.append(f"- {flags_of(axes)}: weights and a KV cache do not fit a GPU")
+            else:
+                found.append(way)
+
+    look(config.dp_attention)
+    large = all(way.tp * way.pp > chips.count for way in found)  # for one host
+    if chips.hosts > 1 and spec.moe is not None and large and not config.dp_attention:
+        look(data=True)
     if not found:
         raise ConfigError(
             f"--parallel auto: there is no way to serve this model on {chips}\n" + "\n".join(why),
@@ -218,9 +264,9 @@ def choose(config: Config, machine: Machine, model: Mapping[str, Any], link: flo
     found = sorted(found, key=lambda way: _order(way, config.goal, found))
     best = found[0]
     what = "the most tokens a second" if config.goal == "throughput" else "the quickest single answer"
-    told = [f"parallel: {best.flags} for {chips}, by estimate {what} (--goal {config.goal})"]
+    told = [f"parallel: {flags_of(best.axes)} for {chips}, by estimate {what} (--goal {config.goal})"]
     told += [f"- {way}" for way in found]
-    return Chosen(msgspec.structs.replace(config, **{axis: getattr(best, axis) for axis in AXES}), told + why)
+    return Chosen(msgspec.structs.replace(config, **best.axes), told + why)
 
 
 def _order(way: Way, goal: str, found: list[Way]) -> tuple[float, float, int]:

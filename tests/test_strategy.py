@@ -17,10 +17,12 @@ from sgla.errors import ConfigError
 from sgla.observe import machine
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
-from sgla.strategy import AXES, choose
+from sgla.strategy import AXES, DATA, choose, flags_of
 
 MODELS = Path(__file__).parents[1] / "bench/models"
 NVLINK = 450e9
+HOSTS: dict[str, Any] = {"nnodes": 2, "dist_init_addr": "a", "dist_secret": "s"}
+FP8: dict[str, Any] = {"quantization": "fp8"}
 
 
 def host(gpus: int) -> Machine:
@@ -35,12 +37,17 @@ def host(gpus: int) -> Machine:
     )
 
 
-def chosen(model: str, gpus: int, link: float = NVLINK, **settings: Any) -> tuple[dict[str, int], str]:
+def chosen(
+    model: str, gpus: int, link: float = NVLINK, network: float = 0.0, **settings: Any
+) -> tuple[dict[str, int], str]:
     """The axes that are not 1, and what was said."""
     config = Config(model=model, parallel="auto", **settings)
-    found, why = choose(config, host(gpus), json.loads((MODELS / model / "config.json").read_text()), link)
+    read = json.loads((MODELS / model / "config.json").read_text())
+    found, why = choose(config, host(gpus), read, link, network)
     assert found.parallel == "given"
-    return {axis: size for axis in AXES if (size := getattr(found, axis)) > 1}, "\n".join(why)
+    return {
+        axis: size for axis in AXES if (size := getattr(found, axis)) != getattr(Config(), axis)
+    }, "\n".join(why)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +63,20 @@ def chosen(model: str, gpus: int, link: float = NVLINK, **settings: Any) -> tupl
         ("llama-3.1-70b", 2, {"link": 0.0, "kv_host_bytes": 1 << 30}, {"tp": 2}),
         ("qwen3-8b", 2, {"kv_disk": "/tmp:1G"}, {"tp": 2}),
         ("qwen3-30b-a3b", 8, {"goal": "latency"}, {"tp": 8, "ep": 8}),
-        ("llama-3.1-70b", 2, {"nnodes": 2, "dist_init_addr": "a", "dist_secret": "s"}, {"dp": 2, "tp": 2}),
+        ("llama-3.1-70b", 2, HOSTS, {"dp": 2, "tp": 2}),
+        ("deepseek-v3", 8, HOSTS | FP8, {"dp": 2, "tp": 8}),  # one host holds it
+        ("deepseek-v3", 4, HOSTS | FP8 | {"network": 200e9}, {"tp": 8, "ep": 8, "dp_attention": True}),
+        ("deepseek-v3", 4, HOSTS | FP8, {"pp": 2, "tp": 4, "ep": 4, "dp_attention": True}),  # links are slow
+        ("deepseek-v3", 4, HOSTS | FP8 | {"network": 200e9, "goal": "latency"}, {"pp": 2, "tp": 4}),
+        ("deepseek-v3", 4, HOSTS | FP8 | {"network": 200e9, "kv_disk": "/tmp:1G"}, {"pp": 2, "tp": 4}),
+        ("deepseek-v3", 8, FP8 | {"dp_attention": True}, {"tp": 8, "ep": 8, "dp_attention": True}),
         ("deepseek-v3", 8, {"quantization": "fp8"}, {"tp": 8}),
     ],
 )
 def test_ways(model: str, gpus: int, settings: dict[str, Any], axes: dict[str, int]) -> None:
     found, why = chosen(model, gpus, **settings)
     assert found == axes
-    assert why.startswith(
-        "parallel: " + (" ".join(f"--{a} {axes[a]}" for a in AXES if a in axes) or "--tp 1")
-    )
+    assert why.startswith(f"parallel: {flags_of(dict.fromkeys(AXES, 1) | {DATA: False} | axes)} for ")
 
 
 def test_narrow_experts_are_whole() -> None:
@@ -145,3 +156,21 @@ def test_links_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", none)
     assert machine.nvlink_rate() == 0
+
+
+def test_the_network_is_what_devices_tell(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert machine.network_rate(tmp_path) == 0
+    write("net/lo/speed", "99000\n")
+    write("net/eth0/speed", "10000\n")
+    write("net/eth0/device/vendor", "")
+    write("net/down/speed", "-1\n")
+    write("net/down/device/vendor", "")
+    assert machine.network_rate(tmp_path) == 1.25e9
+    for card, state in (("a", "4: ACTIVE"), ("b", "4: ACTIVE"), ("c", "1: DOWN")):
+        write(f"infiniband/{card}/ports/1/rate", "400 Gb/sec (4X NDR)\n")
+        write(f"infiniband/{card}/ports/1/state", state)
+    assert machine.network_rate(tmp_path) == 100e9

@@ -8,7 +8,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.fetch import find_local, resolve_model
 from sgla.loading.source import configured_source
-from sgla.observe.machine import Machine, detect, nvlink_rate
+from sgla.observe.machine import Machine, detect, network_rate, nvlink_rate
 from sgla.resolve import check
 from sgla.strategy import choose
 
@@ -28,7 +28,7 @@ def settled(
             "--parallel auto needs the model's files: 'sgla pull' brings them", param="parallel"
         )
     model = configured_source(path, config).config
-    chosen = choose(config, machine or detect(), model, nvlink_rate())
+    chosen = choose(config, machine or detect(), model, nvlink_rate(), network_rate())
     for line in chosen.why:
         say(line)
     return chosen.config

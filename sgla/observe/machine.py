@@ -161,6 +161,23 @@ def nvlink_rate() -> float:
     return rate
 
 
+def network_rate(devices: Path = Path("/sys/class")) -> float:
+    """Bytes a second that this host sends to others, as its devices tell: by all ports of InfiniBand, or else
+    by the fastest of Ethernet; 0 where none tells."""
+    rates = [0.0]
+    for port in devices.glob("infiniband/*/ports/*"):  # "4: ACTIVE", "400 Gb/sec (4X NDR)"
+        rate = _read(port / "rate").partition(" ")[0]
+        if "ACTIVE" in _read(port / "state") and rate.isdigit():
+            rates.append(float(rate))
+    if len(rates) > 1:
+        return sum(rates) * 1e9 / 8
+    for device in devices.glob("net/*"):  # Mbit a second
+        speed = _read(device / "speed").strip()
+        if (device / "device").exists() and speed.isdigit():
+            rates.append(float(speed))
+    return max(rates) * 1e6 / 8
+
+
 def _usable_cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroups():
