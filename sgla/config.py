@@ -204,6 +204,15 @@ class RankSettings(ModelSettings, kw_only=True):
             "a part of every expert"
         ),
     ] = 1
+    moe_a2a_backend: Annotated[
+        Literal["auto", "gather", "alltoall", "deepep"],
+        Doc(
+            description="how tokens of --dp-attention ranks reach --ep experts. gather: all go to all ranks; "
+            "alltoall: each goes to the ranks of its experts alone, and all but these experts is whole on "
+            "each rank; deepep: the same by DeepEP, where that is installed; auto: alltoall between hosts, "
+            "gather inside of one"
+        ),
+    ] = "auto"
     redundant_experts: Annotated[
         int,
         Doc(
@@ -858,6 +867,16 @@ class Config(MediaSettings, kw_only=True):
     def heads_over(self) -> int:
         """Ranks that share out attention, and what is kept of a token."""
         return 1 if self.dp_attention else self.tp
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Tokens go to the ranks of their experts alone."""
+        return self.moe_a2a_backend in ("alltoall", "deepep")
+
+    @property
+    def mlps_over(self) -> int:
+        """Ranks that share out MLPs which are no experts."""
+        return 1 if self.sends_tokens else self.tp
 
     @property
     def local_ranks(self) -> int:

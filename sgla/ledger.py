@@ -114,7 +114,9 @@ def _parts(config: Config, spec: ModelSpec) -> Iterator[tuple[ModelSpec, int]]:
 def _weights(config: Config, part: ModelSpec) -> int:
     kind = "cuda" if config.device == "cuda" else "cpu"
     part, quantization = with_copies(config, part), part.quantized(config.quantization, kind)
-    return weight_bytes(part, config.dtype, quantization, config.tp, kind, config.heads_over)
+    return weight_bytes(
+        part, config.dtype, quantization, config.tp, kind, config.heads_over, config.mlps_over
+    )
 
 
 def need_of(name: str, config: Config, model: dict[str, Any], draft: dict[str, Any] | None = None) -> Need:

@@ -55,7 +55,7 @@ from sgla.model.state import (
     whole_heads,
     with_draft,
 )
-from sgla.model.whole_experts import check_experts, check_routed
+from sgla.model.whole_experts import check_experts, check_routed, check_traffic, way_of_tokens
 from sgla.nodes import check_nodes, count_of
 from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
@@ -170,6 +170,8 @@ def resolve(
     check_model(config, device, spec, pooled)
     check_compressed(config, guessing)
     check_scales(config, spec, model or {})
+    filling.settle("moe_a2a_backend", Settled(*way_of_tokens(config)))
+    check_traffic(config, device, dtype, spec, machine.gpus[: config.local_ranks])
     if config.dp_attention:
         filling.filled["step_log"], filling.reasons["step_log"] = 0, "--dp-attention: steps are not recorded"
     check_features(config, machine, device, pooled or encoder, encoder)

@@ -275,6 +275,7 @@ def words_of(name: str) -> list[str]:
         "limit_mm_per_prompt": '{"image": 4}',
         "mm_processor_kwargs": '{"max_pixels": 4096}',
         "kv_events_config": '{"topic": "a"}',
+        "moe_a2a_backend": "alltoall",
     }.get(field, "7")
     if alias and alias.others:
         value = next(iter(alias.words))

@@ -62,10 +62,8 @@ class Word(NamedTuple):
 
 
 OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
-ALL_TO_ALL = (
-    "tokens go to all ranks that share experts out, and sums come back through each other's memory or NCCL; "
-    "DeepEP, which is built from github.com/deepseek-ai/DeepEP, is not used yet"
-)
+ALL_TO_ALL = "tokens of --dp-attention reach experts as --moe-a2a-backend says: gather, alltoall or deepep"
+DEEPEP = "DeepEP chooses its kernels and its buffers by itself; leave it out"
 ONE_HOST = (
     "a model is split by --tp and --pp, over several hosts by --nnodes, --node-rank and --dist-init-addr, "
     "or by --executor ray"
@@ -141,7 +139,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     ),
     "ep-size": Alias("ep"),
     "ep-num-redundant-experts": Alias("redundant_experts"),
-    "moe-a2a-backend": Always(ALL_TO_ALL, ("none",)),
+    "all2all-backend": Alias("moe_a2a_backend"),
     "enable-eplb": Switch("rebalance_interval", 60.0, weak=True),
     "eplb-min-rebalancing-utilization-threshold": Alias("rebalance_below"),
     "num-redundant-experts": Alias("redundant_experts"),
@@ -369,6 +367,14 @@ BACKENDS: dict[str, Word | str] = {
 }
 # Values of settings that peers write differently, in small letters: our word, or what to do instead.
 VALUES: dict[str, dict[str, Word | str]] = {
+    "moe_a2a_backend": {
+        **dict.fromkeys(("none", "naive", "allgather_reducescatter"), Word("gather")),
+        **dict.fromkeys(("deepep_high_throughput", "deepep_low_latency", "deepep_v2"), Word("deepep")),
+        **dict.fromkeys(("pplx", "mooncake", "mori", "nixl", "nixl_ep", "flashinfer"), ALL_TO_ALL),
+        **dict.fromkeys(("flashinfer_all2allv", "flashinfer_nvlink_one_sided"), ALL_TO_ALL),
+        **dict.fromkeys(("flashinfer_nvlink_two_sided", "mori_high_throughput"), ALL_TO_ALL),
+        **dict.fromkeys(("mori_low_latency", "ascend_fuseep", "megamoe"), ALL_TO_ALL),
+    },
     "dtype": {
         **dict.fromkeys(("half", "float16", "fp16"), FP16),
         "float": Word("float32"),
@@ -565,9 +571,10 @@ REFUSED: list[tuple[str, str]] = [
         "a step of --step-tokens at most is one batch, or two with --two-batch-overlap; leave it out",
     ),
     (
-        "speculative-moe-a2a-backend all2all-backend *deepep*",
-        f"{ALL_TO_ALL}; leave it out",
+        "speculative-moe-a2a-backend",
+        "what guesses has its experts whole on each rank; leave it out",
     ),
+    ("*deepep*", DEEPEP),
     (
         "moe-* *eplb* ep-* *expert* *-moe-* *megamoe* kt-* *waterfill fuseep-* dwdp-* enable-ep-*",
         "a mixture's experts are split by --tp, or shared out by --ep, and their kernels are chosen for the "

@@ -4,7 +4,8 @@ has nothing to do takes part all the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Protocol
 
@@ -15,6 +16,12 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.rehearsal import under_way
+from sgla.kernels.sent_moe import Traffic, reached
+
+# Bytes that a rank is not sent in a mixture, from which on a step is launched kernel by kernel, so that tokens
+# go to their experts' ranks alone: links between hosts (50 GB/s) carry them in 0.1 ms, as long as it takes the
+# host to launch the kernels of a layer.
+SPARED = 4 << 20
 
 # Its name was another one before torch 2.14.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,11 +39,27 @@ class OwnExchange(Protocol):
 
 class Lockstep:
     """``rank`` of ``size`` that share MLPs and experts out, in ``group``. ``idle``: it has no tokens, and what
-    it computes is thrown away."""
+    it computes is thrown away. ``traffic``: None, or that by which tokens go to the ranks of their experts
+    alone, instead of to all; then nothing else is shared out."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.size, self._group = rank, size, group
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.rank, self.size, self._group, self.traffic = rank, size, group, traffic
         self.idle = False
+
+    @property
+    def sends(self) -> bool:
+        """Whether tokens go to the ranks of their experts alone, in a step like this one."""
+        return self.traffic is not None
+
+    def own_tokens(self, rows: int) -> int:
+        """How many of so many rows of a step are this rank's tokens; those behind are nobody's."""
+        return 0 if self.idle else rows
 
     def go_on(self, more: bool) -> bool:
         """Whether some rank has ``more`` to compute. All ask at once."""
@@ -66,6 +89,7 @@ class PlannedLockstep(Lockstep):
     ``counts``: those of the step; None: each has as many as this one."""
 
     counts: Sequence[int] | None = None
+    _sending = False
 
     def __init__(
         self,
@@ -73,9 +97,34 @@ class PlannedLockstep(Lockstep):
         size: int,
         exchange: OwnExchange | None = None,
         group: dist.ProcessGroup | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
-        super().__init__(rank, size, group)
+        super().__init__(rank, size, group, traffic)
         self._exchange = exchange
+
+    @property
+    def sends(self) -> bool:
+        """Not where all have as many tokens, as in a graph: that has room for the most that may come, all
+        tokens of all ranks, and a gather brings as many bytes without asking before how many."""
+        return self.traffic is not None and (self.counts is not None or self._sending)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Meanwhile tokens are sent as in a step that is no graph, if they are in any."""
+        self._sending = True
+        try:
+            yield
+        finally:
+            self._sending = False
+
+    def in_graphs(self, tokens: int, nbytes: int, top_k: int) -> bool:
+        """Whether a step may be a graph in which a rank has ``tokens``, of ``nbytes`` each, with ``top_k``
+        experts."""
+        spared = 0.0 if self.traffic is None else self.size - reached(self.size, top_k)
+        return 2 * tokens * nbytes * spared <= SPARED
+
+    def own_tokens(self, rows: int) -> int:
+        return self.of_all(rows)[self.rank]
 
     def of_all(self, own: int) -> list[int]:
         return [own] * self.size if self.counts is None else list(self.counts)

@@ -72,6 +72,12 @@ class Shard:
         return self.mlps or self
 
     @property
+    def of_others(self) -> Shard:
+        """Its place among those that share MLPs out which are no experts: alone where tokens are sent to the
+        ranks of their experts."""
+        return self if self.lockstep is not None and self.lockstep.traffic is not None else self.of_mlps
+
+    @property
     def of_guesses(self) -> Shard:
         """Its place among the ranks that share out what guesses: with attention by data it is whole on each,
         so that none has to wait for others, which guess for rows of their own."""

@@ -846,12 +846,19 @@ def moe(
     """
     count = len(routing.here(router.n))
 
-    def run(expert: int, x: Tensor, _: Tensor) -> Tensor:
-        inner, outer = (None if b is None else b[expert] for b in (biases.gate_up, biases.down))
-        x = gated(linear(x, gate_up.part(expert, count), inner), activation)
-        return linear(x, down.part(expert, count), outer)
+    def run(place: int, x: Tensor, _: Tensor) -> Tensor:
+        return expert(x, place, count, gate_up, down, activation, biases)
 
     return mix(x, router, run, routing, biases, routed, counts, fixed)
+
+
+def expert(
+    x: Tensor, place: int, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
+) -> Tensor:
+    """What one of ``count`` experts makes of x: [n, d] -> [n, d]."""
+    inner, outer = (None if b is None else b[place] for b in (biases.gate_up, biases.down))
+    x = gated(linear(x, gate_up.part(place, count), inner), activation)
+    return linear(x, down.part(place, count), outer)
 
 
 def mix(

@@ -20,7 +20,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.lora import Rows, Stack
-from sgla.kernels.placement import Part
+from sgla.kernels.placement import Placement
 from sgla.layers.adapters import AdapterPart, Adapters
 from sgla.quant.formats import FORMATS, common
 from sgla.quant.groups import GROUP
@@ -140,8 +140,8 @@ class Moves(Protocol):
 
     experts: int
 
-    def move(self, part: Part) -> list[str]:
-        """Have these; beginnings of the names of tensors that have to be read again."""
+    def move(self, placement: Placement) -> list[str]:
+        """Have those that are here then; beginnings of the names of tensors that have to be read again."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Build:
     def inside(self, intermediate: int, *down: str) -> range:
         """This rank's part of what an MLP or the experts of a mixture have inside, without a cut in a group
         of the storage of ``down`` if each rank can have one. Raises ConfigError where it would have none."""
-        shard = self.shard.of_mlps
+        shard = self.shard.of_others
         if intermediate < shard.size:
             raise ConfigError(
                 f"the {intermediate} channels inside of {down[0]} cannot be split over {shard.size} ranks",

@@ -23,7 +23,8 @@ class GatedMLP:
         bias: bool = False,
     ) -> None:
         self.gate_up = GateUpLinear(build, name, hidden, intermediate, bias)
-        shard, self.lockstep = build.shard.of_mlps, build.shard.lockstep
+        shard = build.shard.of_others
+        self.lockstep = None if shard is build.shard else build.shard.lockstep
         columns = build.inside(intermediate, f"{name}.down_proj")
         self.down = RowLinear(build, f"{name}.down_proj", hidden, intermediate, columns, bias, shard)
         self.activation = activation
@@ -53,7 +54,8 @@ class PlainMLP:
         names: tuple[str, str],
     ) -> None:
         up, down = (f"{name}.{part}" for part in names)
-        shard, self.lockstep = build.shard.of_mlps, build.shard.lockstep
+        shard = build.shard.of_others
+        self.lockstep = None if shard is build.shard else build.shard.lockstep
         columns = build.inside(intermediate, down)
         self.up = MergedColumnLinear(build, hidden, [(up, intermediate, columns)], bias)
         self.down = RowLinear(build, down, hidden, intermediate, columns, bias, shard)

@@ -15,8 +15,9 @@ from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.lora import Rows
 from sgla.kernels.lora_moe import ExpertStacks, lora_moe
 from sgla.kernels.ops import Biases
-from sgla.kernels.placement import Part
+from sgla.kernels.placement import Homes, Part, Placement
 from sgla.kernels.routing import Gating, Routing
+from sgla.kernels.sent_moe import Slots, sent_moe
 from sgla.layers.adapters import Mixture
 from sgla.layers.build import Build, Share, StackPart, Values, drawn, fill, given
 from sgla.layers.mlp import GatedMLP, PlainMLP
@@ -62,6 +63,7 @@ class MoE:
         self.crossed = crossed
         self.lockstep = build.shard.lockstep
         self.held: Sequence[int] = range(experts)
+        self.homes: Homes = []
         if self.shard.whole_experts:
             assert not routing.shared
             self.held = self.shard.range(experts)
@@ -70,6 +72,8 @@ class MoE:
             if self.shard.placement is not None:
                 part = self.shard.placement.part(self.layer, experts, self.shard.rank)
                 self.held, routing = part.held, replace(routing, held=part.held, copies=part.copies)
+            self.homes = self.shard.homes(self.layer, experts)
+            self.slots = Slots(self.homes, max(map(len, self.homes)))
         if idle and routing.held is None:
             routing = replace(routing, held=self.held)
         self.name, self.routing, self.experts, self.choices = name, routing, experts, experts + idle
@@ -115,19 +119,28 @@ class MoE:
         """Have graphs read where experts are, so that these may move."""
         copies = self.routing.copies or ONCE * len(self.held)
         self.biases = self.biases._replace(places=self._places(Part(tuple(self.held), copies)))
-        self.counts.held = self.held
+        if self.lockstep is None or self.lockstep.traffic is None:  # which counts by the experts' numbers
+            self.counts.held = self.held
         build.mixtures[self.layer] = self
 
     def _places(self, part: Part) -> Tensor:
         return torch.tensor(part.table(self.choices), dtype=torch.int32)
 
-    def move(self, part: Part) -> list[str]:
-        """Take other experts, as many: beginnings of the names of tensors that have to be read again. Those
-        that stay are where they were."""
+    def move(self, placement: Placement) -> list[str]:
+        """Take the experts that this rank has there, as many: beginnings of the names of tensors that have to
+        be read again. Those that stay are where they were."""
         assert self.biases.places is not None
-        part = part.keeping(self.held)
+        parts = [
+            placement.part(self.layer, self.experts, rank).keeping(held)
+            for rank, held in enumerate(self.homes)
+        ]
+        part = parts[self.shard.rank]
+        self.homes = [each.held for each in parts]
+        self.slots.move(self.homes)
         fresh = [new for old, new in zip(self.held, part.held) if new != old]
-        self.held = self.counts.held = part.held
+        self.held = part.held
+        if self.counts.held is not None:
+            self.counts.held = part.held
         words = torch.tensor(part.table(self.experts), dtype=torch.int32, device="cpu")
         self.biases.places.copy_(words)
         if self.crossed or self.biases.gate_up is not None:
@@ -278,6 +291,10 @@ class MoE:
     def chosen(self, x: Tensor, routed: Tensor | None, fixed: Tensor | None = None) -> Tensor:
         """What each token's experts make of x together, on this rank. ``routed`` and
         ``fixed``: see ``ops.moe``."""
+        if self.lockstep is not None and self.lockstep.sends:
+            assert fixed is None
+            given = self.router, self.gate_up, self.down, self.routing, self.activation, self.biases
+            return sent_moe(self.lockstep, self.slots, x, *given, routed, self.counts)
         run: Callable[..., Tensor] = ops.moe
         if self.stacks is not None and self.rows is not None and self.rows.active:
             run = partial(lora_moe, (self.stacks, self.rows, self.rows.are_sampled(x)))
@@ -302,7 +319,11 @@ class MoE:
     def __call__(self, x: Tensor, routed: Tensor | None = None, fixed: Tensor | None = None) -> Tensor:
         if self.lockstep is not None:
             assert routed is fixed is None
-            return self.lockstep.share(self.part, x)
+            if self.lockstep.traffic is None:
+                return self.lockstep.share(self.part, x)
+            chosen = partial(self.chosen, routed=None)
+            y = chosen(x) if self.lockstep.sends else self.lockstep.share(chosen, x)
+            return y if self.shared is None else self.shared.add(y, x)
         y = self.part(x, routed, fixed)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
 

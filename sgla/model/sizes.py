@@ -123,11 +123,12 @@ def weight_bytes(
     ranks: int,
     device: str = "cpu",
     heads_over: int | None = None,
+    mlps_over: int | None = None,
 ) -> int:
     """Bytes of one rank's matrices on this kind of device, of the layers that its stage has; norms are left
     out, and whether the file has 4 bits itself. ``heads_over``: ranks that share out attention and output
-    layer, if not all do."""
-    whole = _matrix_bytes(spec, dtype, quantization, ranks, device, heads_over)
+    layer, if not all do; ``mlps_over``: those that share out MLPs but for the experts of mixtures."""
+    whole = _matrix_bytes(spec, dtype, quantization, ranks, device, heads_over, mlps_over)
     if isinstance(spec, ModelSpec) and quantization in FOUR_BITS and device == "cpu":
         made = as_stored(spec.method, quantization) is None
         whole += wide_matrices(spec).nbytes * len(spec.held) / spec.layers / ranks if made else 0
@@ -141,8 +142,9 @@ def _matrix_bytes(
     ranks: int,
     device: str = "cpu",
     heads_over: int | None = None,
+    mlps_over: int | None = None,
 ) -> float:
-    heads_over = heads_over or ranks
+    heads_over, mlps_over = heads_over or ranks, mlps_over or ranks
     if isinstance(spec, EncoderSpec | GenericSpec):
         values = spec.own if isinstance(spec, GenericSpec) and ranks > 1 else spec.values
         kinds, kept = kinds_of(dtype, quantization, spec.method, device), as_stored(spec.method, quantization)
@@ -162,12 +164,14 @@ def _matrix_bytes(
         positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
     if spec.last and not spec.tied:
         head = spec.vocab * spec.hidden * vocab / heads_over
-    layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
-    others = layers - _experts(spec) if kept is not None and kept.experts_alone else 0
+    mlps, experts = _mlps(spec, spec.moe.experts if spec.moe else 0), _experts(spec)
+    layers = attention + mlps
+    others = layers - experts if kept is not None and kept.experts_alone else 0
     if kept is not None and kept.scatters:  # at most: see ``Build.kind_of``
-        others = layers if ranks > 1 else _experts(spec)
+        others = layers if ranks > 1 else experts
     matrices = (layers - others) * linear + others * FORMATS[kinds.plain].bytes
-    more = attention * linear * (1 / heads_over - 1 / ranks)
+    more = attention * (1 / heads_over - 1 / ranks) + (mlps - experts) * (1 / mlps_over - 1 / ranks)
+    more *= FORMATS[kinds.plain].bytes if kept is not None and kept.experts_alone else linear
     return matrices / ranks + more + table + positions + head + _mixing(spec) * FORMATS["f32"].bytes
 
 

@@ -47,7 +47,7 @@ def stages_of(config: Config, spec: ModelSpec) -> list[ModelSpec]:
     device = "cuda" if config.device == "cuda" else "cpu"
     quantization, dtype = spec.quantized(config.quantization, device), _dtype(config)
     alone = (replace(spec, stage=range(layer, layer + 1)) for layer in range(spec.layers))
-    shares = config.tp, device, config.heads_over
+    shares = config.tp, device, config.heads_over, config.mlps_over
     sizes = [weight_bytes(layer, dtype, quantization, *shares) for layer in alone]
     stages = [replace(spec, stage=layers) for layers in cut(sizes, config.pp)]
     _check_groups(config, stages)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 from sgla.config import Config
+from sgla.device import Device
 from sgla.errors import ConfigError
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
+
+SOURCE = "https://github.com/deepseek-ai/DeepEP"
+WORDS, LANES = 8, 32  # values of 16 bytes, of which tokens are multiples; lanes of a warp, which has a token
 
 
 def check_routed(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:
@@ -52,6 +58,60 @@ def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | N
         obstacle = "by a model some of whose experts do nothing"
     if obstacle:
         raise ConfigError(f"--ep {config.ep} cannot be honoured {obstacle}; leave it out", param="ep")
+
+
+def way_of_tokens(config: Config) -> tuple[str, str]:
+    """By which tokens reach experts, if nobody says so, and why."""
+    if config.ep == 1 or not config.dp_attention:
+        return "gather", "ranks have all tokens anyway"
+    if config.local_ranks % config.tp:
+        return "alltoall", "ranks that share experts out are on several hosts"
+    return "gather", "ranks that share experts out are on one host"
+
+
+def check_traffic(
+    config: Config,
+    device: str,
+    dtype: str,
+    spec: ModelSpec | EncoderSpec | None,
+    cards: Sequence[Device],
+) -> None:
+    """Raise ConfigError for a ``--moe-a2a-backend`` that cannot be. ``cards``: the GPUs of this host that
+    ranks have. ``spec``: None if the model is not known."""
+    if not config.sends_tokens:
+        return
+    obstacle = None
+    if config.ep == 1:
+        obstacle = "without --ep, whose ranks have whole experts: give --ep as --tp"
+    elif not config.dp_attention:
+        obstacle = "without --dp-attention, where each rank has all tokens anyway: give it, or gather"
+    elif config.moe_a2a_backend == "deepep":
+        obstacle = _no_deepep(device, dtype, spec, cards)
+    if obstacle:
+        raise ConfigError(
+            f"--moe-a2a-backend {config.moe_a2a_backend} cannot be honoured {obstacle}",
+            param="moe_a2a_backend",
+        )
+
+
+def _no_deepep(
+    device: str, dtype: str, spec: ModelSpec | EncoderSpec | None, cards: Sequence[Device]
+) -> str | None:
+    """Why DeepEP cannot carry tokens, or None. Its limits are those of its README and its assertions."""
+    other = "; give alltoall"
+    if device != "cuda":
+        return f"on --device {device}{other}"
+    if not all(card.tma for card in cards):
+        return f"on GPUs older than Hopper (compute capability 9.0){other}"
+    if dtype != "bfloat16":
+        return f"with --dtype {dtype}: tokens travel in bfloat16{other}"
+    if isinstance(spec, ModelSpec) and spec.hidden % WORDS:
+        return f"by a model of the width {spec.hidden}, which is no multiple of {WORDS}{other}"
+    if isinstance(spec, ModelSpec) and spec.moe is not None and spec.moe.routing.top_k > LANES:
+        return f"by a model whose tokens have {spec.moe.routing.top_k} experts, for {LANES} at most{other}"
+    if find_spec("deep_ep") is None:
+        return f"without its package: build it as {SOURCE} says, beside the torch of this server{other}"
+    return None
 
 
 def with_copies(config: Config, spec: ModelSpec) -> ModelSpec:

@@ -52,7 +52,8 @@ def take_kv(
     guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
     ranks = shard.of_mlps.size
     whole = with_copies(config, spec)
-    weights = weight_bytes(whole, dtype, config.quantization, ranks, heads_over=shard.size)
+    over = shard.size, config.mlps_over
+    weights = weight_bytes(whole, dtype, config.quantization, ranks, "cpu", *over)
     weights += draft_bytes(config, guessing, spec, dtype, ranks=shard.size)
     check_weights(weights, place.free() - taken)
     own = shared_out(state_of(spec, shard.size, shard.rank), config.dcp)

@@ -65,7 +65,7 @@ class CpuModel(Runner):
 
     def _commands(self) -> dict[str, Command]:
         """Beside those of all runners ``COUNTS``, of mixtures: ``experts_dump`` has the numbers by layer, of
-        one rank of each stage, since all route alike."""
+        one rank of each stage, since all route alike, or of all."""
         return super()._commands() | {verb: partial(self._count, verb) for verb in COUNTS}
 
     def _count(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -76,8 +76,9 @@ class CpuModel(Runner):
                 "experts are not counted with --cp and --dp-attention: ranks see parts of others' steps"
             )
         if verb == "experts_dump":
-            told = counted(self.model, self.shard.of_mlps)
-            return told if self.shard.of_mlps.rank == 0 else {}
+            told, lockstep = counted(self.model, self.shard.of_mlps), self.shard.lockstep
+            alone = lockstep is not None and lockstep.traffic is not None  # it routes its own tokens alone
+            return told if alone or self.shard.of_mlps.rank == 0 else {}
         self._counting = verb == "experts_start"
         if self._counting:
             counted(self.model, self.shard.of_mlps)  # what there was is not told

@@ -63,7 +63,7 @@ class CudaRunner(GpuExperts):
         counts = [self._tokens_of(part) if part else 0 for part in parts]
         told = [part if self.shard.pipe is None else with_told(part) for part in parts if part is not None]
         there = [spread(part) for part in told]
-        alike = Alike() if counted else self._alike(there)
+        alike = self._alike(there) if not counted and self._in_graphs(max(counts)) else Alike()
         own = parts[lockstep.rank]
         lockstep.counts = None if any(alike) else counts  # in a graph all have as many
         try:
@@ -74,6 +74,16 @@ class CudaRunner(GpuExperts):
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         finally:
             lockstep.counts = None
+
+    def _in_graphs(self, tokens: int) -> bool:
+        """Whether ranks that have so many at most may take graphs, in which all get the tokens of all."""
+        lockstep, model = self.shard.lockstep, self.steps.model
+        assert isinstance(lockstep, PlannedLockstep)
+        if model.spec.moe is None:
+            return True
+        return lockstep.in_graphs(
+            tokens, model.spec.hidden * self.steps.dtype.itemsize, model.spec.moe.routing.top_k
+        )
 
     def _tokens_of(self, part: StepPlan) -> int:
         """Of one rank, or of what its set shares out, which is no step in which rows guess: all that they may

@@ -59,9 +59,9 @@ class GpuExperts(GpuWeights):
             raise UnsupportedField(f"experts are read again, which cannot be with weights {what}")
         placement = Placement(self.config.ep, self.config.redundant_experts, dict(args["homes"]))
         self.shard = placed(self.shard, placement)
-        rank, fresh = self.shard.of_mlps.rank, list[str]()
-        for layer, mixture in self.steps.model.mixtures.items():
-            fresh += mixture.move(placement.part(layer, mixture.experts, rank))
+        fresh = list[str]()
+        for mixture in self.steps.model.mixtures.values():
+            fresh += mixture.move(placement)
         if fresh:
             with self._changes() as declared:
                 declared.part(self.source, fresh)

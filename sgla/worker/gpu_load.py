@@ -168,4 +168,5 @@ def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: Guessing |
         config.cpu_offload_gb * GIB,
         draft_bytes(config, guessing, spec, dtype_of(config), "cuda", place.shard.size),
         place.shard.size,
+        config.mlps_over,
     )

@@ -75,7 +75,7 @@ class Weights(NamedTuple):
     """What the size of a rank's weights depends on.
     ``e4m3``: they may be of 8 bits; ``splits``: numbers of ranks that there may be; ``offload``: bytes that
     stay on the host; ``beside``: those of a model that guesses; ``heads``: ranks that share out
-    attention, if not all do."""
+    attention, ``mlps``: MLPs but for experts, if not all do."""
 
     spec: ModelSpec
     dtype: str
@@ -86,12 +86,15 @@ class Weights(NamedTuple):
     offload: float = 0.0
     beside: int = 0
     heads: int | None = None
+    mlps: int | None = None
 
     @property
     def bytes(self) -> int:
         """Of the GPU."""
         away = self.offloaded
-        whole = weight_bytes(self.spec, self.dtype, self.quantization, self.ranks, "cuda", self.heads)
+        whole = weight_bytes(
+            self.spec, self.dtype, self.quantization, self.ranks, "cuda", self.heads, self.mlps
+        )
         return whole - away.host + away.places + self.beside
 
     @property
@@ -115,7 +118,7 @@ class Weights(NamedTuple):
         if plain and self.e4m3 and self._replace(quantization="fp8").bytes <= room:
             return Advice("use --quantization fp8", "quantization")
         for ranks in self.splits:
-            if ranks > self.ranks and self._replace(ranks=ranks, heads=None).bytes <= room:
+            if ranks > self.ranks and self._replace(ranks=ranks, heads=None, mlps=None).bytes <= room:
                 return Advice(f"use --tp {ranks}", "tp")
         for gib in range(int(self.offload / GIB) + 1, (self.bytes >> 30) + 2):
             if self._replace(offload=float(gib * GIB)).bytes <= room:

@@ -16,13 +16,16 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.device import Device, platform
 from sgla.dist import Shard, join
+from sgla.dist.all_to_all import AllToAll
 from sgla.dist.lockstep import Lockstep, PlannedLockstep, SharedRows
 from sgla.dist.meeting import TIMEOUT
+from sgla.errors import ConfigError
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
 from sgla.kernels.placement import Placement
+from sgla.kernels.sent_moe import Traffic
 from sgla.memory import give_back
 from sgla.nodes import ranks_of
 from sgla.worker.forward import Forward, compiled
@@ -61,7 +64,7 @@ class Cpu:
         shard = self._group.enter_context(join(rank, size, store, config.pp, timeout, config.cp))
         self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
-            lockstep = Lockstep(shard.rank, shard.size, shard.group)
+            lockstep = Lockstep(shard.rank, shard.size, shard.group, _traffic(config, shard))
             context = None if shard.context is None else shard.context.alone
             self.shard = Shard(pipe=shard.pipe, lockstep=lockstep, mlps=self.shard, context=context)
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
@@ -81,6 +84,13 @@ class Cpu:
 def _placement(config: Config) -> Placement | None:
     """Of experts, some of which are on several ranks."""
     return Placement(config.ep, config.redundant_experts) if config.redundant_experts else None
+
+
+def _traffic(config: Config, shard: Shard) -> Traffic | None:
+    """Between the ranks that share experts out, if tokens are sent to those of theirs alone."""
+    if config.moe_a2a_backend == "deepep":
+        raise ConfigError("--moe-a2a-backend deepep is not there yet; give alltoall", param="moe_a2a_backend")
+    return AllToAll(shard.rank, shard.size, shard.group) if config.sends_tokens else None
 
 
 class NoPages:
@@ -103,7 +113,8 @@ class Gpu:
         shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local, contexts=config.cp)
         self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
-            lockstep = PlannedLockstep(shard.rank, shard.size, shard.exchange, shard.group)
+            traffic = _traffic(config, shard)
+            lockstep = PlannedLockstep(shard.rank, shard.size, shard.exchange, shard.group, traffic)
             context = None if shard.context is None else shard.context.alone
             self.shard = Shard(pipe=shard.pipe, lockstep=lockstep, mlps=self.shard, context=context)
         if config.sequence_parallel:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from sgla.dist.lockstep import PlannedLockstep
 from sgla.kernels.cuda.batch_gemm import ROWS
 from sgla.kernels.rehearsal import rehearsing, under_way
 from sgla.kernels.triton import step
@@ -69,6 +70,9 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
             measure_scales(steps)
         steps.kv = steps.allocate([1] * len(steps.groups), steps.tables.page_size, steps.kv_dtype)[:layers]
         _rehearse_eager(steps)
+        if isinstance(steps.shard.lockstep, PlannedLockstep) and steps.shard.lockstep.traffic is not None:
+            with steps.shard.lockstep.sending():
+                _rehearse_eager(steps)
         if steps.shard.samples:
             _rehearse_logits(steps)
         if steps.adapted is not None:

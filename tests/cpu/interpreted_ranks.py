@@ -112,6 +112,7 @@ COMMON: dict[str, Any] = {
 }
 FACTS = "adapters", "drafts", "padded_drafts", "searched_drafts", "guided_drafts"  # that limits have, too
 HALVES: dict[str, Any] = {"tp": 2, "two_batch_overlap": True, "step_tokens": 36}
+SENT: dict[str, Any] = {"tp": 2, "ep": 2, "dp_attention": True, "moe_a2a_backend": "alltoall"}
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6}
 GUESSES: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 3}
 ALL = {"speculative_adaptive": False, "speculative_num_draft_tokens": 3}  # as many guesses as there may be
@@ -160,6 +161,8 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         {"tp": 2, "pp": 2, "dp_attention": True, **GUESSES},
     ),
     "guesses beside attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True, **GUESSES}),
+    "attention by data, tokens sent": (EXPERTS, 2, SENT | {"redundant_experts": 2}),
+    "attention by data, tokens sent, latent": (MODEL | LATENT, 2, SENT),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
     "attention by data on two hosts": (
         MODEL | LATENT,

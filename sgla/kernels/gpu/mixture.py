@@ -18,6 +18,7 @@ from sgla.kernels.integers import KINDS, are_integers
 from sgla.kernels.lora_moe import Adapted
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Clamped, Gating, Routing
+from sgla.kernels.sent_moe import Sender, Sent, Slots, reached, through
 from sgla.kernels.triton import e2m1, elementwise, fp8, lora, moe, moe_tiles
 
 if TYPE_CHECKING:
@@ -147,27 +148,77 @@ def run(
         sent = _route(x, norm, residual, routed, router, routing, biases, places, early, fixed, live)
     if counts is not None:
         counts.add(sent.ids)
+    if integers:
+        assert are_integers(gate_up)
+        chosen = token_experts.Chosen(sent.probabilities, sent.ids, 0)
+        inner = integer_experts.gate_up(sent.x, chosen, gate_up, down.k, str(activation))
+        return Few(inner, chosen, down, x.shape[1])
+    if one_kernel:
+        assert activation == "silu" or activation == "gelu_tanh"
+        return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
+    if alone:
+        assert activation == "silu" or activation == "gelu_tanh"
+        assert common is not None
+        chosen = token_experts.Chosen(sent.probabilities, sent.ids, common, placed)
+        inner = token_experts.gate_up(sent.x, chosen, gate_up.data, down.k, activation, gate_up.scale)
+        return Few(inner, chosen, down, x.shape[1])
+    return _computed(sent, count, common or 0, gate_up, down, activation, biases, rounded)
+
+
+def run_sent(
+    ranks: Sender,
+    slots: Slots,
+    x: Tensor,
+    router: Weight,
+    gate_up: Weight,
+    down: Weight,
+    routing: Routing,
+    activation: Gating,
+    biases: Biases,
+    routed: Tensor | None,
+    counts: ExpertCounts | None,
+) -> Tensor:
+    """``sent_moe``."""
+    here = len(routing.here(router.n))
+    # Of the tokens that come more pairs are of experts here than of all tokens: as if there were so many.
+    count = Count(here, round(here * reached(ranks.size, routing.top_k)))
+    everywhere = biases._replace(places=None)
+
+    def choose(x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        own = None if routed is None else seen
+        found = _route(x, None, None, own, router, routing, everywhere, 0, True)
+        if counts is not None:
+            counts.add(found.ids)
+        return found.probabilities, found.ids
+
+    def compute(sent: Sent) -> Tensor:
+        found = RoutedExperts(sent.x, sent.weights, sent.places.int())
+        return _computed(found, count, 0, gate_up, down, activation, biases).sum().to(x.dtype)
+
+    return through(ranks, slots, x, routed, routing.top_k, choose, compute)
+
+
+def _computed(
+    sent: RoutedExperts,
+    count: Count,
+    common: int,
+    gate_up: Weight,
+    down: Weight,
+    activation: Gating,
+    biases: Biases,
+    rounded: fp8.Rounded | None = None,
+) -> Outputs:
+    """What the chosen experts make, by kernels that serve any number of rows."""
+    apart, x = _are_apart(activation, biases), sent.x
     if gate_up.kind in PACKED:
-        if integers:
-            assert are_integers(gate_up)
-            chosen = token_experts.Chosen(sent.probabilities, sent.ids, 0)
-            inner = integer_experts.gate_up(sent.x, chosen, gate_up, down.k, str(activation))
-            return Few(inner, chosen, down, x.shape[1])
-        rows = None if apart else _unpacked_rows(pairs, count, down, x.shape[1], x.dtype)
+        rows = None if apart else _unpacked_rows(sent.ids.numel(), count, down, x.shape[1], x.dtype)
         if rows is not None:
             return _unpacked(sent, count, rows, gate_up, down, activation)
         return _packed(sent, count, gate_up, down, activation, biases)
     if apart:
         return _apart(sent, count, gate_up, down, activation, biases)
     assert activation == "silu" or activation == "gelu_tanh"
-    if one_kernel:
-        return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
-    if alone:
-        assert common is not None
-        chosen = token_experts.Chosen(sent.probabilities, sent.ids, common, placed)
-        inner = token_experts.gate_up(sent.x, chosen, gate_up.data, down.k, activation, gate_up.scale)
-        return Few(inner, chosen, down, x.shape[1])
-    return _products(sent, count, common or 0, gate_up, down, activation, rounded)
+    return _products(sent, count, common, gate_up, down, activation, rounded)
 
 
 def _products(

@@ -28,6 +28,7 @@ from sgla.kernels.lora_moe import Adapted, lora_moe
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
+from sgla.kernels.sent_moe import sent_moe
 from sgla.kernels.triton import delta, e2m1, elementwise, fp8, ssd, turning
 from sgla.kernels.triton import hyper as streams_triton
 from sgla.kernels.triton import latent as latents
@@ -413,3 +414,8 @@ class GpuOps:
     @LOWERINGS.of(ops.gather)
     def gather(self, x: Tensor, rows: Tensor) -> Tensor:
         return elementwise.take_rows(x, rows)
+
+
+@LOWERINGS.of(sent_moe)
+def _sent_moe(_: GpuOps, *args: Any, **more: Any) -> Tensor:
+    return mixture.run_sent(*args, **more)

@@ -159,7 +159,7 @@ class RecordedForward:
         self._counted = ("tokens", "sampled") if self._lockstep is None else ("tokens", "sampled", "gathered")
         self.awaits: Awaits | None = None  # of the step that runs
         self.watched = False  # somebody looks into the steps that run: op by op
-        self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
+        self._records: dict[tuple[Computes, bool, bool, bool], Record | None] = {}
         self._parted: dict[int, Record | None] = {}  # of a record, by identity: with rows shared out
         self._aside: dict[int, Record] = {}  # the same: with sums beside other kernels
         self._programs: dict[Any, Program] = {}
@@ -361,7 +361,8 @@ class RecordedForward:
         return tuple(kernels), tuple(blocks), limits, reduced
 
     def _record(self, what: Computes, rows: bool) -> Record | None:
-        key = what, rows, self._adapters is not None and self._adapters.active
+        sends = self._lockstep is not None and self._lockstep.sends
+        key = what, rows, self._adapters is not None and self._adapters.active, sends
         if key not in self._records:
             try:
                 self._records[key] = self._recorded(what, rows)

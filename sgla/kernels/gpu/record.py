@@ -22,6 +22,7 @@ from sgla.kernels.dispatch import Op
 from sgla.kernels.lora import lora, lora_embedding
 from sgla.kernels.lora_moe import lora_moe
 from sgla.kernels.ops import Ranks
+from sgla.kernels.sent_moe import sent_moe
 from sgla.kernels.trace import (
     STAND_INS,
     Counted,
@@ -349,6 +350,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.gathered: lambda x, _: [((STAND_INS["gathered"], x.shape[1]), x.dtype)],
     ops.reduce_scatter: lambda y, x, _: _like(x),
     lora_moe: lambda _, x, *more: _like(x),
+    sent_moe: lambda ranks, slots, x, *_: _like(x),
     lora: lambda x, stack, *_: _wide(x, stack.n),
     lora_embedding: lambda ids, stack, *_: [((ids.shape[0], stack.n), torch.float32)],
     ops.arriving: lambda _, ids, width, dtype: [((ids.shape[0], width), dtype)],
