@@ -22,6 +22,7 @@ from tiny import make_core, submit
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.messages import Control, Grammar, Submit, TokenLogprob
+from sgla.worker.medusa_chains import MedusaChains
 
 NEAR = 0.1  # nats between logprobs that rounding to bfloat16 may swap; a token at random costs more than 1
 GUESSING: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8}
@@ -124,9 +125,10 @@ def test_text_is_the_same(both: tuple[Any, Any], limits: dict[str, Any]) -> None
     """The second time behind cached prefixes."""
     plain, guessing = both
     limits = limits if len(plain.facts.groups) == 1 else limits | {"pages": 0}
-    assert guessing.facts.drafts == 8
+    heads = MEDUSA["medusa_num_heads"] if isinstance(guessing.chains, MedusaChains) else 8
+    assert guessing.facts.drafts == heads
     expected = run(plain, requests(), make_core(plain.facts, depth=1))
-    core = make_core(guessing.facts, **{"drafts": 8} | limits)
+    core = make_core(guessing.facts, **{"drafts": heads} | limits)
     for _ in range(2):
         assert run(guessing, requests(), core) == expected
     stats = core.stats()
