@@ -450,6 +450,8 @@ def test_what_is_there_without_a_flag_needs_none() -> None:
         ("--mamba-ssm-dtype", "--kv-cache-bytes"),
         ("--linear-attn-backend", "kernels of their own"),
         ("--weight-version", "POST /update_weights_from_disk"),
+        ("--enable-mscclpp", "MSCCL++ and RCCL are not supported"),
+        ("--enable-expert-parallel", "--ep N"),
     ],
 )
 def test_refusals_say_what_to_use(flag: str, instead: str) -> None:

@@ -576,18 +576,27 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("*deepep*", DEEPEP),
     (
+        "enable-expert-parallel",
+        "experts are whole with --ep N, where N is that of --tp",
+    ),
+    (
         "moe-* *eplb* ep-* *expert* *-moe-* *megamoe* kt-* *waterfill fuseep-* dwdp-* enable-ep-*",
         "a mixture's experts are split by --tp, or shared out by --ep, and their kernels are chosen for the "
         "device; leave it out",
     ),
     (
+        "*-all-reduce* *-allreduce* *mscclpp nccl-* *-nccl* *symm-mem enable-p2p-check",
+        "GPUs add up through each other's memory where they reach it, and else by NCCL, which its own "
+        "variables set (NCCL_...); MSCCL++ and RCCL are not supported; leave it out",
+    ),
+    (
         "data-parallel-* dp-* attn-* attention-context-* attention-data-* *-dp-* pp-* pipeline-* "
-        "*-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* master-* *elastic* max-ep-size "
+        "*-context-parallel-* dcp-* cp-* *-cp dist-* master-* *elastic* max-ep-size "
         "mooncake-* enable-attn-* *-attn-tp* enable-cp-* enable-dp-* gated-launch-port "
         "distributed-* cpu-distributed-* ray-* numa* device-ids base-gpu-id "
-        "gpu-id-step *-all-reduce* *-allreduce* *mscclpp *symm-mem enable-p2p-check headless tensor-split "
+        "gpu-id-step headless tensor-split "
         "split-mode main-gpu enable-kv-cache-sharding enable-batch-sharded-sampling enable-tp-lm-head-* "
-        "*layernorm-sp disable-nccl-*",
+        "*layernorm-sp",
         f"{ONE_HOST}; CUDA_VISIBLE_DEVICES chooses them",
     ),
     (
