@@ -38,6 +38,7 @@ FLAG = "--speculative-algorithm"
 # Algorithms whose weights are not the model's own.
 OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
 # Those that guess with an output layer which may be quantized by itself: the model's, or one of their own.
+# They read the embedding, of which the last stage of a pipeline has a copy then.
 BY_MODELS_HEAD = ("mtp", "eagle", "dflash")
 BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
@@ -45,10 +46,6 @@ PADDING = 128  # rows by which tables of one vocabulary may differ, as those of 
 SEARCHED_ON_GPUS = {
     "cp": "with --cp on GPUs, where a rank does not know what others make of their part of a step; ngram can",
 }
-# Those that need nothing that other stages of a pipeline have, but for the embedding, of which the last one
-# has a copy then.
-STAGED = "ngram", "draft_model", "mtp", "eagle", "medusa"
-EMBEDDED = "mtp", "eagle"
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
     "pp": "with --pp, whose stages are told of guesses that follow each other",
@@ -177,8 +174,6 @@ def check_settings(config: Config, device: str) -> None:
         obstacles.append(f"with --device {device} yet; ngram can")
     if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":
         obstacles.append("with --kv-cache-dtype fp8 on GPUs yet; ngram and medusa can")
-    if config.pp > 1 and name not in STAGED:
-        obstacles.append(f"with --pp: it reads what layers of other stages make; {' and '.join(STAGED)} can")
     if obstacles:
         raise ConfigError(
             f"{FLAG} {name} cannot be honoured {obstacles[0]}; leave it out", param="speculative_algorithm"
@@ -310,6 +305,15 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     layers = _told_layers(c, target.layers) if third else ()
     normed = c.flag("norm_before_residual"), c.flag("norm_before_fc")
     return EagleSpec(spec, c.flag("bias"), vocab, layers, *normed)
+
+
+def layers_read(config: Config, draft: Mapping[str, Any] | None, target: ModelSpec) -> tuple[int, ...]:
+    """Those of the target whose inputs a head reads; none: it reads the final hidden states, or nothing."""
+    if draft is not None and config.speculative_algorithm == "dflash":
+        return read_block(draft, target).layers
+    if draft is not None and config.speculative_algorithm == "eagle3":
+        return read_eagle(draft, target, third=True).layers
+    return ()
 
 
 def read_medusa(draft: Mapping[str, Any], target: ModelSpec) -> MedusaSpec:
@@ -498,7 +502,7 @@ def head_kind(config: Config, device: str) -> str | None:
 
 def _table_bytes(config: Config, target: ModelSpec, dtype: str, device: str) -> int:
     """Of the embedding that the last stage of a pipeline has to guess with."""
-    if config.pp == 1 or target.tied or config.speculative_algorithm not in EMBEDDED:
+    if config.pp == 1 or target.tied or config.speculative_algorithm not in BY_A_HEAD:
         return 0
     kind = kinds_of(dtype, target.quantized(config.quantization, device), target.method, device).vocab
     return int(target.vocab * target.hidden * FORMATS[kind].bytes)

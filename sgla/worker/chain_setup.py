@@ -20,11 +20,11 @@ from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.drafting import (
-    EMBEDDED,
     EagleSpec,
     Guessing,
     MedusaSpec,
     head_kind,
+    layers_read,
     read_block,
     read_eagle,
     read_tokens,
@@ -39,6 +39,7 @@ from sgla.worker.facts import drafts_of, guesses_of
 from sgla.worker.gpu_load import choose_kernels, dtype_of
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
 from sgla.worker.head_chains import Hand, HeadChains, HeadModel
+from sgla.worker.hooked import show
 from sgla.worker.kv import DTYPES
 from sgla.worker.medusa_chains import MedusaChains
 from sgla.worker.model_chains import ModelChains
@@ -56,21 +57,18 @@ def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpe
     return read_eagle(source.draft.config, target, third=config.speculative_algorithm == "eagle3")
 
 
-def _layers_read(config: Config, source: ModelSource, target: ModelSpec) -> tuple[int, ...]:
-    """Of the target, whose inputs a head reads; none: it reads the final hidden states."""
-    if config.speculative_algorithm == "dflash":
-        assert source.draft is not None
-        return read_block(source.draft.config, target).layers
-    eagle = eagle_of(config, source, target)
-    return () if eagle is None else eagle.layers
-
-
 def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> TargetHidden | None:
-    """The hidden states that a head reads of ``target``, which keeps them from its next recording on."""
-    if config.speculative_algorithm not in READERS or not (drafts_of(config) and target.spec.last):
+    """The hidden states that a head reads of ``target``, which keeps them from its next recording on; a stage
+    before the last hands them on."""
+    if config.speculative_algorithm not in READERS or not drafts_of(config):
         return None
     assert isinstance(target, Decoder)
-    layers, dtype = _layers_read(config, source, target.spec), DTYPES[dtype_of(config)]
+    draft = None if source.draft is None else source.draft.config
+    layers = layers_read(config, draft, target.spec)
+    if not target.spec.last:
+        show(target, layers, ())
+        return None
+    dtype = DTYPES[dtype_of(config)]
     tokens = sizes.step_tokens + sizes.rows
     return TargetHidden(target, layers, tokens, sizes.slots + 1, guesses_of(config), dtype)
 
@@ -106,12 +104,10 @@ def load_chains(
         )
         return ModelChains(GpuSteps(model, kernels, sizes, tables=target.tables), *common)
     assert isinstance(target.model, Decoder)
+    stored = target.model.spec.quantized(config.quantization, "cuda")
+    model = with_embedding(source, target.model, dtype, stored, report, seed)
     if config.speculative_algorithm == "dflash":
-        return _load_blocks(config, source, spec, kernels, sizes, target, report)
-    model = target.model
-    if config.speculative_algorithm in EMBEDDED:
-        stored = model.spec.quantized(config.quantization, "cuda")
-        model = with_embedding(source, model, dtype, stored, report, seed)
+        return _load_blocks(config, source, spec, kernels, sizes, target, model, report)
     head = _load_head(config, source, model, dtype, report, seed)
     exact = repack(head, head_kind(config, "cuda"))
     hand = Hand(ROWS[-1], head.width, kernels.dtype)
@@ -130,10 +126,11 @@ def _load_blocks(
     kernels: Kernels,
     sizes: Sizes,
     target: GpuSteps,
+    model: Decoder,
     report: Callable[[Progress], None],
 ) -> BlockChains:
-    model, seed = target.model, config.random_seed or 0
-    assert isinstance(model, Decoder)
+    """``model``: that of ``target``, with its embedding."""
+    seed = config.random_seed or 0
     assert source.draft is not None
     assert target.drafts is not None
     assert target.hidden is not None

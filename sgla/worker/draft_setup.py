@@ -25,7 +25,7 @@ from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.dflash import DFlash
-from sgla.model.drafting import head_kind, read_block, read_eagle, read_medusa, read_tokens
+from sgla.model.drafting import head_kind, layers_read, read_block, read_eagle, read_medusa, read_tokens
 from sgla.model.eagle import Eagle
 from sgla.model.medusa import Medusa
 from sgla.model.predictor import Head
@@ -35,7 +35,7 @@ from sgla.worker.draft_head import WAITING, HeadDrafts, HeadForward, StepHidden
 from sgla.worker.draft_model import ModelDrafts, with_vocab
 from sgla.worker.drafts import Drafter, Guessing, agreed
 from sgla.worker.forward import make_forward
-from sgla.worker.hooked import Hooked
+from sgla.worker.hooked import show
 from sgla.worker.kv import paged
 from sgla.worker.medusa import MedusaDrafts, MedusaForward
 from sgla.worker.ngrams import Both, NGrams
@@ -88,8 +88,9 @@ class DraftSetup:
                 assert isinstance(target, Decoder)
                 assert source.draft is not None
                 block, positions = read_block(source.draft.config, target.spec), target.positions
+                seen = with_embedding(source, target, *told)
                 self._block = load_block(
-                    source.draft, target, block, dtype, quantization, positions, report, seed
+                    source.draft, seen, block, dtype, quantization, positions, report, seed
                 )
                 self._hook(target, block.layers)
             case "eagle" | "eagle3" as name:
@@ -103,6 +104,9 @@ class DraftSetup:
                 if isinstance(self._head, Eagle):
                     narrow(self._head, read_tokens(config, self._vocab))
                 self._hook(target, eagle.layers)
+        if not target.spec.last and isinstance(target, Decoder):
+            draft = None if source.draft is None else source.draft.config
+            show(target, layers_read(config, draft, target.spec), ())
         for head in (self._head, self._block):
             if head is not None:
                 repack(head, head_kind(config, "cpu"))
@@ -112,8 +116,8 @@ class DraftSetup:
         self._hidden += [StepHidden() for _ in layers or (0,)]
         if not layers:
             self.hook = self._hidden[0].hook
-        for layer, hidden in zip(layers, self._hidden):
-            target.blocks[layer] = Hooked(target.blocks[layer], partial(ops.tap, hidden.hook))
+        else:
+            show(target, layers, [partial(ops.tap, hidden.hook) for hidden in self._hidden])
 
     def make(
         self, tables: SlotTables, sampler: Sampler, kv: list[Layer], step_tokens: int, threads: int

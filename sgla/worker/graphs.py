@@ -174,10 +174,10 @@ class DecodeGraphs:
         )
         self._out_loc = steps.tables.places(self.limit)
         self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
-        self._pipe, wide = steps.shard.pipe, (self.limit, steps.model.spec.hidden)
+        self._pipe = steps.shard.pipe
         if self._pipe is not None:
-            dtype = steps.model.embed.dtype
-            self._arrived, self._leaving = (torch.zeros(*wide, dtype=dtype, device="cuda") for _ in range(2))
+            room = self.limit, steps.model.spec.hidden, steps.model.embed.dtype
+            self._arrived, self._leaving = self._pipe.messages(*room)
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._keys = torch.full((self.limit,), WORST, dtype=torch.int64, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
@@ -391,10 +391,10 @@ class DecodeGraphs:
             fetch(shared, self._shared)
         stage = self._send(slots, starts, size, states, verify)
         if self._pipe is not None and not self._pipe.first:
-            self._pipe.receive(self._arrived[: len(slots)])
+            self._pipe.take(self._arrived[: len(slots)])
         graphs[size].replay()
         if self._pipe is not None and not self._pipe.last:
-            self._pipe.send(self._leaving[: len(slots)])
+            self._pipe.give(self._leaving[: len(slots)])
             return self.out, self._landed[stage, :0], None
         if self._steps.sampler.plain(slots):
             return self.out, self._landed[stage, : len(slots)], None

@@ -99,8 +99,8 @@ class PromptGraphs:
             self._adapted = AdaptedPrompts(steps.adapted, self.limit, self._samples(steps.rows), count)
         self._pipe = steps.shard.pipe
         if self._pipe is not None:
-            wide, dtype = (self.limit, steps.model.spec.hidden), steps.model.embed.dtype
-            self._arrived, self._leaving = (torch.zeros(*wide, dtype=dtype, device="cuda") for _ in range(2))
+            room = self.limit, steps.model.spec.hidden, steps.model.embed.dtype
+            self._arrived, self._leaving = self._pipe.messages(*room)
 
     def _pair(self, count: int, size: int) -> tuple[int, int]:
         """The sizes of the graph for so many decode rows among ``size`` tokens. Of large ones none is without
@@ -357,10 +357,10 @@ class PromptGraphs:
         if verify is not None:
             self._guess(verify, sizes[0])
         if self._pipe is not None and not self._pipe.first:
-            self._pipe.receive(self._arrived[:total])
+            self._pipe.take(self._arrived[:total])
         graph.replay()
         if self._pipe is not None and not self._pipe.last:
-            self._pipe.send(self._leaving[:total])
+            self._pipe.give(self._leaving[:total])
             return self._out, 0, None
         if self._steps.sampler.plain(slots[sampled]):
             return self._out, new, None

@@ -12,7 +12,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.triton import drafts
 from sgla.model.base import Decoder
-from sgla.worker.hooked import Hooked
+from sgla.worker.hooked import show
 
 REACH = 32  # tokens of a slot, at least
 
@@ -31,8 +31,9 @@ class TargetHidden:
         self.latest = torch.zeros(tokens, width, dtype=dtype, device="cuda")
         self.ring = torch.zeros(slots, size, width, dtype=dtype, device="cuda")
         self.final = None if layers else self.latest
-        for layer, columns in zip(layers, self.latest.split(target.spec.hidden, 1)):
-            target.blocks[layer] = Hooked(target.blocks[layer], partial(ops.copied, to=columns))
+        if layers:
+            parts = self.latest.split(target.spec.hidden, 1)
+            show(target, layers, [partial(ops.copied, to=columns) for columns in parts])
 
     def keep(self, slots: Tensor, positions: Tensor, at: Tensor | None = None) -> None:
         """Of the first tokens of the latest step, or of those ``at`` int64[N]: their slots and positions,

@@ -63,8 +63,9 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
     torch.cuda.set_device(device)
     woken.result()
     layers = layers_of_all_kinds(steps.model.spec)
-    if steps.hidden is not None and steps.hidden.layers:
-        layers = max(layers, min(steps.hidden.layers) + 2)
+    first = steps.model.spec.held.start
+    if steps.hidden is not None and (read := [at - first for at in steps.hidden.layers if at >= first]):
+        layers = max(layers, min(read) + 2)
     with torch.inference_mode(), rehearsing():
         if steps.kv_dtype == "fp8":
             measure_scales(steps)

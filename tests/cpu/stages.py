@@ -28,10 +28,10 @@ class Local(Pipe):
         super().__init__(stage, stages, 1, stage)
         self._from, self._to = before, behind
 
-    def _take(self, out: Tensor) -> None:
+    def take(self, out: Tensor) -> None:
         out.copy_(self._from.popleft())
 
-    def _give(self, x: Tensor) -> None:
+    def give(self, x: Tensor) -> None:
         self._to.append(x.clone())
 
 

@@ -131,10 +131,10 @@ def test_text_is_that_of_a_cpu_where_a_model_guesses_beside_the_last_stage() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["eagle in stages", "latent in stages", "medusa in stages"])
-def test_a_head_guesses_beside_the_last_stage_as_on_a_cpu(case: str) -> None:
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "dflash", "latent", "medusa"])
+def test_a_head_guesses_beside_the_last_stage_as_on_a_cpu(head: str) -> None:
     """But for the first step behind a prompt."""
-    check_head(answers_of(case)[case], 6)
+    check_head(answers_of(f"{head} in stages")[f"{head} in stages"], 6)
 
 
 @pytest.mark.slow

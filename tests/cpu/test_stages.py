@@ -13,7 +13,7 @@ from config_cases import gemma3
 from msgspec.structs import replace
 from safetensors.torch import load_file, save
 from stages import Stages
-from test_draft_heads import DEEP, MIMO_7B, source_of
+from test_draft_heads import DEEP, DFLASH, EAGLE, MIMO_7B, Guesses, source_of
 from test_draft_heads import LATENT as NEXT
 from test_drafts import make_requests as make_repetitive
 from test_sleep import save as save_model
@@ -235,6 +235,28 @@ def test_what_guesses_is_beside_the_last_stage(
     assert sum(alone.stats().right_at) > 1
 
 
+@pytest.mark.parametrize(("name", "draft"), [("eagle3", EAGLE), ("dflash", DFLASH)])
+@pytest.mark.parametrize(
+    ("count", "native"), [(2, True), (3, False), pytest.param(4, True, marks=pytest.mark.slow)]
+)
+def test_a_head_reads_what_layers_of_other_stages_make(
+    name: str, draft: dict[str, Any], count: int, native: bool
+) -> None:
+    """It guesses as on one rank behind every text, and makes as many of its guesses."""
+    source, wanted = source_of(DEEP, draft), [submit("long", list(range(40)), 30), *make_repetitive()[:3]]
+    how: dict[str, Any] = {"speculative_algorithm": name, "speculative_num_draft_tokens": 3}
+    how |= {"speculative_adaptive": False, "random_seed": 6, "native_kernels": native}
+    runner = one(source, **how)
+    alone, limits = Guesses(runner), {"drafts": 3, "step_tokens": 17}
+    expected = run(runner, wanted, make_core(runner.facts, depth=1, **limits))
+    stages = Stages(source, count, **how)
+    beside = Guesses(stages.runners[-1])
+    assert run(None, wanted, stages.core(**limits), stages).tokens() == expected.tokens()
+    assert len(beside) > 50
+    assert beside == {text: alone[text] for text in beside}
+    assert sum(stage.shard.pipe.left for stage in stages.runners) > 0
+
+
 def test_stages_bring_hidden_states() -> None:
     """The last one does; results are as those of one rank."""
     wanted = [submit("r", list(range(40)), 5, hidden=True), *requests("short")]
@@ -298,11 +320,6 @@ def test_the_embedding_makes_the_first_stage_shorter() -> None:
 @pytest.mark.parametrize(
     ("settings", "model", "words"),
     [
-        (
-            {"speculative_algorithm": "eagle3", "speculative_model": "x"},
-            {},
-            "eagle3 cannot be honoured with --pp: it reads what layers of other stages make",
-        ),
         ({"speculative_algorithm": "ngram"}, STATES, "with --pp by a model whose layers keep states"),
         ({"role": "prefill", "kv_transfer_secret": "x"}, {}, "--role cannot be honoured with --pp 2"),
         ({"cpu_offload_gb": 1.0}, {}, "--cpu-offload-gb cannot be honoured with --pp 2"),
