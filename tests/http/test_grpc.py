@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -339,6 +342,32 @@ async def test_keys(connect: Connect) -> None:
     health = make("grpc.health.v1", "HealthCheckRequest")
     check = calls.channel.unary_unary("/grpc.health.v1.Health/Check", type(health).SerializeToString)
     assert await check(health)  # is open, as /health is
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+async def test_tls_and_certificates_of_clients(connect: Connect, tmp_path: Path) -> None:
+    """The certificate signs itself, so it is also who may sign those of clients."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x"
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *more], check=True, capture_output=True)
+    pem, secret = certificate.read_bytes(), key.read_bytes()
+    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    for signers, credentials, answers in (
+        ({}, grpc.ssl_channel_credentials(pem), True),
+        ({}, None, False),
+        ({"ssl_ca_certs": str(certificate)}, grpc.ssl_channel_credentials(pem, secret, pem), True),
+        ({"ssl_ca_certs": str(certificate)}, grpc.ssl_channel_credentials(pem), False),
+    ):
+        calls = await connect(**files, **signers)
+        if credentials is not None:
+            await calls.channel.close()
+            calls.channel = grpc.aio.secure_channel(calls.target, credentials)
+        if answers:
+            assert len(await calls.generate(asks(), timeout=10)) == 1
+        else:
+            assert (await calls.refusal(asks(), timeout=10)).code() == Code.UNAVAILABLE
+        await calls.channel.close()
 
 
 async def test_abort_ends_those_of_the_same_key(connect: Connect) -> None:
