@@ -10,21 +10,25 @@
 // tokens of their own, each gets the sum of its rows alone (reduce_scatter), or the rows of all (all_gather).
 //
 // Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
-// NORM (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum), SENT (one shot:
-// the kernel before has sent this rank's rows, to the inboxes of this call, when it made them; 2: to its own,
-// too, so that nobody waits for that kernel's end, when all that it has sent has been acknowledged).
+// NORM (1: add the sum into the residual and give its RMSNorm; 2: give that of the sum; 3: as 1, but its
+// LayerNorm), SENT (one shot: the kernel before has sent this rank's rows, to the inboxes of this call, when
+// it made them; 2: to its own, too, so that nobody waits for that kernel's end, when all that it has sent has
+// been acknowledged).
 #include "common.cuh"
 #include "inbox.cuh"
 
 #ifndef SENT
 #define SENT 0
 #endif
+#define ADDED (NORM == 1 || NORM == 3)
+#define LAYER (NORM == 3)
 
 struct Params {
   const uint4* x;       // [rows, width]
   uint4* out;           // [rows, width]; may be x
   uint4* residual;      // [rows, width]
   const float* weight;  // [width * 8]
+  const float* bias;    // the same
   uint4* inbox[8];      // of every rank
   u32* state;           // calls so far, blocks done in this one
   long long half;       // vectors of one of the two inboxes
@@ -92,7 +96,7 @@ struct Ahead {
 #if NORM
   float4 weight[VECS][2];
 #endif
-#if NORM == 1
+#if ADDED
   uint4 residual[VECS];
 #endif
   __device__ __forceinline__ void load_weight(const Params& p) {
@@ -108,7 +112,7 @@ struct Ahead {
 #endif
   }
   __device__ __forceinline__ void load_residual(const Params& p, int row) {
-#if NORM == 1
+#if ADDED
 #pragma unroll
     for (int k = 0; k < VECS; k++) {
       const int i = threadIdx.x + k * THREADS;
@@ -122,25 +126,42 @@ struct Ahead {
 __device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS][8], const Ahead& ahead) {
   const long long base = (long long)row * p.width;
 #if NORM
-  float square = 0.f;
+  float square = 0.f, total = 0.f;
 #pragma unroll
   for (int k = 0; k < VECS; k++) {
     const int i = threadIdx.x + k * THREADS;
     if (i < p.width) {
-#if NORM == 1
+#if ADDED
       add(v[k], ahead.residual[k]);
 #endif
       const uint4 h = round8(v[k]);
-#if NORM == 1
+#if ADDED
       p.residual[base + i] = h;
 #endif
 #pragma unroll
       for (int j = 0; j < 8; j++) v[k][j] = 0.f;
       add(v[k], h);
 #pragma unroll
-      for (int j = 0; j < 8; j++) square += v[k][j] * v[k][j];
+      for (int j = 0; j < 8; j++) {
+        square += v[k][j] * v[k][j];
+        total += v[k][j];
+      }
     }
   }
+#if LAYER
+  const float mean = block_sum(total) / (8 * p.width);
+  square = 0.f;
+#pragma unroll
+  for (int k = 0; k < VECS; k++) {
+    if (threadIdx.x + k * THREADS < p.width) {
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        v[k][j] -= mean;
+        square += v[k][j] * v[k][j];
+      }
+    }
+  }
+#endif
   const float scale = rsqrtf(block_sum(square) / (8 * p.width) + p.eps);
 #endif
 #pragma unroll
@@ -152,6 +173,11 @@ __device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS
       const float w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
       for (int j = 0; j < 8; j++) v[k][j] *= scale * w[j];
+#endif
+#if LAYER
+      const float* bias = p.bias + 8 * i;
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[k][j] += bias[j];
 #endif
       p.out[base + i] = round8(v[k]);
     }

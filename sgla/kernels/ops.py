@@ -159,11 +159,12 @@ class TimeSteps(NamedTuple):
 
 class AddedNorm(NamedTuple):
     """What ``add_rms_norm`` does with an x: h = residual + x, whose RMSNorm with ``weight`` float32[d] is
-    wanted; or, without ``residual``, ``rms_norm``."""
+    wanted; or, without ``residual``, ``rms_norm``; or, with ``bias`` float32[d], ``add_layer_norm``."""
 
     residual: Tensor | None
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
 
 
 Sent = Literal["", "others", "all"]  # ranks that have been told one's part of a sum before it begins
@@ -928,6 +929,15 @@ def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float, w
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """``(x - mean) / deviation * weight + bias`` over the last dim."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+@op
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns ``(layer_norm(h), h)`` with ``h = residual + x``."""
+    h = add(residual, x)
+    return layer_norm(h, weight, bias, eps), h
 
 
 @op

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sgla.dist import Shard
+from sgla.dist.lockstep import Lockstep
 from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.lora import added
@@ -157,13 +159,32 @@ class RowLinear:
         self.stack, self.rows = build.stack(k, [(name, n, range(n), None)], columns)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.part(x)
-        return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
+        return self.total(self.part(x))
 
     def part(self, x: Tensor) -> Tensor:
         """What this rank has of the sum."""
         more = added(x, self.stack, self.rows)
         return ops.linear(x if self.gather is None else self.gather(x), self.weight, self.bias, more)
+
+    def total(self, y: Tensor) -> Tensor:
+        """The sum over the ranks of what each has, in the place of y."""
+        return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
+
+
+class Parted(Protocol):
+    """An MLP or a mixture."""
+
+    lockstep: Lockstep | None
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def part(self, x: Tensor) -> Tensor: ...
+
+
+def side_by_side(out: RowLinear, x: Tensor, mlp: Parted, y: Tensor) -> Tensor:
+    """``out(x) + mlp(y)``, which the ranks add up as one."""
+    if mlp.lockstep is not None:
+        return out(x) + mlp(y)
+    return out.total(out.part(x) + mlp.part(y))
 
 
 def split_heads(heads: int, kv_heads: int, shard: Shard) -> tuple[range, range]:

@@ -32,7 +32,7 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         if self.lockstep is not None:
             return self.lockstep.share(self.part, x)
-        return self.down(ops.act_mul(self.gate_up(x), self.activation))
+        return self.down.total(self.part(x))
 
     def part(self, x: Tensor) -> Tensor:
         """Of which the sum over the ranks is the output."""
@@ -64,7 +64,7 @@ class PlainMLP:
     def __call__(self, x: Tensor) -> Tensor:
         if self.lockstep is not None:
             return self.lockstep.share(self.part, x)
-        return self.down(ops.activate(self.up(x), self.activation))
+        return self.down.total(self.part(x))
 
     def part(self, x: Tensor) -> Tensor:
         """Of which the sum over the ranks is the output."""

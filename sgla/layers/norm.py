@@ -47,8 +47,9 @@ class LayerNorm:
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """As that of ``RMSNorm``."""
-        h = x if residual is None else ops.add(residual, x)
-        return self(h), h
+        if residual is None:
+            return self(x), x
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class SplitRMSNorms:

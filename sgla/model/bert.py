@@ -33,8 +33,8 @@ class Layer:
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         a = ops.self_attention(self.qkv(x), batch, self.heads, self.scale)
-        x = self.attention_norm(ops.add(self.out(a), x))
-        return self.norm(ops.add(self.down(ops.activate(self.up(x), self.activation)), x))
+        x, _ = self.attention_norm.add(self.out(a), x)
+        return self.norm.add(self.down(ops.activate(self.up(x), self.activation)), x)[0]
 
 
 class Encoder:

@@ -9,6 +9,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
+from sgla.layers.linear import side_by_side
 from sgla.model import base, llama
 from sgla.model.base import Decoder
 
@@ -26,7 +27,7 @@ class Block:
         attended = self.attention(x, batch, kv)
         if rows is not None:
             attended, x, h = (ops.gather(y, rows) for y in (attended, x, h))
-        return self.attention.out(attended) + self.mlp(x), h
+        return side_by_side(self.attention.out, attended, self.mlp, x), h
 
 
 class Cohere(Decoder):

@@ -37,8 +37,9 @@ class Block:
         seen = self.attention(_times(x, attention_in), batch, kv.tokens)
         if rows is not None:
             scanned, seen, h = (ops.gather(y, rows) for y in (scanned, seen, h))
-        mixed = _times(self.mamba.out(scanned), mamba_out) + _times(self.attention.out(seen), attention_out)
-        x, h = self.mlp_norm.add(mixed, h)
+        out = self.attention.out
+        mixed = _times(self.mamba.out.part(scanned), mamba_out) + _times(out.part(seen), attention_out)
+        x, h = self.mlp_norm.add(out.total(mixed), h)
         return self.mlp(x), h
 
 
@@ -50,11 +51,11 @@ class ScaledMLP(GatedMLP):
         width = self.gate_up.weight.n // 2
         self.factors = torch.cat([torch.full((width,), gate), torch.ones(width)])
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def part(self, x: Tensor) -> Tensor:
         made = self.gate_up(x)
         if self.gate != 1.0:
             made = (made * self.factors).to(x.dtype)
-        return _times(self.down(ops.act_mul(made, self.activation)), self.factor)
+        return _times(self.down.part(ops.act_mul(made, self.activation)), self.factor)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:

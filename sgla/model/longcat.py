@@ -16,7 +16,7 @@ from sgla.model.spec import ModelSpec
 
 
 class Shortcut:
-    """``[T, d] -> [T, d]``."""
+    """``[T, d] -> [T, d]``, of which the sum over the ranks is the output."""
 
     def __init__(self, spec: ModelSpec, build: Build, name: str) -> None:
         moe, activation = spec.moe, spec.activation
@@ -39,7 +39,8 @@ class Shortcut:
         logits = ops.logits(x, self.experts.router)
         weights, ids = ops.route(logits, self.routing, self.experts.biases)
         idle = (weights * (ids >= self.experts.experts)).sum(1, keepdim=True)
-        return self.experts(x, fixed=ids) + (x * idle).to(x.dtype)
+        y = self.experts.part(x, fixed=ids)
+        return y + (x * idle).to(x.dtype) if self.experts.shard.rank == 0 else y
 
 
 class Block:
@@ -71,8 +72,8 @@ class Block:
             return self.mlp(x), h
         assert self.first is not None
         assert self.first.made is not None
-        beside = self.first.made
-        return self.mlp(x) + (beside if rows is None else ops.gather(beside, rows)), h
+        beside = self.first.made if rows is None else ops.gather(self.first.made, rows)
+        return self.mlp.down.total(self.mlp.part(x) + beside), h
 
 
 class Longcat(Latent):

@@ -9,6 +9,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
+from sgla.layers.linear import side_by_side
 from sgla.model import llama
 
 
@@ -20,7 +21,7 @@ class Parallel(llama.Block):
         attended = self.attention(x, batch, kv)
         if rows is not None:
             attended, h = ops.gather(attended, rows), ops.gather(h, rows)
-        return self.attention.out(attended) + self.mlp(self.mlp_norm(h)), h
+        return side_by_side(self.attention.out, attended, self.mlp, self.mlp_norm(h)), h
 
 
 class Neox(llama.Llama):

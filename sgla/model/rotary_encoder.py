@@ -42,11 +42,11 @@ class Layer:
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         norm, mlp_norm = self.attention_norm, self.mlp_norm
         if self.before:
-            x = ops.add(x, self.attend(x if norm is None else norm(x), batch))
-            return ops.add(x, self.mlp(mlp_norm(x)))
+            y, x = mlp_norm.add(self.attend(x if norm is None else norm(x), batch), x)
+            return ops.add(x, self.mlp(y))
         assert norm is not None
-        x = norm(ops.add(self.attend(x, batch), x))
-        return mlp_norm(ops.add(self.mlp(x), x))
+        x, _ = norm.add(self.attend(x, batch), x)
+        return mlp_norm.add(self.mlp(x), x)[0]
 
     def attend(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         qkv = ops.inplace(self.rotate, self.qkv(x))

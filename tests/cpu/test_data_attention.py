@@ -55,6 +55,8 @@ async def ranks(source: Any, **changes: Any) -> AsyncIterator[Callable[..., Any]
         ("latent", {"ep": 2}),
         ("mixture", {"ep": 2, "pp": 2}),
         ("mixture", {"cp": 2}),
+        ("a scan beside attention", {}),
+        pytest.param("an MLP beside attention", {}, marks=pytest.mark.slow),
         pytest.param("latent", {"cp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param("dense, tied", {"cp": 2}, marks=pytest.mark.slow),
         pytest.param("mixture", {"cp": 2, "pp": 2}, marks=pytest.mark.slow),

@@ -637,6 +637,30 @@ def test_a_whole_step_of_ranks_exchanges_what_each_adds(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "sums"),
+    [
+        ("Qwen3ForCausalLM", 4),
+        ("Qwen2MoeForCausalLM", 4),
+        ("Gemma3ForCausalLM", 4),
+        ("Starcoder2ForCausalLM", 4),
+        ("HyperCLOVAXForCausalLM", 4),
+        ("Cohere2ForCausalLM", 2),
+        ("Command R+", 2),
+        ("StableLM 2 12B", 2),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_every_sum_over_ranks_comes_with_its_norm(architecture: str, sums: int, rows: int) -> None:
+    """RMSNorm and LayerNorm, of what is multiplied, too. What stands side by side is one sum."""
+    driver = small_model(architecture, Shard(0, 2, Mock(sending=Mock(return_value=None))))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("hidden", False, rewrite.Asked({"tokens": rows, "sampled": 0, "rows": rows}))
+    assert work is not None
+    assert work.taken["norm behind the ranks' sum"] == sums
+    assert not work.named(ops.all_reduce)
+
+
+@pytest.mark.parametrize(
     ("architecture", "each"), [("Gemma3ForCausalLM", [1, 1, 1, 1]), ("Gemma4ForCausalLM", [3, 1, 3, 1])]
 )
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -663,8 +687,8 @@ def test_sums_come_with_their_layer_norms(deterministic: bool) -> None:
     asked = rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}, deterministic=deterministic)
     work = forward.rewritten("step", True, asked)
     assert work is not None
-    assert len(work.named(norms.SUM)) == work.taken["norm of a sum"] == (0 if deterministic else 4)
-    assert len(work.named(ops.layer_norm)) == (5 if deterministic else 1)
+    assert len(work.named(ops.add_layer_norm)) == 4
+    assert len(work.named(ops.layer_norm)) == 1
 
 
 @needs_interpreter
@@ -947,18 +971,34 @@ class Doubling:
         h = 2 * x
         if norm.residual is not None:
             h = norm.residual.add_(h)
+        return normed(h, norm)
+
+
+def normed(h: Tensor, norm: ops.AddedNorm) -> Tensor:
+    if norm.bias is None:
         return ops.rms_norm.body(h, norm.weight, norm.eps)
+    return ops.layer_norm.body(h.float(), norm.weight, norm.bias, norm.eps).to(h.dtype)
+
+
+def added(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An add and its norm, a LayerNorm if that has a bias."""
+    if bias is None:
+        return ops.add_rms_norm(x, h, weight, 1e-5)
+    return ops.add_layer_norm(x, h, weight, bias, 1e-5)
 
 
 @needs_interpreter
+@pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("rows", [5, 20, 70, 500])
-@pytest.mark.parametrize(("norms", "sends"), [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize(
+    ("norms", "sends", "rounds"),
+    [(True, False, True), (False, False, True), (True, True, True), (True, True, False)],
+)
 def test_norms_behind_a_sum_over_ranks_are_its_own(
-    norms: bool, sends: bool, rounds: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+    norms: bool, sends: bool, rounds: bool, rows: int, layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that an add comes before, whose product may send what it makes, and one that comes before an
-    add."""
+    """One that an add comes before, whose product may send what it makes, and one that comes before an add;
+    and one that an add comes before of what is multiplied."""
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
     monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
     monkeypatch.setattr(prompt_gemm, "processors", lambda: 8)  # which 500 rows fill once
@@ -975,6 +1015,7 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     torch.manual_seed(0)
     table, w = pack(torch.randn(80, 512), "bf16"), pack(torch.randn(512, 512) / 24, "bf16")
     first, second, ranks = torch.rand(512), torch.rand(512), Doubling(norms, sends)
+    bias = torch.rand(512) if layer else None
 
     class Layer:
         unrecorded, shard = "", Shard()
@@ -985,7 +1026,8 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
             h = ops.embedding(batch.ids, table)
             x = ops.rms_norm(ops.all_reduce(ops.linear(h, w), ranks), first, 1e-5)
             x, h = ops.add_rms_norm(x, h, second, 1e-5)
-            return ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), ranks), h, first, 1e-5)[0]
+            x, h = added(ops.all_reduce(ops.linear(x, w), ranks) * 0.5, h, first, bias)
+            return added(ops.all_reduce(ops.linear(x, w), ranks), h, first, bias)[0]
 
     batch: Any = SimpleNamespace(
         ids=torch.arange(rows, dtype=torch.int32) % 80,
@@ -1001,8 +1043,9 @@ def test_norms_behind_a_sum_over_ranks_are_its_own(
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
     sent = sends and (rows <= tiles.SENT or (rounds and rows > batch_gemm.MAX_ROWS))
-    assert program.work.taken["norm behind the ranks' sum"] == 2 * norms - sent
-    assert given == [None, (rows, 512) if sent else None]
+    assert program.work.taken["norm behind the ranks' sum"] == 3 * norms - sent
+    assert len(program.work.named(ops.all_reduce)) == (0 if norms else 3)
+    assert given == [None, None, (rows, 512) if sent else None]
 
 
 class Twins:
@@ -1023,8 +1066,7 @@ class Twins:
     def reduce_scatter_norm(self, y: Tensor, x: Tensor, norm: ops.AddedNorm) -> Tensor:
         assert norm.residual is not None
         self.normed += 1
-        h = norm.residual.add_(self.reduce_scatter(y, x))
-        return ops.rms_norm.body(h, norm.weight, norm.eps)
+        return normed(norm.residual.add_(self.reduce_scatter(y, x)), norm)
 
 
 @pytest.mark.parametrize("each", ["token", "head"])
@@ -1044,9 +1086,10 @@ def test_scaled_queries_stay_beside_keys_and_values(each: str) -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(("exchanges", "takes"), [(True, True), (True, False), (False, False)])
 def test_norms_behind_scattered_sums_are_theirs(
-    exchanges: bool, takes: bool, monkeypatch: pytest.MonkeyPatch
+    exchanges: bool, takes: bool, layer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one program that also has steps which the ranks cannot exchange so."""
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
@@ -1054,6 +1097,7 @@ def test_norms_behind_scattered_sums_are_theirs(
     torch.manual_seed(0)
     table, w = pack(torch.randn(9, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
     weight, ranks = torch.rand(128), Twins(exchanges, takes)
+    bias = torch.rand(128) if layer else None
 
     class Layer:
         unrecorded, shard = "", Shard()
@@ -1063,7 +1107,7 @@ def test_norms_behind_scattered_sums_are_theirs(
             h = ops.embedding(batch.ids, table)
             x = ops.rms_norm(h, weight, 1e-5)
             y = ops.linear(ops.gathered(x, ranks), w)
-            return ops.add_rms_norm(ops.reduce_scatter(y, x, ranks), h, weight, 1e-5)[0]
+            return added(ops.reduce_scatter(y, x, ranks), h, weight, bias)[0]
 
     batch: Any = SimpleNamespace(
         ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None, canvas=None, live=None

@@ -13,6 +13,7 @@ import torch
 from emulated_cuda import HERE, kernels, tensor_map
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.cuda import all_reduce, batch_gemm, skinny_gemm
 from sgla.kernels.cuda.all_reduce import EMPTY, AllReduce, inbox_bytes
 from sgla.kernels.cuda.batch_gemm import Sending
@@ -73,10 +74,11 @@ def test_all_ranks_get_the_result(module: Any, config: Any, rows: int, n: int) -
         assert (inbox == EMPTY).all()
 
 
+@pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(
     ("module", "config", "rows"), [(skinny_gemm, FEW(1, False, 3, 1), 3), (batch_gemm, TILES(64, 1), 9)]
 )
-def test_a_sum_takes_what_was_sent(module: Any, config: Any, rows: int) -> None:
+def test_a_sum_takes_what_was_sent(module: Any, config: Any, rows: int, layer: bool) -> None:
     """As the sum that sends by itself, call after call. The rank is its own peer, whose inbox begins so far
     behind its own that what goes there is where the other's part is looked for."""
     torch.manual_seed(rows)
@@ -84,15 +86,20 @@ def test_a_sum_takes_what_was_sent(module: Any, config: Any, rows: int) -> None:
     AllReduce.clear(memory)
     rank = AllReduce([memory.data_ptr(), memory.data_ptr() + 2 * rows * K], 0, 8 * rows * K)
     weight = torch.rand(K) + 0.5
+    bias = torch.randn(K) if layer else None
     for _ in range(3):
         x, w = torch.randn(rows, K).bfloat16(), (torch.randn(K, K) * 0.1).bfloat16()
         w[3:6] = 0.0
-        residual = torch.randn(rows, K).bfloat16()
+        residual = torch.randn(rows, K).add(2.0).bfloat16()
         residuals = residual.clone(), residual.clone()
-        alone = rank.sum(module.linear(x, w, config=config), AddedNorm(residuals[0], weight, 1e-6))
+        first, second = (AddedNorm(h, weight, 1e-6, bias) for h in residuals)
+        alone = rank.sum(module.linear(x, w, config=config), first)
         y = module.linear(x, w, config=config, send=rank.sending(rows, K))
-        assert torch.equal(rank.sum(y, AddedNorm(residuals[1], weight, 1e-6), sent="all"), alone)
+        assert torch.equal(rank.sum(y, second, sent="all"), alone)
         assert torch.equal(*residuals)
         total = residual.float() + 2 * (x.float() @ w.float().T)
         assert (residuals[0].float() - total).norm() < 6e-3 * total.norm()
+        h = residuals[0].float()
+        normed = ops.rms_norm(h, weight, 1e-6) if bias is None else ops.layer_norm(h, weight, bias, 1e-6)
+        assert (alone.float() - normed).norm() < 6e-3 * normed.norm()
     assert (memory[all_reduce.KEYS_BYTES :].view(torch.int32) == EMPTY).all()

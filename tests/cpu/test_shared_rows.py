@@ -65,23 +65,29 @@ class Both(Shard):
 
 
 class Layers:
-    """Sums and norms as those of a decoder's layers. ``read``: the stream is read beside its norm, too."""
+    """Sums and norms as those of a decoder's layers. ``read``: the stream is read beside its norm, too;
+    ``biased``: norms are LayerNorms."""
 
     unrecorded, embed = "", SimpleNamespace(dtype=torch.bfloat16)
     spec = SimpleNamespace(hidden=WIDTH)
 
-    def __init__(self, kind: str, rows: Twin | None, read: bool = False) -> None:
+    def __init__(self, kind: str, rows: Twin | None, read: bool = False, biased: bool = False) -> None:
         torch.manual_seed(0)
         self.shard, self.read = Both(0, 2, rows=rows), read
         self.table = pack(torch.randn(ROWS, WIDTH), "bf16")
         self.weights: list[Weight] = [pack(torch.randn(WIDTH, WIDTH) / 12, kind) for _ in range(4)]
         self.norm = torch.rand(WIDTH) + 0.5
+        self.bias = torch.rand(WIDTH) if biased else None
 
     def forward(self, batch: Any, kv: Any, rows: Any = None) -> Tensor:
         h = ops.embedding(batch.ids, self.table)
         x = ops.rms_norm(h, self.norm, 1e-5)
         for w in self.weights:
-            x, h = ops.add_rms_norm(ops.all_reduce(ops.linear(x, w), self.shard), h, self.norm, 1e-5)
+            x = ops.all_reduce(ops.linear(x, w), self.shard)
+            if self.bias is None:
+                x, h = ops.add_rms_norm(x, h, self.norm, 1e-5)
+            else:
+                x, h = ops.add_layer_norm(x, h, self.norm, self.bias, 1e-5)
             if self.read:
                 x = x + ops.activate(h, "silu")
         return x
@@ -126,6 +132,16 @@ def test_rows_are_gathered_before_products(kind: str, row: int, exchanges: bool)
     assert twin.sent == 3 * rounded + [2 * WIDTH]  # the last ones are the forward's result
     assert work.taken["rounded rows"] == (3 if kind == "fp8" else 0)
     assert work.taken["norm behind the ranks' sum"] == 4 * exchanges
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("long")
+def test_rows_have_layer_norms() -> None:
+    twin = Twin(True)
+    expected, _ = found(Layers("bf16", None, biased=True))
+    hidden, work = found(Layers("bf16", twin, biased=True))
+    assert (hidden - expected).norm() < 0.01 * expected.norm()
+    assert len(twin.sent) == work.taken["norm behind the ranks' sum"] == 4
 
 
 @needs_interpreter

@@ -85,6 +85,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT,
     "windows": WINDOWS,
     "states": STATES,
+    "a scan beside attention": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": None,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
+        "mlp_multipliers": [0.7, 1.5],
+    },
+    "an MLP beside attention": {
+        "architectures": ["CohereForCausalLM"],
+        "model_type": "cohere",
+        "head_dim": None,
+    },
 }
 
 

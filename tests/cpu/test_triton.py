@@ -462,9 +462,14 @@ def test_layer_norms(dtype: torch.dtype) -> None:
     heads = x.reshape(5, 2, 48).contiguous()
     of_heads = ops.layer_norm(heads.float(), w[:48], b[:48], 1e-5).to(dtype)
     torch.testing.assert_close(elementwise.layer_norm(heads, w[:48], b[:48], 1e-5), of_heads, **named)
-    total, normed = elementwise.sum_layer_norm(x.contiguous(), y.contiguous(), w, b, 1e-5)
+    normed, total = elementwise.add_layer_norm(x.contiguous(), y.contiguous(), w, b, 1e-5)
     torch.testing.assert_close(total, x + y, **named)
     torch.testing.assert_close(normed, expected(total), **named)
+    h = y.contiguous()
+    again, kept = elementwise.add_layer_norm(x.contiguous(), h, w, b, 1e-5, in_place=True)
+    assert kept is h
+    assert torch.equal(h, total)
+    assert torch.equal(again, normed)
 
 
 @pytest.mark.parametrize(

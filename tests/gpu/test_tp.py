@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.functional import layer_norm
 
 from sgla.errors import SglaError
 from sgla.kernels.cuda import all_reduce, batch_gemm, prompt_gemm, skinny_gemm
@@ -55,14 +56,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
-@pytest.mark.parametrize("norm", ["", "alone", "added"])
+@pytest.mark.parametrize("norm", ["", "alone", "added", "layer"])
 @pytest.mark.parametrize(
     ("count", "rows", "d"),
     [(2, 1, 4096), (2, 256, 4096), (2, 600, 1024), (3, 7, 2048), (4, 37, 5120), (8, 9, 8192), (8, 1, 16384)],
 )
 def test_all_reduce(count: int, rows: int, d: int, norm: str, two_shot: bool) -> None:
     ranks = StreamRanks(count)
-    weight = torch.rand(d, device="cuda") + 0.5
+    weight, bias = torch.rand(2, d, device="cuda") + 0.5
+    added = norm in ("added", "layer")
     for _ in range(5):  # the inboxes take turns and must be empty again
         parts = [torch.randn(rows, d, dtype=BF16, device="cuda") for _ in range(count)]
         for part in parts:
@@ -70,16 +72,19 @@ def test_all_reduce(count: int, rows: int, d: int, norm: str, two_shot: bool) ->
         residual = torch.randn(rows, d, dtype=BF16, device="cuda")
         residuals = [residual.clone() for _ in range(count)]
         expected = total = torch.stack([part.double() for part in parts]).sum(0)
-        if norm == "added":
+        if added:
             total = total + residual.double()
-        if norm:
+        if norm == "layer":
+            expected = layer_norm(total, (d,), weight.double(), bias.double(), 1e-6)
+        elif norm:
             expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-        kept = residuals if norm == "added" else [None] * count
-        norms = [AddedNorm(h, weight, 1e-6) if norm else None for h in kept]
+        kept = residuals if added else [None] * count
+        shift = bias if norm == "layer" else None
+        norms = [AddedNorm(h, weight, 1e-6, shift) if norm else None for h in kept]
         ranks.each(AllReduce.sum, parts, norms, [two_shot] * count)
         assert all(torch.equal(part, parts[0]) for part in parts)
         assert relative(parts[0], expected) < 1e-2
-        if norm == "added":
+        if added:
             assert all(torch.equal(h, residuals[0]) for h in residuals)
             assert relative(residuals[0], total) < 5e-3
 
@@ -201,7 +206,7 @@ def test_sizes_may_change_from_call_to_call() -> None:
         assert relative(parts[0], expected) < 5e-3
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", ["", "rms", "layer"])
 @pytest.mark.parametrize(
     ("counts", "d"),
     [
@@ -214,9 +219,10 @@ def test_sizes_may_change_from_call_to_call() -> None:
         ((500, 501), 8),
     ],
 )
-def test_rows_of_all_are_gathered_and_sums_are_scattered(counts: tuple[int, ...], d: int, norm: bool) -> None:
+def test_rows_of_all_are_gathered_and_sums_are_scattered(counts: tuple[int, ...], d: int, norm: str) -> None:
     """Each rank gets the rows of all, and the sum of its own; sums of all rows take turns with them."""
-    ranks, weight = StreamRanks(len(counts)), torch.rand(d, device="cuda") + 0.5
+    ranks, (weight, bias) = StreamRanks(len(counts)), torch.rand(2, d, device="cuda") + 0.5
+    shift = bias if norm == "layer" else None
     each = [counts] * len(counts)
 
     def gather(rank: AllReduce, x: torch.Tensor, counts: tuple[int, ...], found: list[Any]) -> None:
@@ -224,7 +230,13 @@ def test_rows_of_all_are_gathered_and_sums_are_scattered(counts: tuple[int, ...]
         found.append(rank.gather(x, counts))
 
     def scatter(rank: AllReduce, y: torch.Tensor, counts: tuple[int, ...], h: Any, found: list[Any]) -> None:
-        found.append(rank.scatter(y, counts, AddedNorm(h, weight, 1e-6) if norm else None))
+        found.append(rank.scatter(y, counts, AddedNorm(h, weight, 1e-6, shift) if norm else None))
+
+    def expected_of(total: torch.Tensor) -> torch.Tensor:
+        if norm == "layer":
+            return layer_norm(total, (d,), weight.double(), bias.double(), 1e-6)
+        factor = torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+        return total * factor if norm else total
 
     for _ in range(4):
         xs = [torch.randn(count, d, dtype=BF16, device="cuda") for count in counts]
@@ -241,8 +253,7 @@ def test_rows_of_all_are_gathered_and_sums_are_scattered(counts: tuple[int, ...]
         sums: list[list[Any]] = [[] for _ in counts]
         ranks.each(scatter, ys, each, residuals, sums)
         for (found,), total, h in zip(sums, totals, residuals):
-            factor = torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-            assert relative(found, total * factor if norm else total) < 1e-2
+            assert relative(found, expected_of(total)) < 1e-2
             assert not norm or relative(h, total) < 5e-3
         expected = torch.stack([y.float() for y in ys]).sum(0)
         ranks.each(AllReduce.sum, ys)

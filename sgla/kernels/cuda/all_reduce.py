@@ -28,7 +28,7 @@ P = ctypes.c_void_p
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("x", "out", "residual", "weight")),
+        *((name, P) for name in ("x", "out", "residual", "weight", "bias")),
         ("inbox", P * MAX_RANKS),
         ("state", P),
         ("half", ctypes.c_longlong),
@@ -88,7 +88,9 @@ def _threads(d: int) -> tuple[int, int]:
 
 def _kind(norm: AddedNorm | None) -> int:
     """NORM of the kernels."""
-    return 0 if norm is None else 2 if norm.residual is None else 1
+    if norm is None:
+        return 0
+    return 2 if norm.residual is None else 1 if norm.bias is None else 3
 
 
 class AllReduce:
@@ -204,9 +206,10 @@ class AllReduce:
 
     def _params(self, x: Tensor, out: Tensor, rows: int, norm: AddedNorm | None) -> _Params:
         weight, eps = (norm.weight.data_ptr(), norm.eps) if norm else (0, 0.0)
-        residual = norm.residual.data_ptr() if norm and norm.residual is not None else 0
+        more = (None, None) if norm is None else (norm.residual, norm.bias)
+        residual, bias = (0 if each is None else each.data_ptr() for each in more)
         return _Params(
-            x.data_ptr(), out.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(),
+            x.data_ptr(), out.data_ptr(), residual, weight, bias, self._inboxes, self._state.data_ptr(),
             self._half // 16, self._rank, rows, x.shape[1] // 8, eps,
         )  # fmt: skip
 

@@ -142,12 +142,14 @@ def _sum_add_norm(
 
 
 def scatter_norm(y: Tensor, x: Tensor, norm: AddedNorm, ranks: Together) -> Tensor:
-    """``reduce_scatter`` and ``add_rms_norm``, in place. Steps of a program differ in what each rank has."""
+    """``reduce_scatter`` and the norm, in place. Steps of a program differ in what each rank has."""
     if ranks.norms(y, x):
         return ranks.reduce_scatter_norm(y, x, norm)
-    assert norm.residual is not None
-    own = ranks.reduce_scatter(y, x)
-    return elementwise.add_rms_norm(own, norm.residual, norm.weight, norm.eps, in_place=True)[0]
+    own, (residual, weight, eps, bias) = ranks.reduce_scatter(y, x), norm
+    assert residual is not None
+    if bias is None:
+        return elementwise.add_rms_norm(own, residual, weight, eps, in_place=True)[0]
+    return elementwise.add_layer_norm(own, residual, weight, bias, eps, in_place=True)[0]
 
 
 def shared_refuses(work: Work, gated: Node, add: Node) -> str | None:

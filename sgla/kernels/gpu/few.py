@@ -107,6 +107,7 @@ def send_refuses(work: Work, linear: Node, total: Node, add: Node) -> str | None
 def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
     residual, ranks = add.given["residual"], total.given["ranks"]
     added = {"residual": residual, "norm_weight": add.given["weight"], "norm_eps": add.given["eps"]}
+    added |= {"norm_bias": add.given.get("bias")}
     given = linear.given | added | {"ranks": ranks, "run": linear.fn}
     return [Node("few rows, sent", _run_sent, given, add.results, add.rows, residual.number, linear.rule)]
 
@@ -118,11 +119,12 @@ def _run_sent(
     residual: Tensor,
     norm_weight: Tensor,
     norm_eps: float,
+    norm_bias: Tensor | None,
     ranks: ops.Ranks,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
     y = run(x=x, weight=weight, send=ranks.sending(x.shape[0], weight.shape[0]), **given)
-    return ranks.all_reduce_norm(y, AddedNorm(residual, norm_weight, norm_eps), "all"), residual
+    return ranks.all_reduce_norm(y, AddedNorm(residual, norm_weight, norm_eps, norm_bias), "all"), residual
 
 
 def norm_apart(normed: int, total: int, add: Node) -> Node:

@@ -12,7 +12,6 @@ from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.triton import elementwise
 
 NAME = "norms of a sum"  # of nodes that other rules look for
-SUM = "sum and its norm"
 COMPUTED = "the step computes the weights of a norm"
 
 
@@ -88,28 +87,6 @@ def beside(work: Work, norm: Node) -> list[Node]:
     _join(maker, norm.given["weight"], norm.results[0])
     work.made[norm.results[0]] = maker
     return []
-
-
-def layer_refuses(work: Work, norm: Node) -> str | None:
-    maker = work.maker(norm.given["x"])
-    if maker is None or maker.op is not ops.add or maker.fn is not None:
-        return OTHER
-    return None if all(isinstance(norm.given[name], Tensor) for name in ("weight", "bias")) else COMPUTED
-
-
-def layer(work: Work, norm: Node) -> list[Node]:
-    """The sum that this is the norm of comes with it."""
-    total = work.maker(norm.given["x"])
-    assert total is not None
-    total.op, total.fn, total.rule = SUM, _sum_norm, "norm of a sum"
-    total.given |= {name: norm.given[name] for name in ("weight", "bias", "eps")}
-    total.results = [*total.results, *norm.results]
-    work.made[norm.results[0]] = total
-    return []
-
-
-def _sum_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return elementwise.sum_layer_norm(x.contiguous(), y.contiguous(), weight, bias, eps)
 
 
 def _refuses(norm: dict[str, Any], other: dict[str, Any]) -> str | None:

@@ -67,6 +67,11 @@ class FusedDecode(Protocol):
     ) -> Tensor: ...
 
 
+def _rows(x: Tensor) -> Tensor:
+    """x in memory as kernels read it: rows of two dims may lie apart."""
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
+
+
 class GpuOps:
     """The ops of one model. An op without a function here runs its body.
 
@@ -99,15 +104,15 @@ class GpuOps:
 
     @LOWERINGS.of(ops.rms_norm)
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous(), weight, eps)
+        return elementwise.rms_norm(_rows(x), weight, eps)
 
     @LOWERINGS.of(ops.copied)
     def copied(self, x: Tensor, to: Tensor) -> Tensor:
-        return elementwise.copy_rows(x if x.stride(1) == 1 else x.contiguous(), to)
+        return elementwise.copy_rows(_rows(x), to)
 
     @LOWERINGS.of(ops.rms_norm_beside)
     def rms_norm_beside(self, x: Tensor, first: Tensor, second: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm_beside(x if x.stride(1) == 1 else x.contiguous(), first, second, eps)
+        return elementwise.rms_norm_beside(_rows(x), first, second, eps)
 
     @LOWERINGS.of(ops.add_rms_norm)
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -256,10 +261,8 @@ class GpuOps:
         out_loc: Tensor,
     ) -> Tensor:
         """``linear`` and ``qk_norm_rope_store`` of long prompts."""
-        where = out_loc_of(out_loc, kv.group)
-        return prompt_gemm.linear_heads(
-            x.contiguous(), weight, positions, projection, kv, where, self.attend.in_place, bias
-        )
+        given = x.contiguous(), weight, positions, projection, kv, out_loc_of(out_loc, kv.group)
+        return prompt_gemm.linear_heads(*given, self.attend.in_place, bias)
 
     @LOWERINGS.of(ops.attention)
     def attention(
@@ -383,9 +386,13 @@ class GpuOps:
 
     @LOWERINGS.of(ops.layer_norm)
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return elementwise.layer_norm(
-            x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous(), weight, bias, eps
-        )
+        return elementwise.layer_norm(_rows(x), weight, bias, eps)
+
+    @LOWERINGS.of(ops.add_layer_norm)
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return elementwise.add_layer_norm(x.contiguous(), residual.contiguous(), weight, bias, eps)
 
     @LOWERINGS.of(ops.activate)
     def activate(self, x: Tensor, kind: str) -> Tensor:

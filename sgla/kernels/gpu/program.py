@@ -14,7 +14,7 @@ from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import adapters, e4m3, integers, invariant, mixture, regions, whole_step
+from sgla.kernels.gpu import adapters, e4m3, factors, integers, invariant, mixture, regions, whole_step
 from sgla.kernels.gpu.aside import Aside, Turns, added_aside, by_turns
 from sgla.kernels.gpu.ops import LOWERINGS, Attend, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
@@ -392,6 +392,7 @@ class RecordedForward:
         made = self._call(what, batch, given, recorder)
         recorder.record.outputs.append(recorder.number(made))
         adapters.settle(recorder.record)
+        factors.settle(recorder.record)
         return recorder.record
 
     def _call(

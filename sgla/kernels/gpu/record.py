@@ -343,6 +343,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.gated_add: _like,
     ops.sigmoid_mul: _like,
     ops.layer_norm: _like,
+    ops.add_layer_norm: lambda x, residual, *_: _like(x) + _like(residual),
     ops.activate: _like,
     ops.moe: _like,
     ops.gather: lambda x, rows: [((rows.shape[0], *x.shape[1:]), x.dtype)],

@@ -18,7 +18,8 @@ from sgla.kernels.trace import Size
 LEAST = 1024  # tokens of a step from which on its rows are shared out
 TOKENS, OWN = Size("tokens", 1), Size("own", 1)
 SPLIT, PICKED = "own rows", "picked rows"  # of nodes
-BY_ROWS = {ops.add_rms_norm, ops.rms_norm, ops.layer_norm, ops.add, ops.scaled_add, torch.Tensor.mul}
+NORMS = {ops.add_rms_norm, ops.rms_norm, ops.add_layer_norm, ops.layer_norm}
+BY_ROWS = {*NORMS, ops.add, ops.scaled_add, torch.Tensor.mul}
 # What makes a row of each token, of which a rank may take its own.
 MAKERS = {*BY_ROWS, ops.embedding, ops.linear, ops.arriving, ops.all_reduce}
 

@@ -13,6 +13,7 @@ from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Record, Ref
 from sgla.kernels.trace import Size
 
+ADDED = {ops.rms_norm: ops.add_rms_norm, ops.layer_norm: ops.add_layer_norm}
 OTHER = "it is for something else"  # why a rule refuses what it was not made for: nobody is told
 
 
@@ -145,15 +146,15 @@ def rewrite(record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]]) -
 
 
 def _summed(nodes: Sequence[Node]) -> list[Node]:
-    """With sums that are copied before their norm as ``add_rms_norm``, and the copies behind that."""
+    """With sums that are copied before their norm as ``add_rms_norm`` or ``add_layer_norm``, and the copies
+    behind that."""
     made: list[Node | None] = list(nodes)
     for at, (total, copied, norm) in enumerate(zip(nodes, nodes[1:], nodes[2:])):
-        if (total.op, copied.op, norm.op) != (ops.add, ops.copied, ops.rms_norm):
+        if (total.op, copied.op) != (ops.add, ops.copied) or norm.op not in ADDED:
             continue
         if copied.reads == total.results and norm.reads == copied.results:
-            residual, x = total.given["x"], total.given["y"]
-            given = {"x": x, "residual": residual, **{name: norm.given[name] for name in ("weight", "eps")}}
-            joined = Node(ops.add_rms_norm, None, given, norm.results + total.results, norm.rows)
+            given = norm.given | {"x": total.given["y"], "residual": total.given["x"]}
+            joined = Node(ADDED[norm.op], None, given, norm.results + total.results, norm.rows)
             made[at : at + 3] = joined, copied, None
     return [node for node in made if node is not None]
 

@@ -79,8 +79,10 @@ def reduced(work: Work, total: Node, add: Node) -> list[Node]:
     return [Node("reduced norm", _reduced, given, add.results, add.rows, add.given["residual"].number)]
 
 
-def _reduced(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    return ranks.all_reduce_norm(x, AddedNorm(residual, weight, eps)), residual
+def _reduced(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Ranks, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return ranks.all_reduce_norm(x, AddedNorm(residual, weight, eps, bias)), residual
 
 
 def scattered_refuses(work: Work, total: Node, add: Node) -> str | None:
@@ -90,14 +92,20 @@ def scattered_refuses(work: Work, total: Node, add: Node) -> str | None:
 
 
 def scattered(work: Work, total: Node, add: Node) -> list[Node]:
-    given = total.given | {name: add.given[name] for name in ("residual", "weight", "eps")}
+    given = add.given | total.given
     return [Node("scattered norm", _scattered, given, add.results, add.rows, given["residual"].number)]
 
 
 def _scattered(
-    y: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Together
+    y: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    ranks: Together,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return experts.scatter_norm(y, x, AddedNorm(residual, weight, eps), ranks), residual
+    return experts.scatter_norm(y, x, AddedNorm(residual, weight, eps, bias), ranks), residual
 
 
 def summed_refuses(work: Work, total: Node, norm: Node) -> str | None:
@@ -196,7 +204,17 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.rms_norm), summed_refuses, summed),
         Rule("norm beside", (ops.rms_norm,), norms.beside_refuses, norms.beside),
     ),
-    ops.layer_norm: (Rule("norm of a sum", (ops.layer_norm,), norms.layer_refuses, norms.layer),),
+    ops.add_layer_norm: (
+        Rule("sent", (few.NAME, ops.all_reduce, ops.add_layer_norm), few.send_refuses, few.send),
+        Rule("sent", (tiles.NAME, ops.all_reduce, ops.add_layer_norm), tiles.send_refuses, tiles.send),
+        Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_layer_norm), reduced_refuses, reduced),
+        Rule(
+            "norm behind the ranks' sum",
+            (ops.reduce_scatter, ops.add_layer_norm),
+            scattered_refuses,
+            scattered,
+        ),
+    ),
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
     ),

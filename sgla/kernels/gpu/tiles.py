@@ -232,6 +232,7 @@ def send(work: Work, linear: Node, total: Node, add: Node) -> list[Node]:
     residual = add.given["residual"]
     given = {name: linear.given[name] for name in ("x", "weight", "bias")}
     given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
+    given |= {"norm_bias": add.given.get("bias")}
     prompts = _algorithm(work, linear).kernel == "prompt tiles"
     given |= {"ranks": total.given["ranks"], "prompts": prompts}
     rule = linear.rule.replace("tiles", "prompt tiles") if prompts else linear.rule
@@ -245,10 +246,11 @@ def _run_sent(
     residual: Tensor,
     norm: Tensor,
     eps: float,
+    norm_bias: Tensor | None,
     ranks: Ranks,
     prompts: bool,
 ) -> tuple[Tensor, Tensor]:
-    send, added = ranks.sending(x.shape[0], weight.shape[0]), AddedNorm(residual, norm, eps)
+    send, added = ranks.sending(x.shape[0], weight.shape[0]), AddedNorm(residual, norm, eps, norm_bias)
     if prompts:
         y = prompt_gemm.linear(x.contiguous(), weight, bias=bias, send=send)
         return ranks.all_reduce_norm(y, added, "others"), residual

@@ -393,17 +393,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _layer_norms(x, None, weight, bias, eps)[0]
 
 
-def sum_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x + y``, both contiguous, and its ``layer_norm``."""
-    out, total = _layer_norms(x, y, weight, bias, eps)
-    return total, out
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.add_layer_norm``; ``in_place``: the sum takes the place of ``residual``."""
+    return _layer_norms(x, residual, weight, bias, eps, residual if in_place else None)
 
 
 def _layer_norms(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, eps: float, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = out if y is None else torch.empty_like(out)
+    if total is None:
+        total = out if y is None else torch.empty_like(out)
     d = x.shape[-1]
     apart = x.stride(0) if x.dim() == 2 else d
     block = next_power_of_2(d)
