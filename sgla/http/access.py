@@ -20,9 +20,11 @@ from sgla.observe.log import together
 log = logging.getLogger(__name__)
 AT_ONCE = 64  # lines of one turn of the loop: a millisecond
 
-# Routes that are asked again and again, by the page and by whoever watches the server, and the page's files.
+# Routes that are asked again and again, by the page, a router and whoever watches the server, and the page's
+# files.
 POLLED = {
     "/metrics",
+    "/v1/models",
     "/health",
     "/health/live",
     "/health/ready",

@@ -557,6 +557,7 @@ async def test_what_is_polled_is_not_logged_unless_it_fails(
         ("/health", facts, 200),
         ("/health", None, 503),
         ("/v1/models", facts, 200),
+        ("/version", facts, 200),
     ):
         site.ingress.facts = there
         site.ingress.phase = "load" if there is None else "ready"
@@ -565,7 +566,7 @@ async def test_what_is_polled_is_not_logged_unless_it_fails(
     site.ingress.phase = "draining"
     async with site.http.get("/health") as response:
         assert response.status == 503
-    assert [(line["route"], line["status"]) for line in access()] == [("/v1/models", 200), ("/health", 503)]
+    assert [(line["route"], line["status"]) for line in access()] == [("/version", 200), ("/health", 503)]
 
 
 async def test_the_access_log_as_json(serve: Serve, access: Callable[[], list[Any]]) -> None:
