@@ -828,13 +828,10 @@ def with_guesses(
     pooled: bool,
     draft: Mapping[str, Any] | None,
 ) -> Resolved:
-    """``resolve`` for ``--speculative auto``. Where n-grams cannot guess, or would keep ranks from sharing
-    out prompts, nothing does."""
+    """``resolve`` for ``--speculative auto``. Where n-grams cannot guess nothing does."""
     reason, facts = "auto", (machine, model, pooled, draft)
     try:
         found = resolve(automatic(config, draft), *facts)
-        if found.config.cp > 1 and found.config.device != "cpu":
-            raise ConfigError("ranks with --cp on GPUs share out no prompts beside rows that guess")
     except ConfigError as refused:
         if config.speculative_model is not None:
             raise

@@ -42,10 +42,6 @@ OTHER_FILES = ("draft_model", "eagle", "eagle3", "medusa", "dflash")
 BY_MODELS_HEAD = ("mtp", "eagle", "dflash")
 BY_A_HEAD = (*BY_MODELS_HEAD, "eagle3")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
-# Settings that guesses, but for n-grams, cannot be beside on GPUs, though on CPUs they can, and why.
-SEARCHED_ON_GPUS = {
-    "cp": "with --cp on GPUs, where a rank does not know what others make of their part of a step; ngram can",
-}
 LEAVED = "draft_model", "eagle", "eagle3", "mtp"  # whose guesses may have second ones beside them
 NO_LEAVES = {  # settings that these cannot be beside, and why
     "pp": "with --pp, whose stages are told of guesses that follow each other",
@@ -168,8 +164,7 @@ def check_settings(config: Config, device: str) -> None:
         return
     if config.speculative_eagle_topk > 1:
         _check_leaves(config, device)
-    apart = {} if device == "cpu" or name == "ngram" else SEARCHED_ON_GPUS
-    obstacles = [why for field, why in apart.items() if getattr(config, field) != getattr(plain, field)]
+    obstacles = []
     if name != "ngram" and device not in ("cpu", "cuda"):
         obstacles.append(f"with --device {device} yet; ngram can")
     if name not in ("ngram", "medusa") and device != "cpu" and config.kv_cache_dtype == "fp8":

@@ -60,16 +60,16 @@ class CudaRunner(GpuExperts):
         call the same collectives, and take graphs of one size if there are any for all parts."""
         lockstep, parts = self.shard.lockstep, [part if part and part.slots else None for part in plan.parts]
         assert isinstance(lockstep, PlannedLockstep)
-        counts = [self._tokens_of(part) if part else 0 for part in parts]
-        told = [part if self.shard.pipe is None else with_told(part) for part in parts if part is not None]
-        there = [spread(part) for part in told]
-        alike = self._alike(there) if not counted and self._in_graphs(max(counts)) else Alike()
+        there = [None if part is None else self._verified(part) for part in parts]
+        counts = [0 if part is None else self._tokens_of(part) for part in there]
+        graph = not counted and self._in_graphs(max(counts))
+        alike = self._alike([part for part in there if part is not None]) if graph else Alike()
         own = parts[lockstep.rank]
         lockstep.counts = None if any(alike) else counts  # in a graph all have as many
         try:
             if own is not None:
                 return self._launch(own, counted, alike)
-            if there:
+            if any(counts):
                 self._take_part(alike)
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         finally:
@@ -85,13 +85,14 @@ class CudaRunner(GpuExperts):
             tokens, model.spec.hidden * self.steps.dtype.itemsize, model.spec.moe.routing.top_k
         )
 
+    def _verified(self, part: StepPlan) -> StepPlan:
+        """With a row for each token that is computed: all that rows may guess, or are told of."""
+        return spread(part if self.shard.pipe is None else with_told(part))
+
     def _tokens_of(self, part: StepPlan) -> int:
-        """Of one rank, or of what its set shares out, which is no step in which rows guess: all that they may
-        guess is computed."""
+        """Of one rank, or of what its set shares out."""
         divides, q_lens = self.steps.divides, column(part.q_lens)
-        if isinstance(divides, Divides) and not part.drafts:
-            return divides.share_of(q_lens)
-        return int(q_lens.sum())
+        return divides.share_of(q_lens) if isinstance(divides, Divides) else int(q_lens.sum())
 
     def _alike(self, parts: list[StepPlan]) -> Alike:
         """A rank sees of the others what the plan says of them."""

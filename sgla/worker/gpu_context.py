@@ -20,39 +20,52 @@ from sgla.worker.batch import Columns, eager_order
 from sgla.worker.context import bring, part_of, shares
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.state import Int32s
+from sgla.worker.target_hidden import TargetHidden
 
 LEAST = 256  # tokens of a rank from which on a step is shared out
 
 
+Extend = Callable[..., DeviceBatch]  # makes a batch of slots, starts and lengths
+
+
 class Divides:
-    """Shares such steps out. ``tables``: of all rows; ``extend``: makes a batch of slots, starts and
-    lengths; ``ops``: of the model."""
+    """Shares such steps out. ``tables``: of all rows; ``ops``: of the model. Where rows may ``guess``, the
+    device alone knows where these begin: so all sets compute the rows of one token, which are the first then.
+    ``kept``: hidden states of the model, of which each set keeps those of all."""
 
     def __init__(
-        self, tables: DeviceTables, context: Context, extend: Callable[..., DeviceBatch], ops: GpuOps
+        self, tables: DeviceTables, context: Context, ops: GpuOps, guess: bool, kept: TargetHidden | None
     ) -> None:
-        self._tables, self._context, self._extend, self._ops = tables, context, extend, ops
+        self._tables, self._context, self._ops, self._guess, self._kept = tables, context, ops, guess, kept
 
     def takes(self, q_lens: Int32s) -> bool:
         """Whether a step with rows of these lengths is shared out; none is in a rehearsal."""
-        return not under_way() and int(q_lens.sum()) >= LEAST * self._context.size and int(q_lens.max()) > 1
+        shared = int(q_lens.sum()) - self._alike(q_lens)
+        return not under_way() and shared >= LEAST * self._context.size and int(q_lens.max()) > 1
 
     def share_of(self, q_lens: Int32s) -> int:
         """Tokens of a step with rows of these lengths that this rank computes, if it is no graph."""
-        total = int(q_lens.sum())
+        total, alike = int(q_lens.sum()), self._alike(q_lens)
         if not self.takes(q_lens):
             return total
-        return sum(map(len, shares(total, self._context.size)[self._context.rank]))
+        return alike + sum(map(len, shares(total - alike, self._context.size)[self._context.rank]))
 
-    def _batch(self, columns: Columns) -> DeviceBatch:
-        """This rank's part of a step."""
-        total = int(columns.q_lens.sum())
-        parts = [_part(columns, own) for own in shares(total, self._context.size)]
-        where = self._places(columns, total)
+    def _alike(self, q_lens: Int32s) -> int:
+        """Rows that all sets compute."""
+        return int((q_lens == 1).sum()) if self._guess else 0
+
+    def _batch(self, columns: Columns, extend: Extend) -> DeviceBatch:
+        """This rank's part of a step. What all sets compute is that of the first one."""
+        context, alike, total = self._context, self._alike(columns.q_lens), int(columns.q_lens.sum())
+        slots, starts, q_lens = (column[alike:] for column in columns[:3])
+        rest = Columns(slots, starts, q_lens, columns.logits)
+        parts = [_part(rest, own) for own in shares(total - alike, context.size)]
+        where = self._places(rest, total - alike)
         places = [where[..., upload(tokens).long()] for _, tokens in parts]
-        own, tokens = parts[self._context.rank]
-        batch = self._extend(own.slots, own.starts, own.q_lens)
-        mine = upload(tokens).long()
+        own, tokens = parts[context.rank]
+        batch = extend(*(np.concatenate([all[:alike], part]) for all, part in zip(columns[:3], own)))
+        first = np.arange(0 if context.rank else alike)
+        mine = upload(np.concatenate([first, tokens + alike]).astype(np.int32)).long()
         batch.divided = Divided(places, mine, mine, total)
         return batch
 
@@ -67,25 +80,32 @@ class Divides:
         self._tables.prepare_extend(slots, starts, first, longest, room[0], room[1], where)
         return where
 
-    def hand_on(self, forward: RecordedForward, columns: Columns) -> None:
+    def hand_on(self, forward: RecordedForward, columns: Columns, extend: Extend) -> None:
         """Of a stage that is not the last."""
         with self._ops.attending(Brings(self._context, self._ops.attend)):
-            forward.hidden(self._batch(columns))
+            forward.hidden(self._batch(columns, extend))
 
-    def hidden(self, forward: RecordedForward, columns: Columns, wanted: Int32s | None) -> Tensor:
+    def hidden(
+        self, forward: RecordedForward, columns: Columns, wanted: Int32s | None, extend: Extend
+    ) -> Tensor:
         """The final hidden states of the tokens ``wanted`` int32[S] of the step, or of all, the same on every
         rank."""
-        batch = self._batch(columns)
+        batch = self._batch(columns, extend)
         context, divided, rows = self._context, batch.divided, None
         assert divided is not None
+        own = slice(batch.tokens - len(divided.rows), batch.tokens)  # of the batch
         if wanted is not None:
             here = torch.full((divided.count,), -1, dtype=torch.int32, device=divided.rows.device)
-            here[divided.rows] = torch.arange(len(divided.rows), dtype=torch.int32, device=here.device)
+            here[divided.rows] = torch.arange(own.start, own.stop, dtype=torch.int32, device=here.device)
             rows = here[upload(wanted).long()]
         with self._ops.attending(Brings(context, self._ops.attend)):
             hidden = forward.hidden(batch, None if rows is None else rows.clamp(min=0))
+        if self._kept is not None:
+            latest, alike = self._kept.latest, self._alike(columns.q_lens)
+            latest[: divided.count] = context.join(latest[own], divided.rows, divided.count)
+            self._kept.keep(batch.slots[:alike], batch.positions[:alike])
         if rows is None:
-            return context.join(hidden, divided.rows, divided.count)
+            return context.join(hidden[own], divided.rows, divided.count)
         return context.sum(torch.where((rows >= 0)[:, None], hidden, 0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,10 +150,10 @@ class GpuSteps:
             self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows, adapters.places)
         self.divides: Divides | Halves | None = None
         if self.shard.context is not None:
-            self.divides = Divides(self.tables, self.shard.context, self.extend_batch, self.ops)
+            self.divides = Divides(self.tables, self.shard.context, self.ops, guesses, hidden)
         self.halved = second is not None
         if second is not None:
-            self.divides = Halves(self.extend_batch, (self.attention, second))
+            self.divides = Halves((self.attention, second))
         self.drafts = DeviceDrafts(self.tables, not beside, hidden, leaves) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
         own = len(model.lm_head.own) if self.shard.samples else 0
@@ -223,14 +224,13 @@ class GpuSteps:
         whole: bool = False,
     ) -> Launched:
         """Decode rows go first, then what has a history (see ``ExtendRows``); what is divided stays in the
-        order of the plan. The result shows nothing of this: ``wanted`` counts rows and tokens in the order of
-        the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
-        other. Where rows guess nothing is divided. ``media``: in place of that of the rows' pictures;
-        ``whole``: the last layer has all tokens, too."""
+        plan's order, where no row may guess. The result shows nothing of this: ``wanted`` counts rows and
+        tokens in the plan's order, ``order`` has the plan's rows in the batch's, ``shift`` takes tokens from
+        one to the other. ``media``: in place of the pictures'; ``whole``: the last layer has all tokens."""
         columns, wanted = read(plan, self.tables.host)
-        divides = None if media or (verify and verify.guesses) else self._divided(columns)
+        divides = None if media else self._divided(columns)
         order = eager_order(columns.starts, columns.q_lens)
-        if divides is not None:
+        if divides is not None and self.drafts is None:
             order = np.arange(len(order))
         slots, starts, q_lens = (column[order] for column in columns[:3])
         first = q_lens.cumsum() - q_lens
@@ -247,14 +247,15 @@ class GpuSteps:
         if self.adapted is not None:
             self.adapted.begin(slots, q_lens, host[0])
         units = None if columns.states is None else columns.states.ordered(order)
+        extend = partial(self.extend_batch, verify=verify, samples=(where, positions))
         if divides is None:
-            batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
+            batch = extend(slots, starts, q_lens, units)
             if self.pictures is not None:
                 batch.media = media or self.pictures.media(slots, starts, q_lens)
         own = Columns(slots, starts, q_lens, host[0], units)
         if not self.shard.samples:
             if isinstance(divides, Divides):
-                divides.hand_on(self.forward, own)
+                divides.hand_on(self.forward, own, extend)
             else:
                 self.forward.hidden(batch)
             return Launched(at, 0, [], None, None)
@@ -269,7 +270,7 @@ class GpuSteps:
             if self.hidden is not None:
                 self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         else:
-            hidden = divides.hidden(self.forward, own, None if whole else host[0])
+            hidden = divides.hidden(self.forward, own, None if whole else host[0], extend)
         experts = _chosen(self.model, len(hidden)) if routed else None
         picked = hidden[at[: count + len(tails)]] if whole else hidden
         scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, shift)]

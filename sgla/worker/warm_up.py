@@ -141,7 +141,7 @@ def measure(steps: GpuSteps) -> Peak:
 
 @contextmanager
 def _as_guessing(steps: GpuSteps) -> Iterator[None]:
-    """Meanwhile steps are divided no more than those in which rows guess, if rows may."""
+    """Meanwhile no step is divided if rows may guess: each rank computes all of these rows then."""
     divides = steps.divides
     steps.divides = divides if steps.drafts is None else None
     try:

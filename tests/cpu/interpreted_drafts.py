@@ -1,10 +1,10 @@
 """Rows that guess on a GPU, without one: see ``interpreted_gpu.py``. Here graphs run, too, each as what it
 was captured from.
 
-``python interpreted_drafts.py [--ranks] [--rows] [CASE ...]``: prints for each case what a CPU's runner,
-which does not guess, and a GPU's answer, as JSON. ``--ranks``: two GPUs, each a process, which are told of no
-plans and make the same ones; ``--rows``: they share the rows of nearly all steps out
-(``--sequence-parallel``).
+``python interpreted_drafts.py [--ranks] [--rows] [--sets] [CASE ...]``: prints for each case what a CPU's
+runner, which does not guess, and a GPU's answer, as JSON. ``--ranks``: two GPUs, each a process, which are
+told of no plans and make the same ones; ``--rows``: they share the rows of nearly all steps out
+(``--sequence-parallel``); ``--sets``: each has all of the model, and they share prompts out (``--cp``).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tiny import VOCAB, Launching, Transcript, make_core, run, submit, tiny_conf
 from token_tables import row
 
 from sgla.dist import Shard, gpus
+from sgla.dist.context import Context
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.kernels.cuda import thresholds
@@ -47,7 +48,7 @@ from sgla.kernels.triton import attention, sampling
 from sgla.kernels.triton.tokens import put_tokens
 from sgla.messages import Control, Grammar, StepPlan, Submit
 from sgla.sched.core import Core
-from sgla.worker import chains, gpu_model, gpu_setup
+from sgla.worker import chains, gpu_context, gpu_model, gpu_setup
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 from sgla.worker.state import column
@@ -361,16 +362,17 @@ def guessed(made: Any, case: str) -> dict[str, Any]:
         return {"tokens": tokens, "rights": rights}
     core: Core = make_core(made.facts, **limits)
     found = shown(run(runner, wanted(case), core, executor=executor))
-    assert executor.held > 0 or case in MODELS.keys() - {"itself", "itself in stages"} or runner.shard.rank
+    holds = runner.shard.draws and case not in MODELS.keys() - {"itself", "itself in stages"}
+    assert executor.held > 0 or not holds
     stats = core.stats()
     if runner.steps.drafts.leaves:
         found["behind"] = run(runner, behind(found["tokens"]), core, executor=executor).tokens()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 
 
-def meet(rank: int, meeting: str) -> None:
+def meet(rank: int, meeting: str, sets: bool) -> None:
     """Ranks are those of a GPU from now on."""
-    shard = Shard(rank, 2)
+    shard = Shard(context=Context(rank, 2, None)) if sets else Shard(rank, 2)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     gpus.join_gpus = lambda *args, **settings: gpus.Joined(shard, "")
 
@@ -380,7 +382,8 @@ def main() -> None:
     second, asked = RANK in os.environ, sys.argv[1:]
     ranks = second or "--ranks" in asked
     shared = {"sequence_parallel": True} if "--rows" in asked else {}
-    regions.LEAST = 4
+    sets = "--sets" in asked
+    regions.LEAST = gpu_context.LEAST = 4
     flags = [arg for arg in asked if arg.startswith("--")]
     asked = [arg for arg in asked if arg not in flags]
     for case in set(CASES) - set(asked or CASES):
@@ -394,7 +397,8 @@ def main() -> None:
             if case in ("narrowed", "rounded and narrowed") and "speculative_algorithm" in own:
                 own["speculative_token_map"] = file.name
                 Path(file.name).write_text(json.dumps(NARROWED))
-            over = {"tp": 2} | shared if ranks and "device" in own else {}
+            several = {"cp": 2} if sets else {"tp": 2}
+            over = several | shared if ranks and "device" in own else {}
             changes = settings | common | own | over
             config = tiny_config(**changes)
             files = source(Path("."), model)
@@ -406,7 +410,7 @@ def main() -> None:
                 made = Stages(files, config.pp, maker, **changes)
                 runners = made.runners
             else:
-                made = maker(config, files, int(second), config.tp, "", lambda progress: None)
+                made = maker(config, files, int(second), config.ranks, "", lambda progress: None)
                 runners = [made]
             Path(file.name).write_bytes(LETTERS.encoded())
             for each in runners:
@@ -433,7 +437,7 @@ def main() -> None:
         if not second:
             os.environ[MEETING] = meeting
             other = subprocess.Popen([sys.executable, __file__, *flags, *CASES], env=os.environ | {RANK: "1"})
-        meet(int(second), meeting)
+        meet(int(second), meeting, sets)
     become_gpu()
     gpu_model.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
     chains.Chains.rehearse = chains.Chains.time = lambda *args: None  # type: ignore[method-assign, assignment]

@@ -186,6 +186,23 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         4,
         DATA | ALL | {"pp": 2, "speculative_algorithm": "mtp"},
     ),
+    "a model guesses beside parts of a prompt": (
+        EXPERTS,
+        2,
+        {"cp": 2, **GUESSES, "speculative_algorithm": "draft_model"},
+    ),
+    "a head beside parts of a prompt": (DEEPER, 2, {"cp": 2, **ALL, "speculative_algorithm": "eagle3"}),
+    "a layer beside parts of a prompt": (PREDICTED, 2, {"cp": 2, **ALL, "speculative_algorithm": "mtp"}),
+    "heads of Medusa beside parts of a prompt": (
+        MODEL,
+        2,
+        {"cp": 2, **ALL, "speculative_algorithm": "medusa"},
+    ),
+    "a layer beside attention by data and parts of a prompt": (
+        PREDICTED,
+        4,
+        DATA | ALL | {"cp": 2, "speculative_algorithm": "mtp"},
+    ),
     "heads of Medusa beside attention by data": (
         MODEL,
         2,
@@ -310,6 +327,10 @@ def work(
     shared: list[int] = []  # regions of each record of steps that share rows out
     if config.sequence_parallel:
         regions.parted = partial(counted, shared)
+    divided: list[int] = []  # of steps whose tokens are shared out, rows that all compute
+    if config.cp > 1:
+        divides = runner.steps.divides
+        divides._batch = partial(alike, divided, divides)
     if config.two_batch_overlap:
         program.by_turns = partial(turned, shared, program.by_turns)
 
@@ -324,10 +345,11 @@ def work(
         return answers(runner, lambda: cores.append(make()) or cores[-1], Alike(runner, data))
 
     def guessed() -> dict[str, Any]:
-        parts = [None] * size
-        dist.all_gather_object(parts, dict(guesses))
+        parts: list[Any] = [None] * size
+        dist.all_gather_object(parts, (dict(guesses), max(divided, default=0)))
         right = sum(sum(core.stats().right_at) for core in cores)
-        return {"right": right, "guesses": {place: one for part in parts for place, one in part.items()}}
+        found = {place: one for part, _ in parts for place, one in part.items()}
+        return {"right": right, "guesses": found, "alike": max(rows for _, rows in parts)}
 
     if config.cp > 1 or "num_experts" not in source.config:
         made = [again()]
@@ -355,6 +377,11 @@ def counted(shared: list[int], record: Record, ranks: Any, parted: Any = regions
     made: Record | None = parted(record, ranks)
     shared.append(0 if made is None else sum(node.op is ops.reduce_scatter for node in made.nodes))
     return made
+
+
+def alike(divided: list[int], divides: Any, columns: Any, extend: Any) -> Any:
+    divided.append(divides._alike(columns.q_lens))
+    return type(divides)._batch(divides, columns, extend)
 
 
 def turned(shared: list[int], by_turns: Any, batches: Any) -> Any:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -655,9 +654,11 @@ def test_what_guesses_if_nobody_says_what() -> None:
     assert chosen(DEEP, tp=2).config.speculative_algorithm == "ngram"
     assert chosen(DEEP, pp=2).config.speculative_algorithm == "ngram"
     gpus = Machine(gpus=(H200,) * 2, torch_cuda="13.0")
-    asked = Config(speculative_algorithm="auto", speculative_num_draft_tokens=3)
-    assert resolve(msgspec.structs.replace(asked, pp=2), gpus, DEEP).config.speculative_algorithm == "ngram"
-    two = resolve(msgspec.structs.replace(asked, cp=2), gpus, DEEP)
+    for ways in ({"pp": 2}, {"cp": 2}):
+        asked = Config(speculative_algorithm="auto", speculative_num_draft_tokens=3, **ways)
+        assert resolve(asked, gpus, DEEP).config.speculative_algorithm == "ngram"
+    staged = Config(speculative_algorithm="auto", speculative_num_draft_tokens=3, pp=2)
+    two = resolve(staged, gpus, HYBRID)  # whose states do not go back behind wrong guesses there
     assert two.config.speculative_algorithm is None
     assert two.config.speculative_num_draft_tokens is None
     assert "auto, but" in two.reasons["speculative_algorithm"]

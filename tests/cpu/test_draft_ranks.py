@@ -146,19 +146,6 @@ def ranks_of(transcript: Transcript) -> list[int]:
     return [entry.rank for delta in transcript["told"] for entry in delta.logprobs or []]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [("mtp", {"cp": 2})],
-)
-def test_other_ways_to_share_a_model_out_are_refused_on_gpus(name: str, way: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=f"--speculative-algorithm {name} cannot be honoured with --.* GPUs"
-    ):
-        check_settings(tiny_config(speculative_algorithm=name, **way), "cuda")
-    for beside in (way, {"pp": 2}, way | {"pp": 2}):
-        check_settings(tiny_config(speculative_algorithm="ngram", **beside), "cuda")
-
-
 def test_second_guesses_beside_attention_by_data_are_refused() -> None:
     config = tiny_config(tp=2, dp_attention=True, speculative_algorithm="mtp", speculative_eagle_topk=2)
     with pytest.raises(ConfigError, match="2 cannot be honoured with --dp-attention"):

@@ -182,6 +182,16 @@ def test_models_and_heads_guess_with_several_ranks() -> None:
 
 
 @pytest.mark.slow
+def test_rows_guess_where_sets_share_prompts_out() -> None:
+    found = answers_of("--ranks", "--sets", "graphs", "leaves", "leaves of a head", "dflash", "narrowed")
+    check_text(found["graphs"])
+    check_leaves(found["leaves"])
+    check_leaves(found["leaves of a head"])
+    check_head(found["dflash"])
+    check_head(found["narrowed"])
+
+
+@pytest.mark.slow
 def test_models_and_heads_guess_where_ranks_share_rows_out() -> None:
     found = answers_of("--ranks", "--rows", "model", "eagle3", "latent", "medusa", "dflash")
     check_guesses(found.pop("model"), 1)

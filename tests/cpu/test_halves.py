@@ -195,11 +195,11 @@ def test_every_token_is_in_one_half(seed: int, monkeypatch: pytest.MonkeyPatch) 
     expected = np.concatenate([1000 * s + np.arange(b, b + n) for s, b, n in zip(slots, starts, q_lens)])
     wanted = rng.integers(0, total, 9).astype(np.int32)
     told, attentions = Told(), (object(), object())
-    halves = Halves(told.extend, attentions)  # type: ignore[arg-type]
+    halves = Halves(attentions)  # type: ignore[arg-type]
     columns = Columns(slots, starts, q_lens, wanted, states)
     forward: Any = told
-    assert halves.hidden(forward, columns, None)[:, 0].tolist() == expected.tolist()
-    assert halves.hidden(forward, columns, wanted)[:, 0].tolist() == expected[wanted].tolist()
+    assert halves.hidden(forward, columns, None, told.extend)[:, 0].tolist() == expected.tolist()
+    assert halves.hidden(forward, columns, wanted, told.extend)[:, 0].tolist() == expected[wanted].tolist()
     first, second = told.batches[:2]
     assert (first[4], second[4]) == attentions
     assert min(first[2].sum(), second[2].sum()) > 0
@@ -213,7 +213,7 @@ def test_every_token_is_in_one_half(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_which_steps_are_cut() -> None:
-    halves = Halves(None, (None, None))  # type: ignore[arg-type]
+    halves = Halves((None, None))  # type: ignore[arg-type]
     assert halves.takes(np.array([1, gpu_halves.WHOLE], np.int32))
     assert not halves.takes(np.array([1, gpu_halves.WHOLE - 1], np.int32))
     assert not halves.takes(np.ones(gpu_halves.WHOLE + 1, np.int32)), "decode rows alone"

@@ -18,6 +18,7 @@ CASES = (
     "attention by data, tokens sent",
     "guesses beside attention by data",
     "heads of Medusa beside attention by data",
+    "heads of Medusa beside parts of a prompt",
     "rows shared out",
     "halves",
 )
@@ -44,6 +45,10 @@ SLOW = (
     "a head beside attention by data",
     "a layer beside attention by data",
     "a layer beside attention by data in stages",
+    "a layer beside attention by data and parts of a prompt",
+    "a model guesses beside parts of a prompt",
+    "a head beside parts of a prompt",
+    "a layer beside parts of a prompt",
     "rows shared out, latent",
     "rows and a cache shared out",
     "rows shared out, experts",
@@ -74,6 +79,9 @@ def check(case: str, both: dict[str, Any]) -> None:
     assert all(ranks[0].get("shared", [1])), "steps with regions of own rows"
     if "guesses" in case:
         assert ranks[0]["right"] > 5
+    if "parts of a prompt" in case and ("guesses" in case or "guesses" in both):
+        least = 4 if "guesses" in both else 1
+        assert ranks[0]["alike"] >= least, "rows that guess beside prompts that are shared out"
     if "guesses" in both:  # of what a model or a head guesses, by the text before
         alone, found = both["guesses"], ranks[0]["guesses"]
         assert len(found) > 7

@@ -138,7 +138,7 @@ def test_what_nobody_keeps_is_stored_before_its_memory_is_given_to_others(
 def test_what_steps_take_is_measured_of_whole_ones_where_rows_guess(
     drafts: Any, divided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such steps are not shared out, and take more."""
+    """Such rows are not shared out, and there may be many."""
     seen: list[bool] = []
     steps: Any = GpuSteps.__new__(GpuSteps)
     steps.drafts, steps.divides, steps.shard = drafts, "ranks", SimpleNamespace(samples=False)

@@ -519,20 +519,25 @@ def test_experts_are_counted_and_move(make: Any, data: bool) -> None:
         ("draft_model", 1, {"pp": 2}),
         ("ngram", 1, {"tp": 2, "dp_attention": True}),
         ("draft_model", 1, {"tp": 2, "dp_attention": True}),
+        ("ngram", 1, {"cp": 2}),
+        ("draft_model", 1, {"cp": 2}),
+        ("draft_model", 2, {"cp": 2}),
     ],
 )
 def test_guesses_change_no_text(
     make: Any, tmp_path: Path, guesses: str, beside: int, way: dict[str, int]
 ) -> None:
-    """Of prompts that repeat themselves; the model guesses for itself. Second guesses are for few rows."""
+    """Of prompts that repeat themselves; the model guesses for itself. Second guesses are for few rows. Two
+    prompts are so long that the second is read, and shared out, beside rows that guess."""
     asked: dict[str, Any] = {"speculative_algorithm": guesses, "speculative_num_draft_tokens": 4}
     asked |= {"speculative_eagle_topk": beside}
     if guesses == "draft_model":  # which takes as long as what it guesses for
         asked |= {"speculative_model": str(tmp_path / "model"), "speculative_adaptive": False}
     count = 12 if beside == 1 else 3
     prompts = [[i, 7, 9, 11, 13] * 12 for i in range(count)]
+    prompts += [[7, 9, 11 + i] * 500 for i in range(2)] if "cp" in way else []
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "logprobs": 1}]
-    sampling, found = [params(i, **kinds[i % 2]) for i in range(count)], []
+    sampling, found = [params(i, **kinds[i % 2]) for i in range(len(prompts))], []
     for more in ({}, asked):
         engine = make("plain", dtype="float32", **way, **more)
         found.append([list(output.tokens) for output in engine.generate(prompts, sampling)])
