@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-LATENT, KV = 2, 2  # bytes of a value: of activations that come back from experts, and of the cache
-FP8 = 1  # of weights, and of activations on their way to experts
+BACK, KV = 2, 2  # bytes of a value: of activations that come back from experts, and of the cache
+FP8 = 1  # of weights
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class Shares:
     meeting: float  # seconds of a small all-reduce within a host
     imbalance: float
     overlap: bool  # experts' traffic beside the other half batch's products
+    there: int  # bytes of a value on its way to experts
 
 
 H200 = Chip("H200", 4.34e12, 795e12, 1455e12, 128e9, 160e9, 50e9)
 H100 = Chip("H100", 3.0e12, 795e12, 1455e12, 70e9, 160e9, 50e9)
-LIMIT = Shares(1, 1, 1, 1, 1, 0, 1, overlap=True)
-OURS = Shares(0.84, 0.92, 0.86, 0.42, 0.85, 8e-6, 1.15, overlap=False)
-OVERLAPPED = Shares(0.84, 0.92, 0.86, 0.57, 0.85, 8e-6, 1.15, overlap=True)
+LIMIT = Shares(1, 1, 1, 1, 1, 0, 1, overlap=True, there=1)
+OURS = Shares(0.84, 0.92, 0.86, 0.42, 0.85, 8e-6, 1.15, overlap=False, there=2)
+OVERLAPPED = Shares(0.84, 0.92, 0.86, 0.57, 0.85, 8e-6, 1.15, overlap=True, there=1)
 
 
 class Shape:
@@ -102,14 +103,16 @@ class Shape:
         """Bytes on each GPU."""
         return self.replicated + FP8 * self.sparse * self.expert * self.experts / gpus
 
-    def exchange(self, chip: Chip, gpus: int, tokens: int, whole: bool) -> float:
-        """Seconds in which a GPU sends its ``tokens`` to experts and has them back, in one layer. ``whole``:
-        a copy for each expert crosses the far link (decode), else one for each host (prompts)."""
-        each = tokens * self.hidden * (FP8 + LATENT)
-        hosts = max(1, gpus // 8)
+    def exchange(self, chip: Chip, gpus: int, tokens: int, whole: bool, shares: Shares) -> float:
+        """Seconds in which a GPU sends its ``tokens`` to experts and has them back, in one layer: once to
+        each GPU that has some of a token's. ``whole``: all copies beyond the host cross the far link
+        (decode), else one for each host (prompts)."""
+        each = tokens * self.hidden * (shares.there + BACK)
+        hosts, reached = max(1, gpus // 8), gpus * (1 - (1 - 1 / gpus) ** self.top_k)
         beyond = (hosts - 1) / hosts
-        copies = self.top_k if whole else min(self.hosts, hosts, self.top_k)
-        return max(each * self.top_k * (gpus - 1) / gpus / chip.near, each * copies * beyond / chip.far)
+        copies = reached if whole else min(self.hosts, hosts, reached)
+        near, far = each * reached * (gpus - 1) / gpus / chip.near, each * copies * beyond / chip.far
+        return max(near, far) / shares.links
 
 
 def decode(shape: Shape, chip: Chip, gpus: int, rows: int, context: int, shares: Shares) -> float:
@@ -130,7 +133,7 @@ def decode(shape: Shape, chip: Chip, gpus: int, rows: int, context: int, shares:
         * (shape.top_k * shape.expert * shares.imbalance + shape.shared)
         / (chip.fp8 * shares.products),
     )
-    traffic = shape.exchange(chip, gpus, rows, whole=True) / shares.links
+    traffic = shape.exchange(chip, gpus, rows, True, shares)
     computed = shape.layers * per_layer + shape.sparse * mlp
     sent = shape.sparse * traffic
     rest = (2 * shape.table + shape.dense * FP8) / (chip.read * shares.reads)
@@ -148,7 +151,7 @@ def prompt(shape: Shape, chip: Chip, gpus: int, tokens: int, length: int, shares
     products = shape.layers * shape.attention + shape.sparse * experts + shape.dense
     pairs = shape.layers * shape.plain_pair * length / 2
     computed = tokens * (2 * products / (chip.fp8 * shares.products) + pairs / (chip.bf16 * shares.products))
-    sent = shape.sparse * shape.exchange(chip, gpus, tokens, whole=False) / shares.links
+    sent = shape.sparse * shape.exchange(chip, gpus, tokens, False, shares)
     return max(computed, sent) if shares.overlap else computed + sent
 
 

@@ -352,7 +352,9 @@ def test_many_gpus_hold_the_whole_model_and_two_hosts_send_more_than_one() -> No
     assert (shape.total, shape.active) == (counted.total, counted.active - shape.table)
     tables = 4 * shape.table
     assert shape.weights(1) == shape.total - 2 * shape.table + tables
-    one, two, four = (shape.exchange(capacity.H200, gpus, 64, whole=True) for gpus in (8, 16, 32))
+    one, two, four = (
+        shape.exchange(capacity.H200, gpus, 64, whole=True, shares=capacity.LIMIT) for gpus in (8, 16, 32)
+    )
     assert one < two < four
     steps = [capacity.decode(shape, capacity.H200, 16, 64, 1024, shares) for shares in
              (capacity.LIMIT, capacity.OVERLAPPED, capacity.OURS)]  # fmt: skip

@@ -30,6 +30,9 @@ class AllToAll:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
         self._rank, self._size, self._group = rank, size, group
 
+    def open(self, hidden: int, top_k: int, tokens: int) -> None:
+        """It keeps none."""
+
     def dispatch(self, x: Tensor, slots: Tensor, weights: Tensor, width: int) -> Sent:
         if under_way():
             return Sent(x, slots, weights, None)

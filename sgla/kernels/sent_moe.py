@@ -35,6 +35,10 @@ class Sent(NamedTuple):
 class Traffic(Protocol):
     """Between tokens and the ranks of their experts. All ranks call the same, one after the other."""
 
+    def open(self, hidden: int, top_k: int, tokens: int) -> None:
+        """Take the memory that it needs for so many tokens of a rank, before anybody else does on a GPU.
+        Raises ConfigError."""
+
     def dispatch(self, x: Tensor, slots: Tensor, weights: Tensor, width: int) -> Sent:
         """Send each token of x ``[T, d]`` once to every rank that has one of its experts: ``slots`` int64
         ``[T, k]``, of which each rank has ``width`` (see ``Slots``), ``weights`` float32 ``[T, k]``."""
@@ -110,6 +114,8 @@ def through(
     else:
         weights, ids = x.new_zeros(0, top_k, dtype=torch.float32), x.new_zeros(0, top_k, dtype=torch.int64)
     sent = traffic.dispatch(x[:own], slots.of(ids, ranks.rank), weights, slots.width)
+    # Kernels read nothing of a pair whose weight is 0, and what is elsewhere is not computed.
+    sent = sent._replace(weights=sent.weights.masked_fill(sent.places < 0, 0.0))
     y = traffic.combine(compute(sent) if len(sent.x) else sent.x, sent)
     return y if own == len(x) else torch.cat([y, y.new_zeros(len(x) - own, y.shape[1])])
 

@@ -17,9 +17,9 @@ from sgla.config import Config
 from sgla.device import Device, platform
 from sgla.dist import Shard, join
 from sgla.dist.all_to_all import AllToAll
+from sgla.dist.deepep import DeepEP
 from sgla.dist.lockstep import Lockstep, PlannedLockstep, SharedRows
 from sgla.dist.meeting import TIMEOUT
-from sgla.errors import ConfigError
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.device import describe, use
@@ -89,7 +89,7 @@ def _placement(config: Config) -> Placement | None:
 def _traffic(config: Config, shard: Shard) -> Traffic | None:
     """Between the ranks that share experts out, if tokens are sent to those of theirs alone."""
     if config.moe_a2a_backend == "deepep":
-        raise ConfigError("--moe-a2a-backend deepep is not there yet; give alltoall", param="moe_a2a_backend")
+        return DeepEP(shard.size, shard.group)
     return AllToAll(shard.rank, shard.size, shard.group) if config.sends_tokens else None
 
 

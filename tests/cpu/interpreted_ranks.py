@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import interpreted_gpu as gpu  # before all that asks whether Triton is interpreted
+import standing_deepep
 import torch
 import torch.distributed as dist
 from adapters import invent
@@ -163,6 +164,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "guesses beside attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True, **GUESSES}),
     "attention by data, tokens sent": (EXPERTS, 2, SENT | {"redundant_experts": 2}),
     "attention by data, tokens sent, latent": (MODEL | LATENT, 2, SENT),
+    "attention by data, tokens sent by DeepEP": (EXPERTS, 2, SENT | {"moe_a2a_backend": "deepep"}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
     "attention by data on two hosts": (
         MODEL | LATENT,
@@ -308,6 +310,8 @@ def work(
         store = listening(store, os.dup(place.fileno()))
     dist.init_process_group = lambda backend, *, device_id, **more: begin("gloo", **more)
     torch.cuda.device_count = lambda: size // hosts
+    sys.modules["deep_ep"] = standing_deepep
+    standing_deepep.WIDE.add(torch.float32)
     refuses = gpus._refuses
     gpus._refuses = lambda *gpus: refuses(*gpus) if hosts > 1 else "there are none"
     gpu_setup.Capture, gpu_model.rehearse = Replays, lambda *_: None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import standing_deepep
 import torch
+import torch.distributed as dist
 from forked import ForkedExecutor
 from msgspec.structs import replace
 from test_data_attention import parted
@@ -18,10 +23,11 @@ from sgla.config import Config
 from sgla.device import H200, nvidia
 from sgla.dist import Shard
 from sgla.dist.all_to_all import AllToAll
+from sgla.dist.deepep import DeepEP
 from sgla.dist.lockstep import Lockstep
 from sgla.errors import ConfigError
 from sgla.kernels.placement import balanced
-from sgla.kernels.sent_moe import Slots
+from sgla.kernels.sent_moe import Sent, Slots, through
 from sgla.ledger import mesh
 from sgla.loading.load import load_model
 from sgla.messages import Control
@@ -178,3 +184,73 @@ def test_tokens_are_sent_between_hosts(settings: dict[str, Any], found: str) -> 
 )
 def test_words_of_others_mean_it(word: str, found: str) -> None:
     assert value_of("moe_a2a_backend", word) == found
+
+
+@pytest.mark.parametrize("kind", [AllToAll, DeepEP], ids=["alltoall", "deepep"])
+def test_tokens_go_once_to_each_rank_of_theirs_and_sums_come_back(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, of three ranks with unequal numbers of tokens, one with none."""
+    monkeypatch.setitem(sys.modules, "deep_ep", standing_deepep)
+    monkeypatch.setattr(standing_deepep, "WIDE", {torch.bfloat16})
+    count, width, d = 3, 2, 16
+    tokens = [torch.randn(n, d, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (5, 0, 9)]
+    draw = torch.Generator().manual_seed(3)
+    slots = [torch.stack([torch.randperm(6, generator=draw)[:2] for _ in range(9)])[: len(x)] for x in tokens]
+    weights = [torch.rand(len(x), 2, generator=draw) for x in tokens]
+    store, came, back = dist.HashStore(), [0] * count, [torch.empty(0)] * count
+
+    def rank(at: int) -> None:
+        group, gloo = dist.ProcessGroup(store, at, count), dist.ProcessGroup.BackendType.GLOO
+        group._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, at, count))
+        traffic = DeepEP(count, group) if kind is DeepEP else AllToAll(at, count, group)
+        traffic.open(d, 2, 9)
+        sent = traffic.dispatch(tokens[at], slots[at], weights[at], width)
+        came[at] = len(sent.x)
+        share = (sent.weights * (at * width + sent.places + 1)).masked_fill(sent.places < 0, 0).sum(1, True)
+        back[at] = traffic.combine((sent.x * share).bfloat16(), sent)
+
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(rank, range(count)))
+    homes = torch.cat(slots) // width
+    assert came == [int((homes == at).any(1).sum()) for at in range(count)]
+    for at in range(count):
+        expected = tokens[at].float() * (weights[at] * (slots[at] + 1)).sum(1, True)
+        assert back[at].dtype == torch.bfloat16
+        torch.testing.assert_close(back[at].float(), expected, atol=0.05, rtol=0.02)
+
+
+def test_what_is_not_computed_here_has_no_weight() -> None:
+    """Kernels leave outputs of such pairs as they find them, and read none with the weight 0."""
+
+    class Ranks:
+        rank, size, traffic = 0, 2, None
+
+        def own_tokens(self, rows: int) -> int:
+            return rows - 1
+
+        def dispatch(self, x: torch.Tensor, slots: torch.Tensor, *_: Any) -> Sent:
+            return Sent(x, torch.tensor([[-1, 0]]), torch.tensor([[torch.nan, 0.25]]), None)
+
+        def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
+            return y
+
+    ranks, x = Ranks(), torch.ones(2, 3)
+    ranks.traffic = ranks  # type: ignore[assignment]
+    found = through(
+        ranks,
+        Slots([[0], [1]], 1),
+        x,
+        None,
+        2,
+        lambda x, seen: (torch.ones(1, 2), torch.tensor([[1, 0]])),
+        lambda sent: sent.x * sent.weights.sum(1, True),
+    )
+    assert found.tolist() == [[0.25] * 3, [0.0] * 3]
+
+
+def test_a_package_that_cannot_be_used_is_told_before_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A legacy one has no such buffer."""
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(topk_idx_t=torch.int64))
+    with pytest.raises(ConfigError, match="AttributeError: .*ElasticBuffer.*; DeepEP 2 is needed"):
+        DeepEP(2).open(16, 2, 9)

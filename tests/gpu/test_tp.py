@@ -439,6 +439,7 @@ def test_a_row_alone_is_one_kernel_of_both_ranks(make: Any) -> None:
         assert two < 2 * one + 0.02, "decode steps and prefill disagree"
 
 
+SENT: dict[str, Any] = {"tp": 2, "ep": 2, "dp_attention": True, "moe_a2a_backend": "alltoall"}
 WAYS = [
     ("plain", {"pp": 2}),
     ("plain", {"cp": 2}),
@@ -447,6 +448,9 @@ WAYS = [
     ("plain", {"tp": 2, "dp_attention": True}),
     ("mixture", {"tp": 2, "dp_attention": True}),
     ("latent", {"tp": 2, "ep": 2, "dp_attention": True}),
+    ("latent", SENT),
+    ("mixture", SENT | {"redundant_experts": 4}),
+    ("mixture", SENT | {"moe_a2a_backend": "deepep"}),
     ("mixture", {"tp": 2, "ep": 2, "redundant_experts": 4}),
     ("plain", {"tp": 2, "sequence_parallel": True}),
     ("latent", {"tp": 2, "sequence_parallel": True}),
@@ -462,6 +466,8 @@ WAYS = [
 def test_other_ways_equal_one(make: Any, shape: str, settings: dict[str, Any]) -> None:
     """A stage of the layers, parts of prompts, requests of its own, whole experts, some of them twice, or
     long steps by halves."""
+    if settings.get("moe_a2a_backend") == "deepep":
+        pytest.importorskip("deep_ep")
     prompts, sampling = requests(1500)
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     tokens, logprobs = [], []
@@ -481,12 +487,12 @@ def test_other_ways_equal_one(make: Any, shape: str, settings: dict[str, Any]) -
 
 
 @needs_two
-@pytest.mark.parametrize("data", [False, True])
-def test_experts_are_counted_and_move(make: Any, data: bool) -> None:
+@pytest.mark.parametrize("way", [{}, {"dp_attention": True}, SENT])
+def test_experts_are_counted_and_move(make: Any, way: dict[str, Any]) -> None:
     """Each token chooses four in each layer, and is answered as before when experts have gone elsewhere."""
     prompts, sampling = requests()
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    engine = make("mixture", tp=2, ep=2, redundant_experts=4, dp_attention=data, prefix_cache=False)
+    engine = make("mixture", **{"tp": 2, "ep": 2, "redundant_experts": 4, "prefix_cache": False} | way)
     ingress, logprobs = engine._ready().ingress, []
     (output,) = engine.generate([prompts[-1]], [scored])
     logprobs.append(torch.tensor([found.logprob for found in output.prompt_logprobs[1:]]))
