@@ -3,6 +3,7 @@ common."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -68,6 +69,14 @@ def address(config: Config) -> tuple[str, int]:
         f"reach, got {given!r}",
         param="dist_init_addr",
     )
+
+
+def not_there(host: str, port: int, error: OSError) -> ConfigError:
+    """Why node 0 cannot wait there."""
+    why = f"--dist-init-addr {host}:{port} must be an address of this host, node 0: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        why = f"--dist-init-addr {host}:{port}: the port is taken; give another one, the same on all nodes"
+    return ConfigError(why, param="dist_init_addr")
 
 
 def secret_of(config: Config) -> str:

@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sgla.config import Config
-from sgla.errors import ConfigError, SglaError, UnsupportedField, WorkerDied
+from sgla.errors import SglaError, UnsupportedField, WorkerDied
 from sgla.executor import bridge
 from sgla.executor.merging import Ends, Results, common_facts
 from sgla.executor.procs import ProcsExecutor
 from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
-from sgla.nodes import TIMEOUT, address, answering_nodes, common, meeting, secret_of, without_secrets
+from sgla.nodes import (
+    TIMEOUT,
+    address,
+    answering_nodes,
+    common,
+    meeting,
+    not_there,
+    secret_of,
+    without_secrets,
+)
 from sgla.peers import Beat, Beside, Channel, Link, Listener
 
 if TYPE_CHECKING:
@@ -116,10 +125,7 @@ class NodesExecutor:
             family = socket.AF_INET6 if ":" in self._here else socket.AF_INET
             self._store = socket.create_server((self._here, 0), family=family, backlog=1024)
         except OSError as error:
-            raise ConfigError(
-                f"--dist-init-addr {given}:{port} must be an address of this host, node 0: {error.strerror}",
-                param="dist_init_addr",
-            ) from error
+            raise not_there(given, port, error) from error
         self._told = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     async def _wait_for_all(self) -> None:

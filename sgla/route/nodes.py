@@ -17,7 +17,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, SglaError, WorkerDied
 from sgla.executor.agent import reach
 from sgla.executor.bridge import BEAT, PARTING, SILENCE, Ended, Fault, Join, Leave
-from sgla.nodes import address, common, secret_of
+from sgla.nodes import address, common, not_there, secret_of
 from sgla.peers import Beat, Beside, Channel, Link, Listener
 from sgla.route.balancer import Balancer
 from sgla.route.replicas import EXIT_CONFIG, EXIT_DIED, EXIT_OK, Replicas, Share, end, of_replica
@@ -76,10 +76,7 @@ class Nodes:
                 refused=lambda why: log.warning("a node was sent away: %s", why),
             )
         except OSError as error:
-            raise ConfigError(
-                f"--dist-init-addr {given}:{port} must be an address of this host, node 0: {error.strerror}",
-                param="dist_init_addr",
-            ) from error
+            raise not_there(given, port, error) from error
         balancer.replicas = config.dp
         local.over.add_done_callback(self._own_are_over)
 

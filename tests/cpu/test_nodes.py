@@ -290,6 +290,12 @@ async def test_an_address_of_another_host_is_refused(pair: Make) -> None:
     both.first._config = replace(both.config, dist_init_addr="192.0.2.1:5")
     with pytest.raises(ConfigError, match="must be an address of this host, node 0"):
         await both.first.start(lambda progress: None)
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        both = pair()
+        both.first._config = replace(both.config, dist_init_addr=f"127.0.0.2:{port}")
+        with pytest.raises(ConfigError, match="the port is taken; give another one"):
+            await both.first.start(lambda progress: None)
 
 
 @asynccontextmanager
