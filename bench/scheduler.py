@@ -1,10 +1,11 @@
 """Cost of the scheduler itself: time of ``plan`` + ``retire`` for a full batch of decode rows, without a
 model.
 
-    python bench/scheduler.py [--rows 256] [--steps 400] [--window 512 [--shared]]
+    python bench/scheduler.py [--rows 256] [--steps 400] [--window 512 [--shared]] [--ranks 16]
 
-Prints one JSON object: lowest quartiles, medians and 99th percentiles of CPU time in
-microseconds, and of plans the mean. Beside other work the quartiles tell most.
+Prints one JSON object: lowest quartiles, medians and 99th percentiles of CPU time in microseconds, of plans
+the mean, and the median of ``offer`` beside full batches. Beside other work the quartiles tell most.
+``--ranks``: with attention by data, where each has so many rows.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from sgla.messages import CacheGroup, RowSampling, StepPlan, StepResult, Submit
 from sgla.observe.machine import detect
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
+from sgla.sched.parts import PartedCore
 
 STEP_TOKENS = 8192
 
 
-def make_core(rows: int, steps: int, prompt: int, window: int, shared: bool) -> Core:
+def make_core(rows: int, steps: int, prompt: int, window: int, shared: bool, ranks: int) -> Core | PartedCore:
     groups = [CacheGroup(pages=rows * (prompt + steps + 64) // 16 + 2)]
     if window:
         groups.append(CacheGroup(pages=rows * (window // 16 + 4) + 2, window=window))
@@ -41,35 +43,46 @@ def make_core(rows: int, steps: int, prompt: int, window: int, shared: bool) -> 
         depth=2,
         itl_target=0.05,
     )
-    core = Core(limits)
+    core = Core(limits) if ranks == 1 else PartedCore(limits, ranks)
     common = list(range(64))
-    for i in range(rows):
-        rid = f"request-{i}"
+    for i in range(rows * ranks):
         tokens = common + [(i * 7919 + j * 31) % 50000 for j in range(prompt - 64)]
-        core.offer(
-            Submit(
-                rid=rid,
-                parent=rid,
-                index=0,
-                tokens=tokens,
-                max_new=steps + 32,
-                stop_ids=frozenset((2, 0)),
-                sampling=RowSampling(),
-            ),
-            0.0,
-        )
+        core.offer(request(f"request-{i}", tokens, steps + 32), 0.0)
     return core
 
 
-def result_of(plan: StepPlan) -> StepResult:
+def request(rid: str, tokens: list[int], most: int) -> Submit:
+    return Submit(
+        rid=rid,
+        parent=rid,
+        index=0,
+        tokens=tokens,
+        max_new=most,
+        stop_ids=frozenset((2, 0)),
+        sampling=RowSampling(),
+    )
+
+
+def result_of(plan: StepPlan | None) -> StepResult:
+    if plan is None:
+        return StepResult(step=0, tokens=b"")
+    if plan.parts:
+        return StepResult(step=0, tokens=b"", parts=[result_of(part) for part in plan.parts])
     samples = sum(flags & 1 for flags in plan.flags)
     return StepResult(step=plan.step, tokens=array("i", range(100, 100 + samples)).tobytes(), seconds=0.006)
 
 
-def measure(rows: int, steps: int, prompt: int, window: int, shared: bool) -> dict[str, float]:
+def is_full(plan: StepPlan, rows: int) -> bool:
+    """Whether all rows decode, none of which is new."""
+    parts = plan.parts or [plan]
+    return all(part is not None and len(part.slots) == 4 * rows and not part.new for part in parts)
+
+
+def measure(rows: int, steps: int, prompt: int, window: int, shared: bool, ranks: int) -> dict[str, float]:
     # The first must go on until the prompts of all have been read.
-    core = make_core(rows, steps + 2 * rows * prompt // STEP_TOKENS, prompt, window, shared)
+    core = make_core(rows, steps + 2 * rows * prompt // STEP_TOKENS, prompt, window, shared, ranks)
     flights: deque[StepPlan] = deque()
+    offers: list[float] = []
     plans: list[float] = []
     retires: list[float] = []
     now = 0.0
@@ -80,7 +93,7 @@ def measure(rows: int, steps: int, prompt: int, window: int, shared: bool) -> di
         planned = time.thread_time()
         if plan is not None:
             flights.append(plan)
-        steady = plan is not None and len(plan.slots) == 4 * rows and not plan.new
+        steady = plan is not None and is_full(plan, rows)
         if steady:
             plans.append(planned - begin)
         if len(flights) < 2:
@@ -90,6 +103,11 @@ def measure(rows: int, steps: int, prompt: int, window: int, shared: bool) -> di
         core.retire(result, now)
         if steady:
             retires.append(time.thread_time() - begin)
+            later = request(f"later-{len(offers)}", [*range(64), *[len(offers)] * (prompt - 64)], steps)
+            begin = time.thread_time()
+            core.offer(later, now)
+            offers.append(time.thread_time() - begin)
+            core.cancel(later.rid, "abort")
     return {
         "plan_mean_us": round(sum(plans) / len(plans) * 1e6, 1),
         "plan_q1_us": percentile(plans, 0.25),
@@ -98,6 +116,7 @@ def measure(rows: int, steps: int, prompt: int, window: int, shared: bool) -> di
         "retire_q1_us": percentile(retires, 0.25),
         "retire_us": percentile(retires, 0.5),
         "retire_p99_us": percentile(retires, 0.99),
+        "offer_us": percentile(offers, 0.5),
     }
 
 
@@ -112,15 +131,19 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--window", type=int, default=0, help="tokens of a second cache group, 0: none")
     parser.add_argument("--shared", action="store_true", help="both groups share one memory")
+    parser.add_argument("--ranks", type=int, default=1, help="with requests of their own")
     args = parser.parse_args()
     window = (f"-window-{args.window}" + "-shared" * args.shared) if args.window else ""
+    window += f"-ranks-{args.ranks}" if args.ranks > 1 else ""
     line = {
         "engine": "sgla",
         "version": __version__,
         "machine": detect().label(),
         "model": "none",
         "w": f"scheduler-{args.rows}{window}",
-        **measure(args.rows, args.steps, args.prompt, args.window, args.shared and args.window > 0),
+        **measure(
+            args.rows, args.steps, args.prompt, args.window, args.shared and args.window > 0, args.ranks
+        ),
     }
     print(lines.line(line))
 

@@ -98,6 +98,11 @@ class RadixCache(RadixTree):
         """Deepest node that ``tokens[:limit]`` reaches, and the matched length. Changes nothing."""
         return self._locate(self.root, namespace, tokens, 0, limit, marks)
 
+    def length(self, namespace: str, tokens: bytes, limit: int) -> int:
+        """Of the prefix that ``match`` would find. Changes nothing."""
+        node, length = self.probe(namespace, tokens, limit)
+        return self._groups.served(node, length, 0)[0] if self._beside else length
+
     def _locate(
         self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks
     ) -> tuple[Node, int]:

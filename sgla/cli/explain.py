@@ -226,6 +226,7 @@ def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
     nodes = f" on {config.nnodes} nodes" if config.nnodes > 1 else ""
     sets = f" in {config.cp} sets (--cp)" if config.cp > 1 else ""
     sets += ", which share out the tokens (--dcp)" if config.dcp > 1 else ""
+    sets += ", each with attention of its own (--dp-attention)" if config.dp_attention else ""
     yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp){sets}{nodes}"
     cache = "" if config.kv_cache_bytes is None else f", KV cache {size_text(config.kv_cache_bytes)}"
     for held in ranks:
@@ -236,6 +237,7 @@ def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
         if held.experts is not None:
             what.append(f"experts {held.experts[0]} to {held.experts[1]}")
         part = f", part {held.tp_rank + 1} of {config.tp}" if config.tp > 1 else ""
+        part += f", set {held.rank // config.tp % config.cp + 1} of {config.cp}" if config.cp > 1 else ""
         yield (
             f"- rank {held.rank:<3}  {size_text(held.weights):>10}  {', '.join(what)}{part}{cache}, "
             f"{held.kv_bytes_per_token} bytes a token"

@@ -29,7 +29,7 @@ from sgla.sched.pressure import Pressure
 from sgla.sched.queues import Queues, before_yielding
 from sgla.sched.recurrent import Recurrent
 from sgla.sched.repeats import Repeats, drafts_of
-from sgla.sched.request import Request, State
+from sgla.sched.request import Prompt, Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
@@ -322,9 +322,10 @@ class Core:
         """The same, by rid."""
         return self._queues.open
 
-    def cached(self, submit: Submit) -> int:
-        """Tokens of its prompt that are cached now."""
-        return self._memory.cached(self._queues.space(submit), submit.tokens)
+    def cached(self, submit: Submit, prompt: Prompt) -> int:
+        """Tokens of its ``prompt`` that are cached now, but for the last."""
+        limit = len(prompt.array) - 1
+        return self._memory.cache.length(self._queues.space(submit), prompt.data, limit)
 
     def tell_events(self, medium: str) -> Callable[[], list[KvEvent]]:
         """Keep what happens to cached pages, and return what fetches it. ``medium``: see ``Events``."""

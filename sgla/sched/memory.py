@@ -18,7 +18,7 @@ from sgla.sched.adapters import Adapters
 from sgla.sched.limits import Limits
 from sgla.sched.moving import Numbers, Pools
 from sgla.sched.recurrent import Recurrent
-from sgla.sched.request import Prompt, Request
+from sgla.sched.request import Request
 from sgla.sched.rests import Rests
 from sgla.sched.stock import SharedStock, Stock
 from sgla.sched.transfers import Slack, Transfers
@@ -128,10 +128,6 @@ class Memory:
         """Forget what no request that runs holds on the device; true if nothing is left in the tree."""
         self.rests.clear()
         return self.cache.flush()
-
-    def cached(self, namespace: str, tokens: Sequence[int]) -> int:
-        """How many of them are, but for the last."""
-        return self.cache.match(namespace, Prompt(tokens).data, len(tokens) - 1).length
 
     def remember(self, request: Request) -> None:
         """What there was, and has ever been, of a request that begins."""

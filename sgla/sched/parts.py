@@ -14,6 +14,7 @@ from sgla.cache.events import KvEvent
 from sgla.messages import Delta, Keep, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
+from sgla.sched.request import Prompt, Request
 from sgla.sched.stats import Finished, Stats, WindowStats
 
 ROW = 32  # tokens of a prompt that are as much work as a request that runs
@@ -28,6 +29,7 @@ class PartedCore:
         assert not limits.adapters, "places of adapters are of one scheduler"
         self.limits = limits
         self.cores = [Core(limits) for _ in range(count)]
+        self._unread = {core: list[Request]() for core in self.cores}  # but those that were seen to be read
         self._home: dict[str, Core] = {}  # of each request that was not seen to end
         self._families: dict[str, Core] = {}  # of choices of one prompt, which has been read once
         self._flights: deque[list[bool]] = deque()  # which have a part of each step
@@ -38,11 +40,19 @@ class PartedCore:
         """Raises as ``Core.offer``."""
         core = self._families.get(submit.parent)
         if core is None or core.idle:
-            core = min(self.cores, key=lambda core: _work(core) + len(submit.tokens) - core.cached(submit))
+            prompt = Prompt(submit.tokens)
+            core = min(self.cores, key=lambda core: self._work(core) - core.cached(submit, prompt))
         core.offer(submit, now)
+        self._unread[core].append(core.open[submit.rid])
         self._home[submit.rid] = self._families[submit.parent] = core
-        if len(self._home) > 2 * len(self.rids) + 64:
+        if len(self._home) > 2 * sum(len(core.open) for core in self.cores) + 64:
             self._forget()
+
+    def _work(self, core: Core) -> int:
+        """Tokens of prompts that are unread, and ``ROW`` for each request."""
+        unread = [request for request in self._unread[core] if not (request.finish or request.has_read)]
+        self._unread[core] = unread
+        return sum(request.prompt_len - request.planned for request in unread) + ROW * len(core.open)
 
     def _forget(self) -> None:
         """Those that have ended."""
@@ -129,11 +139,6 @@ class PartedCore:
     def check(self) -> None:
         for core in self.cores:
             core.check()
-
-
-def _work(core: Core) -> int:
-    """Tokens of prompts that are unread, and ``ROW`` for each request."""
-    return sum(max(request.prompt_len - request.planned, 0) + ROW for request in core.open.values())
 
 
 def _together(values: Sequence[Any]) -> Any:

@@ -76,7 +76,29 @@ LIFE: dict[State, dict[str, State]] = {
 OWNERS = (State.RUNNING, State.DRAINING)  # states in which it has a slot and units
 
 
-class Request:
+class _Stepped:
+    """What every step reads of each of its requests. Slots of a base class come first, so these lie side by
+    side in memory: what thousands of requests have does not fit the processor's caches."""
+
+    __slots__ = (
+        "ahead",
+        "allocated",
+        "finish",
+        "first_token",
+        "goal",
+        "known",
+        "last_step",
+        "loop",
+        "planned",
+        "prompt_len",
+        "rid",
+        "slot",
+        "stop_ids",
+        "tokens",
+    )
+
+
+class Request(_Stepped):
     """One child. Token counts:
     ``len(tokens)`` committed, ``planned``, ``known``, ``allocated`` (docs/design.md).
 
@@ -90,8 +112,6 @@ class Request:
 
     __slots__ = (
         "adapter",
-        "ahead",
-        "allocated",
         "apart",
         "arrival",
         "behind",
@@ -104,19 +124,13 @@ class Request:
         "drafting",
         "elsewhere",
         "fetched",
-        "finish",
-        "first_token",
         "given",
-        "goal",
         "guesses",
         "hidden",
         "holds",
         "keys",
-        "known",
-        "last_step",
         "limit",
         "looked",
-        "loop",
         "loose",
         "mark",
         "marks",
@@ -127,33 +141,29 @@ class Request:
         "pages",
         "past",
         "place",
-        "planned",
         "preemptions",
         "probed",
-        "prompt_len",
         "prompt_logprobs",
         "proposed",
         "rank",
         "reach",
         "read",
-        "rid",
         "scheduled",
         "seq",
         "shared",
-        "slot",
         "spoiled",
         "state",
-        "stop_ids",
         "submit",
         "tails",
         "text",
-        "tokens",
         "told",
         "turn",
         "unit",
         "windows",
         "yields",
     )
+
+    fields = (*_Stepped.__slots__, *__slots__)
 
     def __init__(
         self,
@@ -233,6 +243,11 @@ class Request:
         self.scheduled: float | None = None
         self.first_token: float | None = None
         self.probed: tuple[int, Node | None, int] = (-1, None, 0)  # cache version, node, length
+
+    @property
+    def has_read(self) -> bool:
+        """No step has prompt to read for it any more, unless it is retracted."""
+        return self.planned >= self.prompt_len
 
     @property
     def pools(self) -> bool:

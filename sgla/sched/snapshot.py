@@ -23,7 +23,7 @@ from sgla.sched.request import Prompt, Request, State
 PACKAGES = ("sgla.sched.", "sgla.cache.", "sgla.messages")  # whose classes a scheduler consists of
 # What of a node and of a request is written as it is.
 _NODE = ("born", "edge", "hits", "kept", "key", "level", "locks", "state", "touched", "ttl")
-_REQUEST = tuple(name for name in Request.__slots__ if name not in ("state", "submit", "tokens"))
+_REQUEST = tuple(name for name in Request.fields if name not in ("state", "submit", "tokens"))
 _of_node, _of_request = attrgetter(*_NODE), attrgetter(*_REQUEST)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Submit).decode

@@ -157,10 +157,14 @@ def test_a_prompt_goes_where_it_is_cached() -> None:
     core.offer(submit("z", [9] * 50, 2), 0.0)
     core.offer(submit("y", [8] * 40, 2), 0.0)
     assert homes(core) == {"z": home, "y": 1 - home}
+    tree = core.cores[home]._memory.cache
+    before = tree.nodes, tree._clock
+    core.offer(submit("v", [9] * 20 + [7] * 20, 2), 0.0)
+    assert (tree.nodes, tree._clock) == before, "a look cuts no node, and keeps none"
     finish()
     told = core.stats()
-    assert (told.hit_tokens, told.finished, told.running) == (32, {"length": 3}, 0)
-    assert len(core.drain_finished()) == 3
+    assert (told.hit_tokens, told.finished, told.running) == (48, {"length": 4}, 0)
+    assert len(core.drain_finished()) == 4
     assert core.renew("2")
     assert core.flush_cache()
     assert core.stats().cached_tokens == 0

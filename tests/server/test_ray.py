@@ -139,13 +139,19 @@ def left(cluster: str, folder: str) -> dict[str, Any]:
     return {"free": free, "groups": set(groups)}
 
 
-@pytest.mark.parametrize("flags", [("--cp", "2"), ("--tp", "2", "--dp-attention")])
-def test_stages_of_two_ranks_answer_as_one(serve: Any, cluster: str, flags: tuple[str, ...]) -> None:
+SETS, DATA = ("--cp", "2"), ("--tp", "2", "--dp-attention")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--pp", "2", *SETS), ("--pp", "2", *DATA), ("--nnodes", "2", *SETS), ("--nnodes", "2", *DATA)],
+)
+def test_nodes_of_several_ranks_answer_as_one(serve: Any, cluster: str, flags: tuple[str, ...]) -> None:
     body = {**BODY, "prompt": "Once upon a time " * 20}
     plain = ("--dtype", "float32", "--max-running-requests", "4")
     with serving("--device", "cpu", "--threads", "1", "--kv-cache-bytes", "64M", *plain) as alone:
         expected = alone.request("POST", "/v1/completions", body)[1]["choices"]
-    server = serve("--pp", "2", *flags, *plain, RAY_ADDRESS=cluster)
+    server = serve(*flags, *plain, RAY_ADDRESS=cluster)
     server.wait_ready(240)
     assert server.request("POST", "/v1/completions", body, 240)[1]["choices"] == expected
     server.signal(signal.SIGTERM)
