@@ -86,11 +86,13 @@ def address(ip: str, port: int) -> str:
 
 
 async def resolve(url: str) -> set[str]:
-    """URLs of a ``dns://NAME:PORT``: one for each address. Raises OSError."""
+    """URLs of a ``dns://NAME:PORT``: one for each address, of IPv6 where there is no other, since a server
+    with both is one worker. Raises OSError."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
-    return {address(str(info[4][0]), int(info[4][1])) for info in found}
+    chosen = [info for info in found if info[0] == socket.AF_INET] or found
+    return {address(str(info[4][0]), int(info[4][1])) for info in chosen}
 
 
 class Discovery:
@@ -115,14 +117,19 @@ class Discovery:
 
     async def _follow(self, find: Callable[[], Coroutine[Any, Any, set[str]]]) -> None:
         known: set[str] = set()
+        told = ""
         while True:
+            trouble = ""
             try:
                 found = await find()
             except Exception as error:  # whatever a server may answer with
-                log.warning("workers cannot be found: %s: %s", type(error).__name__, error)
+                trouble = f"{type(error).__name__}: {error}"
+                if trouble != told:
+                    log.warning("workers cannot be found: %s", trouble)
             else:
                 self.apply(known, found)
                 known = found
+            told = trouble
             await asyncio.sleep(INTERVAL)
 
     def apply(self, known: set[str], found: set[str]) -> None:

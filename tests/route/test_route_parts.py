@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
+import socket
 import ssl
 from itertools import pairwise
 from pathlib import Path
@@ -499,6 +501,34 @@ async def test_names_become_addresses() -> None:
     found.apply(set(), {"http://a:1", "http://b:1"})
     found.apply({"http://a:1", "http://b:1"}, {"http://b:1"})
     assert list(balancer.workers) == ["http://b:1"]
+
+
+async def test_a_server_with_two_addresses_is_one_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a name that has none for a while is told of once."""
+    both = [(socket.AF_INET6, 1, 6, "", ("fd00::1", 9, 0, 0)), (socket.AF_INET, 1, 6, "", ("10.0.0.1", 9))]
+    turns = [both[:1], both, OSError("no such name"), OSError("no such name"), both]
+    seen = asyncio.Event()
+
+    async def ask(*args: Any, **more: Any) -> Any:
+        if len(turns) == 1:
+            seen.set()
+        found = turns.pop(0) if len(turns) > 1 else turns[0]
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", ask)
+    assert await discovery.resolve("dns://a:9") == {"http://[fd00::1]:9"}
+    monkeypatch.setattr(discovery, "INTERVAL", 0.001)
+    balancer = Balancer(RouteConfig(worker=["dns://a:9"]))
+    following = discovery.Discovery(balancer, None)
+    async with asyncio.timeout(5):
+        await seen.wait()
+    following.close()
+    assert list(balancer.workers) == ["http://10.0.0.1:9"]
+    assert caplog.text.count("workers cannot be found") == 1
 
 
 def pod(ip: str, ready: str = "True", **metadata: str) -> dict[str, Any]:
