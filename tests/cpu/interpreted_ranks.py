@@ -200,6 +200,16 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         2,
         {"cp": 2, **ALL, "speculative_algorithm": "medusa"},
     ),
+    "a layer beside parts of a prompt in stages": (
+        PREDICTED,
+        4,
+        {"cp": 2, "pp": 2, **ALL, "speculative_algorithm": "mtp"},
+    ),
+    "a head beside parts of a prompt in stages": (
+        DEEPER,
+        4,
+        {"cp": 2, "pp": 2, **ALL, "speculative_algorithm": "eagle3"},
+    ),
     "a layer beside attention by data and parts of a prompt": (
         PREDICTED,
         4,
