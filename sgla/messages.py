@@ -399,6 +399,7 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
 
 
 VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
+LEAVED = 4  # rows of a step, at most, whose guesses may have second ones beside them
 SAMPLE = 1  # StepPlan.flags: the row's last token is the last known one, so sample its successor
 PROMPT_LOGPROBS = 2  # StepPlan.flags: return logprobs of the prompt tokens this row's span predicts
 DENOISE = 8  # StepPlan.flags: the row is a block that comes out of noise
@@ -813,6 +814,7 @@ class Facts(msgspec.Struct, kw_only=True):
     processors: dict[str, list[str]] = {}
     pooling: Pooling | None = None  # the model answers with vectors alone
     drafts: int = 0  # most tokens that a decode row may guess and verify; 0: none
+    leaves: int = 0  # of these the second guesses, which LEAVED rows may have
     padded_drafts: bool = False  # a step computes all drafts that its rows may have, guessed or not
     searched_drafts: bool = False  # they are looked for in what has come
     guided_drafts: bool = False  # rows with a grammar guess, too

@@ -119,6 +119,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         step_tokens=facts.step_tokens,
         costs=facts.costs,
         drafts=facts.drafts,
+        leaves=facts.leaves,
         padded_drafts=facts.padded_drafts,
         searched_drafts=facts.searched_drafts,
         guided_drafts=facts.guided_drafts,

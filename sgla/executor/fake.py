@@ -36,7 +36,7 @@ from sgla.messages import (
     Tier,
 )
 from sgla.model.read import read_spec
-from sgla.worker.facts import guesses_of
+from sgla.worker.facts import drafts_of, guesses_of
 
 if TYPE_CHECKING:
     from sgla.config import Config
@@ -492,6 +492,7 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
         hidden=FAKE_WIDTH if config.enable_return_hidden_states else 0,
         adapters=config.max_loras if config.enable_lora else 0,
         drafts=guesses_of(config),
+        leaves=guesses_of(config) - drafts_of(config),
         guided_drafts=True,
         notes=["no model: the next token is a hash of those before it"],
     )

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgla.errors import ContextTooLong, InvalidField
-from sgla.messages import LONGEST, VERIFIED, CacheGroup, RowSampling, StepCost, Submit, Tier
+from sgla.messages import LEAVED, LONGEST, VERIFIED, CacheGroup, RowSampling, StepCost, Submit, Tier
 from sgla.model.sharing import least_pages, longest
 
 # Plans travel through a ring of 16 MiB (executor/child.py). A request adds bytes to the plan of the step in
@@ -36,6 +36,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     step_tokens: int  # most tokens in one step
     costs: list[StepCost] = []  # Facts.costs
     drafts: int = 0  # most tokens that a decode row may guess and verify
+    leaves: int = 0  # Facts.leaves
     padded_drafts: bool = False  # Facts.padded_drafts
     searched_drafts: bool = False  # Facts.searched_drafts
     guided_drafts: bool = False  # Facts.guided_drafts
@@ -62,6 +63,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         assert max(self.depth, self.brief_depth) <= max(3, self.stages + 1), (
             "more steps in flight than are of use"
         )
+        assert self.leaves <= self.drafts, "second guesses without first ones"
         assert 2 * self.canvas <= self.step_tokens, "half a step has no room for a block"
         assert self.stages == 1 or not (self.drafts and self.padded_drafts), (
             "stages are told of guesses, and compute no others"
@@ -172,7 +174,8 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 def room_for_guesses(limits: Limits, rows: int) -> int:
     """How many tokens each of so many rows of a step may guess."""
     room = min(VERIFIED, limits.step_tokens) // max(rows, 1)
-    return min(limits.drafts, max(room - 1, 0))
+    most = limits.drafts - (limits.leaves if rows > LEAVED else 0)
+    return min(most, max(room - 1, 0))
 
 
 def wide_tokens(sampling: RowSampling) -> int | None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from sgla.kernels.ops import Layer
-from sgla.messages import VERIFIED, StepPlan
+from sgla.messages import LEAVED, VERIFIED, StepPlan
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight, over
 from sgla.worker.gpu_steps import GpuSteps
@@ -25,7 +25,6 @@ from sgla.worker.verify import DeviceDrafts
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two tokens at least
 COUNTS = (*range(1, 9), 12, 16, 24, 32, 48)  # guesses of a row: one that may make another number is padded
-LEAVED = 4  # rows of a step, at most, whose guesses may have second ones beside them
 RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
 
 

@@ -69,4 +69,5 @@ def answer_facts(
         "hidden": spec.hidden if config.enable_return_hidden_states else 0,
         "experts": experts_of(config, spec),
         "drafts": guesses_of(config),
+        "leaves": guesses_of(config) - drafts_of(config),
     }

@@ -19,9 +19,9 @@ from sgla.kernels.cuda.batch_gemm import ROWS as TILES
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
 from sgla.kernels.triton.sampling import Exact
-from sgla.messages import StepPlan
+from sgla.messages import LEAVED, StepPlan
 from sgla.worker.batch import eager_order
-from sgla.worker.chains import LEAVED, Chains
+from sgla.worker.chains import Chains
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import GRAPH_LAYER
 from sgla.worker.gpu_steps import GpuSteps

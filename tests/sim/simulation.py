@@ -84,6 +84,7 @@ class Simulation:
             vocab_size=VOCAB,
             step_tokens=limits.step_tokens,
             drafts=limits.drafts,
+            leaves=limits.leaves,
             adapters=limits.adapters,
             dtype="none",
             device="fake",

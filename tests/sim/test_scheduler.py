@@ -224,6 +224,21 @@ def test_an_overlapped_step_needs_no_token_from_the_host() -> None:
     ]
 
 
+@pytest.mark.parametrize(("rows", "most"), [(4, 6), (5, 4)])
+def test_there_are_pages_for_second_guesses_of_few_rows(rows: int, most: int) -> None:
+    core = Core(make_limits(pages=400, page_size=1, slots=8, step_tokens=64, depth=1, drafts=6, leaves=2))
+    for i in range(rows):
+        core.offer(make_submit(f"{i}", [i] * 4, 40), 0.0)
+    prompts = core.plan(0.0)
+    assert prompts is not None
+    core.retire(StepResult(step=prompts.step, tokens=int32([1] * rows)), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    assert list(ints(plan.drafts)) == [most] * rows
+    assert list(ints(plan.page_counts)) == [1 + most] * rows
+    core.check()
+
+
 @pytest.mark.parametrize(
     ("seconds", "drafts", "grammar", "most"),
     [(0.0005, 0, "", 3), (0.0, 0, "", 2), (0.002, 0, "", 2), (0.0005, 3, "", 2), (0.0005, 0, "g", 2)],
