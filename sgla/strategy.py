@@ -16,12 +16,14 @@ import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.kernels.placement import reached
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.read import read_spec
 from sgla.model.sizes import parameters, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.stages import stages_of
 from sgla.model.state import state_of, token_bytes
+from sgla.model.whole_experts import way_of_tokens
 from sgla.observe.machine import Machine
 from sgla.resolve import GIB, ROW_TOKENS, ROWS, check, resolve
 
@@ -130,8 +132,11 @@ class Estimate:
         """None if it does not fit."""
         tp, pp, dp, data = axes["tp"], axes["pp"], axes["dp"], bool(axes[DATA])
         config = msgspec.structs.replace(self.config, device="cuda", **{**axes, DATA: data})
-        stages, over = stages_of(config, self.spec), config.heads_over
-        weights = max(weight_bytes(s, self.dtype, self.quantization, tp, "cuda", over) for s in stages)
+        if config.moe_a2a_backend == "auto":
+            config = msgspec.structs.replace(config, moe_a2a_backend=way_of_tokens(config)[0])
+        stages, over, sends = stages_of(config, self.spec), config.heads_over, config.sends_tokens
+        kept = self.dtype, self.quantization, tp, "cuda", over, config.mlps_over
+        weights = max(weight_bytes(stage, *kept) for stage in stages)
         token = max(token_bytes(state_of(s, over), config.kv_dtype(self.dtype)) for s in stages)
         room = self.chips.memory * config.memory_fraction - SPARE - weights
         tokens = room / max(token, 1)
@@ -139,42 +144,47 @@ class Estimate:
             return None
         rows = int(max(1, min(config.max_running_requests or ROWS, tokens // ROW_TOKENS)))
         cohort, parts = max(1, rows // pp), tp if data else 1  # requests of each of so many
-        rate = dp * cohort * parts * pp / self.seconds(cohort * parts, tp, pp, data)
-        alone = self.seconds(1, tp, pp, data)
+        rate = dp * cohort * parts * pp / self.seconds(cohort * parts, tp, pp, data, sends)
+        alone = self.seconds(1, tp, pp, data, sends)
         return Way(dp, pp, tp, axes["ep"], data, weights, rows * parts, alone, rate)
 
-    def seconds(self, rows: int, tp: int, pp: int, data: bool = False) -> float:
+    def seconds(self, rows: int, tp: int, pp: int, data: bool = False, sends: bool = False) -> float:
         """Of a step with so many rows on one replica, whose stages come one after the other. All stages work
-        at a time, so in as long each of them has such a step of its own."""
+        at a time, so in as long each of them has such a step of its own. ``sends``: tokens go to the ranks of
+        their experts alone."""
         rates, near = self.chips.rates, self.chips.link or PCIE
         over, busiest = (1, -(-rows // tp)) if data else (tp, rows)
         token = token_bytes(state_of(self.spec, over), self.config.kv_dtype(self.dtype))
-        read = (self.weights(rows, tp, over) + busiest * ROW_TOKENS * token) / rates.read
+        read = (self.weights(rows, tp, over, 1 if sends else tp) + busiest * ROW_TOKENS * token) / rates.read
         made = 2 * parameters(replace(self.spec, tied=True)).active * busiest / over / rates.products
         sent = busiest * self.spec.hidden * 2
         meeting = MEETING[bool(self.chips.link)]
         sums = 2 * self.spec.layers * (meeting + 2 * sent * (tp - 1) / tp / near) if tp > 1 else 0.0
         if data:
-            sums = 2 * self.spec.layers * self.exchange(rows, tp)
+            layers, brought = self.spec.layers, float(rows)
+            if sends and self.spec.moe is not None:
+                layers = len(self.spec.moe.layers)
+                brought = busiest * reached(tp, self.spec.moe.routing.top_k)
+            sums = 2 * layers * self.exchange(brought, tp)
         crossed = min(pp, self.chips.hosts) - 1 if tp * pp > self.chips.count else 0
         hops = (pp - 1 - crossed) * (meeting + sent / near) + crossed * (ABROAD + sent / self.chips.far)
         return max(read, made) + sums + hops
 
-    def exchange(self, rows: int, tp: int) -> float:
-        """Seconds in which a GPU has the rows of all others, or sends them its part of each one's sum."""
+    def exchange(self, rows: float, tp: int) -> float:
+        """Seconds in which a GPU has so many rows of all ranks, its own among them, or sends as many back."""
         nbytes, chips = rows * self.spec.hidden * 2, self.chips
         within = MEETING[bool(chips.link)] + nbytes * (tp - 1) / tp / (chips.link or PCIE)
         if tp <= chips.count:
             return within
         return max(within, ABROAD + nbytes * (tp - chips.count) / tp / chips.far)
 
-    def weights(self, rows: int, tp: int, over: int) -> float:
+    def weights(self, rows: int, tp: int, over: int, mlps: int) -> float:
         """Bytes of a GPU's matrices that the step reads: of experts those that some row chooses, on average.
-        ``over``: see ``Config.heads_over``."""
+        ``over``, ``mlps``: see ``Config.heads_over`` and ``mlps_over``."""
         none, every = self.bounds
         own = none / tp
         if over < tp:
-            own = weight_bytes(self.bare, self.dtype, self.quantization, tp, "cuda", over)
+            own = weight_bytes(self.bare, self.dtype, self.quantization, tp, "cuda", over, mlps)
         if self.spec.moe is None:
             return own
         missed = (1 - self.spec.moe.routing.top_k / self.spec.moe.experts) ** rows

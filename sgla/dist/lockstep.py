@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.ops import AddedNorm
+from sgla.kernels.placement import reached
 from sgla.kernels.rehearsal import under_way
-from sgla.kernels.sent_moe import Traffic, reached
+from sgla.kernels.sent_moe import Traffic
 
 # Bytes that a rank is not sent in a mixture, from which on a step is launched kernel by kernel, so that tokens
 # go to their experts' ranks alone: links between hosts (50 GB/s) carry them in 0.1 ms, as long as it takes the

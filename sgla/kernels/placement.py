@@ -87,6 +87,11 @@ def _settle(homes: list[list[int]], expert: int, room: int, each: Sequence[float
     min(fit, key=lambda held: (sum(each[one] for one in held), len(held))).append(expert)
 
 
+def reached(ranks: int, top_k: int) -> float:
+    """How many of the ``ranks`` have one of a token's experts, on average, if all are as likely."""
+    return ranks * (1 - (1 - 1 / ranks) ** top_k)
+
+
 def balance(counts: Sequence[int], homes: Homes) -> float:
     """The mean of what ranks have to do, against the most: 1 is best."""
     copies = [sum(expert in held for held in homes) for expert in range(len(counts))]

@@ -60,11 +60,6 @@ class Sender(Protocol):
         """How many of so many rows of a step are this rank's tokens; those behind are nobody's."""
 
 
-def reached(ranks: int, top_k: int) -> float:
-    """How many of the ``ranks`` have one of a token's experts, on average, if all are as likely."""
-    return ranks * (1 - (1 - 1 / ranks) ** top_k)
-
-
 class Slots:
     """Where all copies of a mixture's experts are. A slot is a number: the rank times ``width``, and the
     place among the experts there, of which each rank has ``width`` at most."""

@@ -17,8 +17,9 @@ from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.integers import KINDS, are_integers
 from sgla.kernels.lora_moe import Adapted
 from sgla.kernels.ops import NO_BIASES, Biases
+from sgla.kernels.placement import reached
 from sgla.kernels.routing import Clamped, Gating, Routing
-from sgla.kernels.sent_moe import Sender, Sent, Slots, reached, through
+from sgla.kernels.sent_moe import Sender, Sent, Slots, through
 from sgla.kernels.triton import e2m1, elementwise, fp8, lora, moe, moe_tiles
 
 if TYPE_CHECKING:
