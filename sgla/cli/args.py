@@ -707,7 +707,7 @@ def _add_route(parser: argparse.ArgumentParser) -> None:
         elif field.default_factory is list:
             options |= {"action": "extend", "nargs": "+"}
         else:
-            options["type"] = reads(parse_bytes) if field.name.endswith("_bytes") else kind
+            options["type"] = reads(parse_bytes) if field.name.endswith(("_bytes", "_tree_size")) else kind
         if field.name in ROUTE_SECRETS and (keys := os.environ.get(f"SGLA_{field.name.upper()}", "").split()):
             options["default"] = keys if field.default_factory is list else keys[0]
         default = None if field.default is msgspec.NODEFAULT else field.default

@@ -597,8 +597,9 @@ def test_settings_that_cannot_be_honoured_are_refused(words: str, message: str) 
 
 def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLA_API_KEY", "a b")
-    words = "route --worker-urls http://a:1 http://b:2 --worker http://c:3 --policy session"
-    config = config_of(parse(words.split()))
+    words = "route --worker-urls http://a:1 http://b:2 --worker http://c:3 --policy session "
+    config = config_of(parse((words + "--max-body-bytes 1M --max-tree-size 2G").split()))
+    assert (config.max_body_bytes, config.max_tree_size) == (1 << 20, 2 << 30)
     assert config.worker == ["http://a:1", "http://b:2", "http://c:3"]
     assert (config.policy, config.api_key) == ("session", ["a", "b"])
 
