@@ -227,15 +227,21 @@ def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
     sets = f" in {config.cp} sets (--cp)" if config.cp > 1 else ""
     sets += ", which share out the tokens (--dcp)" if config.dcp > 1 else ""
     sets += ", each with attention of its own (--dp-attention)" if config.dp_attention else ""
-    yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp){sets}{nodes}"
+    stages = f"{config.pp} stage{'s' * (config.pp > 1)} (--pp) of {config.tp} (--tp)"
+    yield f"ranks      {len(ranks):>10}  {stages}{sets}{nodes}"
     cache = "" if config.kv_cache_bytes is None else f", KV cache {size_text(config.kv_cache_bytes)}"
+    experts = max(held.experts[1] + 1 if held.experts is not None else 0 for held in ranks)
     for held in ranks:
         first, last = held.layers
         what = [f"node {held.node}"] if nodes else []
         what += [f"layers {first} to {last}" if last > first else f"layer {first}"]
         what += ["embedding"] * held.embedding + ["output layer"] * held.output
         if held.experts is not None:
-            what.append(f"experts {held.experts[0]} to {held.experts[1]}")
+            begin, end = held.experts
+            what.append(f"experts {begin} to {end}")
+            if config.redundant_experts:
+                copies = (experts + config.redundant_experts) // config.ep - (end + 1 - begin)
+                what.append(f"copies of {copies} more")
         part = f", part {held.tp_rank + 1} of {config.tp}" if config.tp > 1 else ""
         part += f", set {held.rank // config.tp % config.cp + 1} of {config.cp}" if config.cp > 1 else ""
         yield (

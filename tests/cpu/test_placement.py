@@ -16,6 +16,7 @@ from test_whole_experts import STACKED
 from tiny import make_core, run, run_executor, tiny_config, tiny_source
 
 from sgla.actors import placing
+from sgla.cli.explain import mesh_lines
 from sgla.config import Config
 from sgla.errors import ConfigError, NotReady, SglaError, UnsupportedField
 from sgla.kernels.placement import Part, Placement, balance, balanced
@@ -159,10 +160,13 @@ def test_layers_that_would_get_no_more_even_stay() -> None:
 
 
 def test_copies_are_counted_before_anything_loads() -> None:
-    plain, more = (
-        mesh(tiny_config(tp=2, ep=2, redundant_experts=n), tiny_source(**MIXTURE).config) for n in (0, 2)
-    )
+    configs = [tiny_config(tp=2, ep=2, redundant_experts=n) for n in (0, 2)]
+    plain, more = (mesh(config, tiny_source(**MIXTURE).config) for config in configs)
     assert all(a.weights < b.weights for a, b in zip(plain, more))
+    told = [line for line in mesh_lines(configs[1], more) if line.startswith("- rank")]
+    for line, held in zip(told, ("experts 0 to 1", "experts 2 to 3"), strict=True):
+        assert f"{held}, copies of 1 more" in line
+    assert "copies" not in "".join(mesh_lines(configs[0], plain))
 
 
 @pytest.mark.parametrize(
