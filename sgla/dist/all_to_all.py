@@ -31,7 +31,9 @@ class AllToAll:
         self._rank, self._size, self._group = rank, size, group
 
     def open(self, hidden: int, top_k: int, tokens: int) -> None:
-        """It keeps none."""
+        """It keeps none, but ranks connect, which takes some of a GPU's."""
+        there = torch.zeros(self._size, dtype=torch.int64)
+        dist.all_to_all_single(torch.empty_like(there), there, group=self._group)
 
     def dispatch(self, x: Tensor, slots: Tensor, weights: Tensor, width: int) -> Sent:
         if under_way():
@@ -42,7 +44,8 @@ class AllToAll:
         here = torch.empty_like(there)
         dist.all_to_all_single(here, there, group=self._group)
         sent, come = torch.stack([there, here]).tolist()
-        tokens = goes.t().nonzero()[:, 1]
+        by_rank = goes.t().flatten().to(torch.uint8)
+        tokens = by_rank.argsort(descending=True, stable=True)[: sum(sent)] % max(1, len(x))
         parts = x.contiguous(), slots.int(), weights
         rows = torch.cat([part.view(torch.uint8) for part in parts], 1)[tokens]
         received = rows.new_empty(sum(come), rows.shape[1])
@@ -64,10 +67,20 @@ class AllToAll:
         dist.all_to_all_single(returned, y.contiguous(), there, here, self._group)
         # Where what comes from each rank lies, and of each token's ranks the numbers, in order.
         places = goes.t().flatten().cumsum(0).view(self._size, -1).t() - 1
-        ranks = goes.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-        at, there_is = places.gather(1, ranks), goes.gather(1, ranks)
-        total = y.new_zeros(len(goes), y.shape[1], dtype=torch.float32)
-        for i in range(most if len(goes) else 0):
-            part = returned[at[:, i].clamp(min=0)].float()
-            total += part.masked_fill(~there_is[:, i, None], 0.0)
-        return total.to(y.dtype)
+        ranks = goes.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        at = places.gather(1, ranks).masked_fill(~goes.gather(1, ranks), -1)
+        return _sums(returned, at.int())
+
+
+def _sums(rows: Tensor, at: Tensor) -> Tensor:
+    """See ``triton.moe.sum_rows``."""
+    if not len(at):
+        return rows.new_empty(0, rows.shape[1])
+    if rows.is_cuda:
+        from sgla.kernels.triton.moe import sum_rows
+
+        return sum_rows(rows, at)
+    total = rows.new_zeros(len(at), rows.shape[1], dtype=torch.float32)
+    for places in at.t().long():
+        total += rows[places.clamp(min=0)].float().masked_fill((places < 0)[:, None], 0.0)
+    return total.to(rows.dtype)

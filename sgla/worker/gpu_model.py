@@ -76,7 +76,8 @@ class GpuModel(Runner):
         if self.shard.lockstep is not None and self.shard.lockstep.traffic is not None:
             assert spec.moe is not None
             tokens = sizes.step_tokens + sizes.rows - sizes.slots  # with guesses
-            self.shard.lockstep.traffic.open(spec.hidden, spec.moe.routing.top_k, tokens)
+            with self.place.torch:
+                self.shard.lockstep.traffic.open(spec.hidden, spec.moe.routing.top_k, tokens)
         guessing = self._guessing(spec)
         with within_memory("loading the tower of pictures", lambda: OTHER_MODEL):
             if spec.heard:

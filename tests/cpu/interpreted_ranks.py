@@ -35,7 +35,7 @@ from tiny import Launching, make_core, run, submit, tiny_config
 
 from sgla.actors.placing import counts_of
 from sgla.attention import Attention
-from sgla.dist import gpus
+from sgla.dist import gpus, lockstep
 from sgla.dist.meeting import store_of, use_interface
 from sgla.executor.merging import Ends
 from sgla.hub.source import ModelSource
@@ -322,6 +322,8 @@ def work(
     torch.cuda.device_count = lambda: size // hosts
     sys.modules["deep_ep"] = standing_deepep
     standing_deepep.WIDE.add(torch.float32)
+    if settings.get("moe_a2a_backend") == "deepep":  # no step is a graph, in which tokens are gathered
+        lockstep.SPARED = -1
     refuses = gpus._refuses
     gpus._refuses = lambda *gpus: refuses(*gpus) if hosts > 1 else "there are none"
     gpu_setup.Capture, gpu_model.rehearse = Replays, lambda *_: None

@@ -370,3 +370,11 @@ def test_models_that_people_serve_are_tuned(model: str) -> None:
     experts = spec.moe.experts + spec.moe.shared // spec.moe.intermediate
     for itemsize in (1, 2):
         assert (experts, spec.moe.intermediate, spec.hidden, itemsize) in moe_tiles.TUNED
+
+
+@pytest.mark.parametrize("d", [48, 1025])
+def test_sums_of_rows_are_in_the_order_of_ranks(d: int) -> None:
+    rows, at = torch.randn(9, d) * 10, torch.tensor([[0, 3, 8], [5, -1, -1], [7, 2, -1], [1, 4, 6]]).int()
+    found = moe.sum_rows(rows, at)
+    expected = [rows[0] + rows[3] + rows[8], rows[5], rows[7] + rows[2], rows[1] + rows[4] + rows[6]]
+    assert torch.equal(found, torch.stack(expected))

@@ -112,7 +112,8 @@ def test_a_rank_that_is_its_own_peer(experts: list[torch.Tensor], by: str, tmp_p
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     try:
         traffic: Traffic = DeepEP(1) if by == "DeepEP" else AllToAll(0, 1)
-        traffic.open(D, 4, max(TOKENS))
+        with device:
+            traffic.open(D, 4, max(TOKENS))
         weights = pack(experts[0], "bf16"), pack(experts[1], "bf16"), pack(experts[2], "bf16")
         slots = Slots([list(range(EXPERTS))], EXPERTS)
         for tokens in TOKENS:

@@ -412,6 +412,18 @@ def _combine(
 
 
 @triton.jit
+def _sum_rows(rows, at, out, d, COUNT: tl.constexpr, D: tl.constexpr):
+    """One program: a part of one sum."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * D + tl.arange(0, D)
+    v = tl.zeros([D], tl.float32)
+    for j in tl.static_range(COUNT):
+        row = tl.load(at + token * COUNT + j).to(tl.int64)
+        there = tl.where(row < 0, 0, d)
+        v += tl.load(rows + row * d + i, mask=i < there, other=0.0).to(tl.float32)
+    tl.store(out + token * d + i, v.to(out.dtype.element_ty), mask=i < d)
+
+
+@triton.jit
 def _few_gate_up(
     x, probabilities, ids, w, w_scale, out, f, experts,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr,
@@ -662,6 +674,14 @@ def combine(y: Tensor, probabilities: Tensor, out: Tensor | None = None) -> Tens
     )
     _launch_combine(y, probabilities, total, out is not None, None, 0.0)
     return total
+
+
+def sum_rows(rows: Tensor, at: Tensor) -> Tensor:
+    """The sums of the rows ``at`` int32 ``[T, k]``, in that order, -1: none: ``[R, d]`` -> ``[T, d]``."""
+    out, d = rows.new_empty(len(at), rows.shape[1]), rows.shape[1]
+    width = min(1024, next_power_of_2(d))
+    _sum_rows[(len(at), cdiv(d, width))](rows, at, out, d, COUNT=at.shape[1], D=width)
+    return out
 
 
 def combine_norm(y: Tensor, probabilities: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
