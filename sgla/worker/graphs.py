@@ -288,7 +288,7 @@ class DecodeGraphs:
             prefixes=prefixes,
             states=self._device_states(units),
             ends=behind,
-            live=kv_len,
+            live=ends,  # 0 for a guess that is none, too
         )
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what

@@ -47,7 +47,9 @@ class ModelChains(Chains):
         room = len(self._slots)
         self._look = torch.zeros(2, READS[-1], dtype=torch.int32, device="cuda")
         self._look[0] = self._padding
-        self._ids, self._positions, self._kv_len = torch.zeros(3, room, dtype=torch.int32, device="cuda")
+        self._ids, self._positions, self._kv_len, self._live = torch.zeros(
+            4, room, dtype=torch.int32, device="cuda"
+        )
         self._out_loc = tables.places(room)
         windows = {0, *tables.windows[1:], *steps.windows}
         self._cum = {w: torch.zeros(room + 1, dtype=torch.int32, device="cuda") for w in windows}
@@ -174,11 +176,11 @@ class ModelChains(Chains):
     def _reader(self, size: int) -> None:
         """Read the tokens that ``_look`` names."""
         rows, back = self._look[:, :size]
-        slots, starts = self._slots[:size], self._starts[:size]
+        slots, starts, live = self._slots[:size], self._starts[:size], self._live[:size]
         drafts.look_back(
-            rows, back, self._state.computed, self._floors, self.shift, slots, starts, self._padding
+            rows, back, self._state.computed, self._floors, self.shift, slots, starts, live, self._padding
         )
-        self._read_few(self._batch(slots, starts))
+        self._read_few(self._batch(slots, starts, live=live))
 
     def _read_few(self, batch: DeviceBatch) -> None:
         self.steps.forward.hidden(batch, self._q_start[:1])
@@ -190,13 +192,14 @@ class ModelChains(Chains):
     def _step(self, size: int, ahead: int, width: int) -> None:
         state, sampler = self._state, self._target.sampler
         rows, most, leaves = self._columns[:, :size]
-        slots, starts, ends = self._slots[: size * width], self._starts[: size * width], self._ends[:size]
+        slots, starts, live = (each[: size * width] for each in (self._slots, self._starts, self._live))
+        ends = self._ends[:size]
         beside = self._beside[:size] if state.leaves and size <= LEAVED else None
         drafts.go_on(
             rows, most, state.computed, state.limits, self._floors, ahead, self.shift, slots, starts, ends,
-            self._padding, None if beside is None else (leaves, beside),
+            self._padding, None if beside is None else (leaves, beside), live,
         )  # fmt: skip
-        batch, out = self._batch(slots, starts), self.steps.logits[:size]
+        batch, out = self._batch(slots, starts, live=live), self.steps.logits[:size]
         logits = self._further(batch, out) if ahead else self._first(batch, self._last[width][:size], out)
         own, begin = self._of_target(logits)
         sampler.guess(own, rows, ends, self._out[:size], begin, self._exact(size), beside)
@@ -218,8 +221,10 @@ class ModelChains(Chains):
         """What the logits of so many rows were rounded of, if they were."""
         return None
 
-    def _batch(self, slots: Tensor, starts: Tensor, shift: int | None = None) -> DeviceBatch:
-        """Decode rows."""
+    def _batch(
+        self, slots: Tensor, starts: Tensor, shift: int | None = None, live: Tensor | None = None
+    ) -> DeviceBatch:
+        """Decode rows. ``live``: see ``ForwardBatch``."""
         shift = self.shift if shift is None else shift
         n, tables = len(slots), self.steps.tables
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
@@ -229,7 +234,7 @@ class ModelChains(Chains):
         self._within(ids)
         return tables.batch(
             slots, ids, positions=positions, q_start=q_start, kv_len=kv_len, out_loc=out_loc,
-            sample_rows=q_start[:n], decode_rows=n, cum=cum,
+            sample_rows=q_start[:n], decode_rows=n, cum=cum, live=live,
         )  # fmt: skip
 
     def _within(self, ids: Tensor) -> None:

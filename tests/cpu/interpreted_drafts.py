@@ -370,6 +370,19 @@ def guessed(made: Any, case: str) -> dict[str, Any]:
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 
 
+def check_padding(tables: Any) -> None:
+    """From now on batches of decode rows must know which are padding, guesses that are none among them."""
+    batch = tables.batch
+
+    def checked(slots: torch.Tensor, ids: torch.Tensor, **more: Any) -> Any:
+        made = batch(slots, ids, **more)
+        if made.live is not None and made.tokens == made.decode_rows:
+            assert torch.equal(made.live > 0, slots != tables.tokens.slots - 1)
+        return made
+
+    tables.batch = checked
+
+
 def meet(rank: int, meeting: str, sets: bool) -> None:
     """Ranks are those of a GPU from now on."""
     shard = Shard(context=Context(rank, 2, None)) if sets else Shard(rank, 2)
@@ -450,6 +463,7 @@ def main() -> None:
         made = make(cuda_runner, case, device="cuda", **guessing | own)
         runner = made.runners[-1] if isinstance(made, Stages) else made
         assert runner._captures == (own["attention_backend"] == "triton")
+        check_padding(runner.steps.tables)
         guesses = Guesses()
         if case in HEADS:
             guesses.of_gpu(runner)

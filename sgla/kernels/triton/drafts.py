@@ -181,8 +181,8 @@ def _tell(
 
 @triton.jit(do_not_specialize=["ahead", "padding"])
 def _go_on(
-    rows, most, leaves, computed, limits, floors, ahead, slots, starts, ends, beside, padding,
-    SHIFT: tl.constexpr, WIDTH: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
+    rows, most, leaves, computed, limits, floors, ahead, slots, starts, ends, beside, live, padding,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, LEAVES: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(rows + row)
@@ -197,6 +197,8 @@ def _go_on(
     real, own = (wanted > ahead) & (start >= tl.load(floors + slot)), i < WIDTH
     tl.store(slots + row * WIDTH + i, tl.where(real, slot, padding), mask=own)
     tl.store(starts + row * WIDTH + i, tl.where(real, start, 0), mask=own)
+    if LIVE:
+        tl.store(live + row * WIDTH + i, real.to(tl.int32), mask=own)
     tl.store(ends + row, tl.where(wanted > ahead, known + ahead, 0))
 
 
@@ -221,15 +223,17 @@ def _block(
 
 @triton.jit(do_not_specialize=["count", "padding"])
 def _look_back(
-    rows, back, count, computed, floors, slots, starts, padding, SHIFT: tl.constexpr, BLOCK: tl.constexpr
-):
+    rows, back, count, computed, floors, slots, starts, live, padding, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = i < count
-    slot, far = tl.load(rows + i, mask=live, other=0), tl.load(back + i, mask=live, other=0)
-    start = tl.load(computed + slot, mask=live, other=0) - SHIFT - far
-    real = (far > 0) & (start >= tl.load(floors + slot, mask=live, other=0))
-    tl.store(slots + i, tl.where(real, slot, padding), mask=live)
-    tl.store(starts + i, tl.where(real, start, 0), mask=live)
+    own = i < count
+    slot, far = tl.load(rows + i, mask=own, other=0), tl.load(back + i, mask=own, other=0)
+    start = tl.load(computed + slot, mask=own, other=0) - SHIFT - far
+    real = (far > 0) & (start >= tl.load(floors + slot, mask=own, other=0))
+    tl.store(slots + i, tl.where(real, slot, padding), mask=own)
+    tl.store(starts + i, tl.where(real, start, 0), mask=own)
+    tl.store(live + i, real.to(tl.int32), mask=own)
 
 
 @triton.jit(
@@ -524,6 +528,7 @@ def go_on(
     ends: Tensor,
     padding: int,
     leaves: tuple[Tensor, Tensor] | None = None,
+    live: Tensor | None = None,
 ) -> None:
     """Fill in the step of a model that guesses ``ahead`` tokens behind the next one, of the slots ``rows``
     int32[R], which may guess ``most`` int32[R] tokens.
@@ -532,12 +537,14 @@ def go_on(
     that which it guesses, and ``shift`` further back, but none before ``floors`` int32[slots]. Where a row
     does not guess so far, or has no such token, the first token of the slot ``padding`` is read. ``ends``
     int32[R]: the position of the guess, 0: there is none. ``leaves``: how many second guesses each row has,
-    and where the one for this place goes (0: there is none), int32[R] each."""
+    and where the one for this place goes (0: there is none), int32[R] each. ``live`` int32[R * width]: 1, or
+    0 for the padding."""
     count, width = len(rows), len(slots) // len(rows)
     given, beside = leaves or (most, ends)
     _go_on[(count,)](
-        rows, most, given, computed, limits, floors, ahead, slots, starts, ends, beside, padding,
-        SHIFT=shift, WIDTH=width, LEAVES=leaves is not None, BLOCK=next_power_of_2(width), num_warps=1,
+        rows, most, given, computed, limits, floors, ahead, slots, starts, ends, beside,
+        slots if live is None else live, padding, SHIFT=shift, WIDTH=width, LEAVES=leaves is not None,
+        LIVE=live is not None, BLOCK=next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
 
@@ -572,14 +579,15 @@ def look_back(
     shift: int,
     slots: Tensor,
     starts: Tensor,
+    live: Tensor,
     padding: int,
 ) -> None:
     """``slots`` and ``starts`` int32[N] of tokens of the slots ``rows`` int32[N], ``back`` int32[N] before
     the pending one and ``shift`` further; those of ``padding`` where ``back`` is 0, or that is before
-    ``floors`` int32[slots]."""
+    ``floors`` int32[slots]: ``live`` int32[N] is 0 there, else 1."""
     count = len(rows)
     _look_back[(cdiv(count, 128),)](
-        rows, back, count, computed, floors, slots, starts, padding, SHIFT=shift, BLOCK=128, num_warps=1
+        rows, back, count, computed, floors, slots, starts, live, padding, SHIFT=shift, BLOCK=128, num_warps=1
     )
 
 
