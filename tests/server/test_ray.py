@@ -102,7 +102,7 @@ def cluster(folder: str) -> Iterator[str]:
     """The address of one that others have started."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    command = [str(Path(ray.__file__).parent / "scripts" / "scripts.py"), "start", "--head", "--block"]
+    command = ["-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
     flags = [
         "--num-cpus",
         str(CPUS),
