@@ -83,14 +83,15 @@ def _reply(balancer: Balancer, method: str, path: str, query: dict[str, str], bo
 
 
 def _health(balancer: Balancer) -> Reply:
-    """Ready while some worker is."""
-    now = clock.now()
-    up = sum(worker.usable(now) for worker in balancer.workers.values())
+    """Ready while some worker is; one that is late takes requests where no other does."""
+    now, workers = clock.now(), balancer.workers.values()
+    up = sum(worker.usable(now) for worker in workers)
+    up = up or sum(worker.late and worker.reachable(now) for worker in workers)
     if balancer.draining or not up:
         why = "no worker is up"
         if balancer.draining:
             why = "the router is shutting down"
-        elif rest := sum(worker.reachable(now) for worker in balancer.workers.values()):
+        elif rest := sum(worker.reachable(now) for worker in workers):
             why = f"{rest} of {len(balancer.workers)} workers rest (they sleep, or take other weights), and "
             why += "no other is up"
         return error_reply(NotReady(why, retry_after=RETRY_AFTER))

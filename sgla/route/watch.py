@@ -22,6 +22,13 @@ log = logging.getLogger(__name__)
 
 MOST = 8 << 20  # bytes of an answer that are read
 RESTS = "sleeping", "updating"  # phases of a server of ours that somebody has told it
+UP = "up", ""
+TOLD = {  # of a worker's state, and of what troubles it
+    "up": (logging.INFO, "worker %s is up"),
+    "rests": (logging.INFO, "worker %s rests: %s"),
+    "late": (logging.WARNING, "worker %s is late: %s"),
+    "down": (logging.WARNING, "worker %s is down: %s"),
+}
 MODELS_SECONDS = 10.0  # between two times that a worker is asked for its models
 
 
@@ -84,10 +91,10 @@ class Watch:
             self._hurry[url].set()
 
     async def _keep_looking(self, url: str, hurry: asyncio.Event) -> None:
-        before: str | None = None
+        before: tuple[str, str] | None = None
         cards, listed = None, -MODELS_SECONDS
         while True:
-            fresh = before != "" or clock.now() >= listed + MODELS_SECONDS
+            fresh = before != UP or clock.now() >= listed + MODELS_SECONDS
             hurry.clear()
             named = self._named(url)
             look = await self.look(url, None if fresh else cards)
@@ -96,15 +103,11 @@ class Watch:
             if named and not self._named(url):  # it got an adapter meanwhile
                 look = look._replace(cards=None)
             self._balancer.saw(url, look)
-            trouble = self._balancer.workers[url].trouble if url in self._balancer.workers else before
-            if trouble != before:
-                if trouble and look.rests:
-                    log.info("worker %s rests: %s", url, trouble)
-                elif trouble:
-                    log.warning("worker %s is down: %s", url, trouble)
-                else:
-                    log.info("worker %s is up", url)
-                before = trouble
+            worker = self._balancer.workers.get(url)
+            if worker is not None and (worker.state, worker.trouble) != before:
+                before = worker.state, worker.trouble
+                level, text = TOLD[worker.state]
+                log.log(level, text, url, *filter(None, [worker.trouble]))
             try:
                 await asyncio.wait_for(hurry.wait(), self._config.health_check_interval_secs)
                 listed = -MODELS_SECONDS
@@ -125,6 +128,9 @@ class Watch:
                 status, text = await self._get(f"{url}/v1/models")
                 cards = cards_of(text) if status == 200 else None
             status, text = await self._get(f"{url}/metrics")
+        except TimeoutError:
+            seconds = self._config.health_check_timeout_secs
+            return Look(trouble=f"it has not answered for {seconds:g} s", silent=True)
         except Exception as error:  # whatever a server may answer with
             return Look(trouble=f"{type(error).__name__}: {error}"[:300])
         page = text if status == 200 else ""

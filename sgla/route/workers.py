@@ -57,7 +57,7 @@ class Look(NamedTuple):
     somebody has told it so: it sleeps, or its weights become others. ``cards``: its models as it lists them;
     None: it does not tell. ``steps``: how many it has made, ``busy``: whether it has requests to make steps
     for; None and False where it does not tell. ``tokens`` of its KV cache; 0: it does not tell. ``page``: its
-    metrics, where somebody shows them.
+    metrics, where somebody shows them. ``silent``: there was no answer in time.
     """
 
     trouble: str = ""
@@ -67,6 +67,7 @@ class Look(NamedTuple):
     tokens: int = 0
     page: str = ""
     rests: bool = False
+    silent: bool = False
 
 
 class Worker:
@@ -79,6 +80,7 @@ class Worker:
         self.page = ""  # of its metrics
         self.trouble = "it has not been looked at yet"
         self.rests = False
+        self.late = False  # with one answer to a look: it goes on with what it has
         self.draining = False
         self.cards: Cards | None = None
         self.names: frozenset[str] | None = None
@@ -93,12 +95,18 @@ class Worker:
         self._steps: float | None = None
         self._stepped = 0.0  # when that number was new, or there was nothing to do
 
+    @property
+    def state(self) -> str:
+        return "rests" if self.rests else "late" if self.late else "down" if self.trouble else "up"
+
     def usable(self, now: float) -> bool:
         return not self.trouble and self.reachable(now)
 
     def reachable(self, now: float) -> bool:
-        """Whether it answers, be it that it rests."""
-        return (not self.trouble or self.rests) and not self.draining and self.breaker.allows(now)
+        """Whether it answers, be it that it rests, or is late."""
+        return (
+            (not self.trouble or self.rests or self.late) and not self.draining and self.breaker.allows(now)
+        )
 
     def takes(self, model: str) -> bool:
         """Ollama's clients add ``:latest``; an adapter may stand behind its base, ``base:adapter``."""
@@ -114,13 +122,14 @@ class Worker:
 
     def saw(self, look: Look, now: float) -> bool:
         """Take in what a look found; whether the worker is down since. One that rests goes on with what it
-        has."""
+        has, and so does one that is late for the first time: its process may have much to do."""
         trouble = look.trouble or self._stuck(look, now)
         rests = bool(trouble) and look.rests
-        down = bool(trouble) and not rests and (self.rests or not self.trouble)
-        if trouble and (down or self.tree.size):
+        late = look.silent and not self.trouble
+        down = bool(trouble) and not rests and not late and (self.rests or self.late or not self.trouble)
+        if trouble and not late and (down or self.tree.size):
             self.tree.clear()  # it may come back as another process
-        self.trouble, self.rests = trouble, rests
+        self.trouble, self.rests, self.late = trouble, rests, late
         if not trouble:
             self.page = look.page
             self.cards = look.cards
@@ -141,10 +150,9 @@ class Worker:
 
     def describe(self, now: float) -> dict[str, Any]:
         """For ``/workers``."""
-        state = "draining" if self.draining else "rests" if self.rests else "down" if self.trouble else "up"
         return {
             "url": self.url,
-            "state": state,
+            "state": "draining" if self.draining else self.state,
             "is_healthy": self.usable(now),
             "trouble": self.trouble or ("the circuit breaker is open" if self.breaker.open else None),
             "models": None if self.names is None else sorted(self.names),

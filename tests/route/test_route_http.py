@@ -110,6 +110,38 @@ async def test_what_waits_at_a_worker_that_is_down_is_asked_of_another(route: Ro
     assert stuck.cancelled == 1
 
 
+async def test_a_worker_whose_health_comes_late_keeps_its_requests(route: Route) -> None:
+    router = await route(1, health_check_timeout_secs=0.2, health_check_interval_secs=0.05)
+    [worker] = router.workers
+    slow = asyncio.Event()
+    again = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/health" and slow.is_set() and not again.is_set():
+            again.set()
+            await asyncio.sleep(0.4)
+        if request.path.startswith("/v1/chat"):
+            return await worker._usual(request)
+        return web.json_response({"data": CARDS})
+
+    worker.answer = answer
+    watch = Watch(router.balancer)
+    try:
+        running = asyncio.ensure_future(router.post(CHAT | {"wait": True}))
+        await until(lambda: any(path.startswith("/v1/chat") for path, *_ in worker.seen))
+        slow.set()
+        [known] = router.balancer.workers.values()
+        await until(lambda: known.state == "late")
+        assert (await router.get("/health"))[0] == 200
+        assert (await router.post(CHAT))[0] == 200, "no other is up"
+        await until(lambda: known.state == "up")
+        worker.go.set()
+        assert (await running)[0] == 200
+        assert sum(path.startswith("/v1/chat") for path, *_ in worker.seen) == 2, "none was sent again"
+    finally:
+        await watch.close()
+
+
 async def test_without_workers_clients_are_told_to_come_back(route: Route) -> None:
     router = await route(2)
     for worker in router.workers:

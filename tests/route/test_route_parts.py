@@ -338,6 +338,26 @@ def test_a_worker_that_rests_is_not_down() -> None:
     assert worker.describe(2)["state"] == "down"
 
 
+def test_a_worker_that_is_late_once_is_not_down() -> None:
+    worker = Worker("http://w:1", RouteConfig())
+    silent = Look(trouble="it has not answered for 5 s", silent=True)
+    assert not worker.saw(silent, 0)
+    assert (worker.state, worker.reachable(0)) == ("down", False), "it has never been up"
+    worker.saw(Look(), 1)
+    worker.tree.insert(prefix.path(b"x" * 500))
+    assert not worker.saw(silent, 2)
+    assert (worker.state, worker.usable(2), worker.reachable(2)) == ("late", False, True)
+    assert worker.tree.size
+    worker.saw(Look(), 3)
+    assert worker.state == "up"
+    assert not worker.saw(silent, 4)
+    assert worker.saw(silent, 5), "the second time in a row"
+    assert (worker.state, worker.tree.size) == ("down", 0)
+    worker.saw(Look(), 6)
+    worker.saw(silent, 7)
+    assert worker.saw(Look(trouble="connection refused"), 8)
+
+
 def test_metrics_of_engines_are_read() -> None:
     ours = 'sgla:steps_total{model_name="m"} 7.0\nsgla:num_running_reqs{model_name="m"} 2.0\n'
     assert read_metrics(ours + "sgla:max_total_num_tokens 100.0") == Look(steps=7, busy=True, tokens=100)
