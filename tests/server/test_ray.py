@@ -36,6 +36,7 @@ groups = [each["state"] for each in placement_group_table().values()]
 print(json.dumps([ray.available_resources().get("CPU", 0), groups]))
 """
 CPUS = 4  # of the cluster
+START = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]
 pytestmark = pytest.mark.slow  # a cluster takes 10 s to start
 
 
@@ -102,8 +103,8 @@ def cluster(folder: str) -> Iterator[str]:
     """The address of one that others have started."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    command = ["-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
     flags = [
+        "--head",
         "--num-cpus",
         str(CPUS),
         "--port",
@@ -114,7 +115,7 @@ def cluster(folder: str) -> Iterator[str]:
         "false",
     ]
     head = subprocess.Popen(
-        [sys.executable, *command, *flags, "--node-ip-address", "127.0.0.1"],
+        [*START, *flags, "--node-ip-address", "127.0.0.1"],
         env=os.environ | alone(folder),
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -161,19 +162,7 @@ def test_nodes_of_several_ranks_answer_as_one(serve: Any, cluster: str, flags: t
 @contextmanager
 def started(host: Host, folder: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Ray on a host, with room for one node."""
-    script = str(Path(ray.__file__).parent / "scripts" / "scripts.py")
-    command = [
-        "ip",
-        "netns",
-        "exec",
-        host.name,
-        sys.executable,
-        script,
-        "start",
-        "--block",
-        "--num-cpus",
-        "1",
-    ]
+    command = ["ip", "netns", "exec", host.name, *START, "--num-cpus", "1"]
     process = subprocess.Popen(
         [*command, "--node-ip-address", host.address, *flags],
         env=os.environ | alone(folder),
