@@ -17,6 +17,7 @@ from sgla.config import Config
 from sgla.errors import SglaError, UnsupportedField, WorkerDied
 from sgla.executor import bridge
 from sgla.executor.merging import Ends, Results, common_facts
+from sgla.executor.parting import known_to
 from sgla.executor.procs import ProcsExecutor
 from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 from sgla.nodes import (
@@ -26,6 +27,7 @@ from sgla.nodes import (
     common,
     meeting,
     not_there,
+    ranks_of,
     secret_of,
     without_secrets,
 )
@@ -291,7 +293,7 @@ class NodesExecutor:
         if self._gone:
             return
         for node in self._nodes.values():
-            node.post(bridge.Planned(plan))
+            node.post(bridge.Planned(known_to(plan, ranks_of(self._config, node.number))))
         self._local.submit(plan)
 
     def results_fd(self) -> int:

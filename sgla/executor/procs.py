@@ -33,6 +33,7 @@ from sgla.device import platform
 from sgla.errors import SglaError, WorkerDied
 from sgla.executor.base import STACKS
 from sgla.executor.merging import Ends, Results, common_facts
+from sgla.executor.parting import records
 from sgla.executor.ring import Ring
 from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 from sgla.nodes import answering, ranks_of
@@ -347,8 +348,8 @@ class ProcsExecutor:
     def submit(self, plan: StepPlan) -> None:
         if self._gone:
             return
-        record = self._encode(plan)
-        for rank in self._ranks:
+        told = records(plan, ranks_of(self._config), self._encode)
+        for rank, record in zip(self._ranks, told, strict=True):
             assert rank.plans is not None
             rank.plans.push(record)
 

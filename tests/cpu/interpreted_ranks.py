@@ -38,6 +38,7 @@ from sgla.attention import Attention
 from sgla.dist import gpus, lockstep
 from sgla.dist.meeting import store_of, use_interface
 from sgla.executor.merging import Ends
+from sgla.executor.parting import known_to
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cuda import thresholds
@@ -288,7 +289,8 @@ class Alike:
         self._ends, self._steps, self._flying = Ends(dist.get_world_size()), Launching(runner), 0
 
     def submit(self, plan: StepPlan) -> None:
-        self._steps.submit(plan)
+        rank = dist.get_rank()
+        self._steps.submit(known_to(plan, range(rank, rank + 1)))
         self._flying += 1
 
     def drain(self) -> list[StepResult | Moved]:

@@ -25,6 +25,7 @@ from sgla.errors import ConfigError, SglaError, UnsupportedField, WeightError, W
 from sgla.executor import inline
 from sgla.executor.base import Executor
 from sgla.executor.inline import InlineExecutor
+from sgla.executor.parting import known_to
 from sgla.executor.procs import ProcsExecutor, spare
 from sgla.messages import CacheGroup, Control, Facts, NewRow, Progress, RowSampling, StepPlan, StepResult
 
@@ -76,8 +77,8 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     process, made = psutil.Process(), []
     before, others = process.num_fds(), process.children()
 
-    def make(kind: Make, source: dict[str, Any], tp: int = 1, pp: int = 1) -> Any:
-        made.append(kind(Config(threads=1, tp=tp, pp=pp), source, runner=STUB))
+    def make(kind: Make, source: dict[str, Any], **settings: Any) -> Any:
+        made.append(kind(Config(threads=1, **settings), source, runner=STUB))
         return made[-1]
 
     yield make
@@ -131,6 +132,24 @@ async def test_a_runner_is_there_until_its_process_ends(make: Make, tmp_path: Pa
     await executor.start(lambda progress: None)
     await executor.close()
     assert not (tmp_path / "gone").exists()
+
+
+async def test_a_rank_gets_the_new_requests_of_its_own_part_alone(make: Make, capfd: Any) -> None:
+    """In a ring there is no room for those of all."""
+    executor = make(ProcsExecutor, {}, tp=3, dp_attention=True)
+    await executor.start(lambda progress: None)
+    new = [NewRow(slot=1, tokens=bytes(9 << 20), prompt_len=1, pages=[], sampling=RowSampling())]
+    parts = [make_plan(7, new), None, make_plan(7, new)]
+    plan = StepPlan(step=7, slots=b"", starts=b"", q_lens=b"", flags=b"", parts=parts)
+    for _ in range(3):
+        executor.submit(plan)
+        (result,) = await collect(executor, 1)
+        assert [part.step for part in result.parts] == [7] * 3
+    first, last = known_to(plan, range(3, 4)).parts, known_to(plan, range(8, 9)).parts
+    assert first[0] == last[2] == make_plan(7, new)
+    assert first[2] == last[0] == make_plan(7)
+    assert known_to(plan, range(6)).parts == parts
+    assert known_to(make_plan(7, new), range(6)) == make_plan(7, new)
 
 
 async def test_every_rank_gets_every_plan_and_one_death_ends_all(make: Make, capfd: Any) -> None:

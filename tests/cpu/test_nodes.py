@@ -145,8 +145,10 @@ async def test_plans_and_commands_cross(pair: Make) -> None:
     for step in range(1, 30):
         both.first.submit(make_plan(step))
         assert [result.step for result in await collect(both.first, 1)] == [step]
-    told = (await both.first.control(Control(verb="signals")))["ranks"]
-    assert [each["executed"] for each in told] == [29, 29]
+    while True:  # rank 0 may lag behind the one that answers
+        told = (await both.first.control(Control(verb="signals")))["ranks"]
+        if [each["executed"] for each in told] == [29, 29]:
+            break
     assert len({each["pid"] for each in told}) == 2
     with pytest.raises(UnsupportedField, match="no verb nonsense"):
         await both.first.control(Control(verb="nonsense"))
