@@ -239,7 +239,10 @@ def choose(
     one = msgspec.structs.replace(config, **alone, nnodes=1, node_rank=0)
     device = resolve(one, machine, model).config.device
     if device != "cuda":
-        return Chosen(config, [f"parallel: one rank, which has all cores (--device {device})"])
+        sizes = {axis: getattr(config, axis) for axis in (*AXES, "cp")}
+        given = " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
+        what = f"{given}, as given" if given else "one rank, which has all cores"
+        return Chosen(config, [f"parallel: {what} (--device {device})"])
     count, memory = len(machine.gpus), min(gpu.memory for gpu in machine.gpus)
     far = (network or ETHERNET) / count
     chips = Chips(machine.gpus[0].name, count, memory, link, config.nnodes, far)

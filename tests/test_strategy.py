@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from sgla.cli.parallel import settled
 from sgla.cli.settings import load_config
@@ -113,6 +114,8 @@ def test_a_cpu_has_one_rank(tmp_path: Path) -> None:
     assert (found.parallel, found.tp, found.dp) == ("given", 1, 1)
     assert said == ["parallel: one rank, which has all cores (--device cpu)"]
     assert settled(found, said.append) is found
+    two = settled(replace(config, tp=2, pp=2), said.append, download=False)
+    assert (two.tp, two.pp, said[1:]) == (2, 2, ["parallel: --pp 2 --tp 2, as given (--device cpu)"])
 
 
 def test_refusals() -> None:
