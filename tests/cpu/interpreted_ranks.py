@@ -184,6 +184,11 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         2,
         DATA | ALL | {"ep": 2, "speculative_algorithm": "mtp"},
     ),
+    "a layer beside experts that tokens are sent to": (
+        PREDICTED,
+        2,
+        DATA | ALL | {"ep": 2, "moe_a2a_backend": "alltoall", "speculative_algorithm": "mtp"},
+    ),
     "a layer beside attention by data in stages": (
         PREDICTED,
         4,

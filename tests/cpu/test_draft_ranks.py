@@ -146,6 +146,13 @@ def ranks_of(transcript: Transcript) -> list[int]:
     return [entry.rank for delta in transcript["told"] for entry in delta.logprobs or []]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_that_guesses_is_refused_on_gpus(case: str) -> None:
+    config = guessing(case, speculative_adaptive=True, speculative_model=CASES[case][2] and "x")
+    for way in ({"pp": 2}, {"cp": 2}, {"tp": 2, "dp_attention": True}, {"tp": 2, "ep": 2, "cp": 2, "pp": 2}):
+        check_settings(msgspec.structs.replace(config, **way), "cuda")
+
+
 def test_second_guesses_beside_attention_by_data_are_refused() -> None:
     config = tiny_config(tp=2, dp_attention=True, speculative_algorithm="mtp", speculative_eagle_topk=2)
     with pytest.raises(ConfigError, match="2 cannot be honoured with --dp-attention"):

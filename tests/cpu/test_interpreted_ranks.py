@@ -45,6 +45,7 @@ SLOW = (
     "a model guesses beside attention by data",
     "a head beside attention by data",
     "a layer beside attention by data",
+    "a layer beside experts that tokens are sent to",
     "a layer beside attention by data in stages",
     "a layer beside attention by data and parts of a prompt",
     "a model guesses beside parts of a prompt",
