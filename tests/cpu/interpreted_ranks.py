@@ -27,7 +27,7 @@ import standing_deepep
 import torch
 import torch.distributed as dist
 from adapters import invent
-from interpreted_drafts import DEEPER, EAGLE, MEDUSA, Guesses
+from interpreted_drafts import DEEPER, DFLASH, EAGLE, MEDUSA, SHALLOW, Guesses
 from interpreted_drafts import LATENT as PREDICTED
 from test_data_attention import parted
 from test_stages import LATENT, MIXTURE
@@ -179,6 +179,8 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         DATA | GUESSES | {"speculative_algorithm": "draft_model"},
     ),
     "a head beside attention by data": (DEEPER, 2, DATA | ALL | {"speculative_algorithm": "eagle3"}),
+    "blocks beside attention by data": (DEEPER, 2, DATA | ALL | {"speculative_algorithm": "dflash"}),
+    "an older head beside attention by data": (MODEL, 2, DATA | ALL | {"speculative_algorithm": "eagle"}),
     "a layer beside attention by data": (
         PREDICTED,
         2,
@@ -229,6 +231,8 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
 }
 DRAFTS = {  # by what guesses: another model, or heads, fewer of Medusa than may be guessed
     "draft_model": EXPERTS,
+    "dflash": DFLASH,
+    "eagle": SHALLOW | {"max_position_embeddings": 256},
     "eagle3": MODEL | EAGLE,
     "medusa": MEDUSA | {"medusa_num_heads": 2},
     "mtp": None,

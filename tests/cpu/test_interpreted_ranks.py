@@ -44,6 +44,8 @@ SLOW = (
     "guesses beside attention by data, states",
     "a model guesses beside attention by data",
     "a head beside attention by data",
+    "blocks beside attention by data",
+    "an older head beside attention by data",
     "a layer beside attention by data",
     "a layer beside experts that tokens are sent to",
     "a layer beside attention by data in stages",
