@@ -563,7 +563,7 @@ def test_guesses_change_no_text(
 @needs_two
 @pytest.mark.parametrize("way", [{"tp": 2}, {"tp": 2, "ep": 2, "dp_attention": True}, {"cp": 2}], ids=str)
 def test_a_layer_of_the_model_guesses(make: Any, way: dict[str, Any]) -> None:
-    """A mixture like the others, whole where ranks have requests of their own. With random weights it is never
+    """A mixture like the others, whole where ranks have requests of their own. Random weights are never
     right."""
     prompts, sampling = requests(1500)
     asked = {"speculative_algorithm": "mtp", "speculative_num_draft_tokens": 2, "speculative_adaptive": False}
