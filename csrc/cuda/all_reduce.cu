@@ -187,9 +187,14 @@ __device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS
 __device__ __forceinline__ u32 calls(const u32* state) {
   return __ldcg(state);  // which another multiprocessor may have written at the end of the call before
 }
-__device__ __forceinline__ void end_call(u32* state, u32 call) {
-  __syncthreads();  // all threads have read the state
-  if (threadIdx.x == 0 && atomicAdd(state + 1, 1) == gridDim.x - 1) {
+// Counts a block whose threads have read the state. Returns how many were before it, to the first thread,
+// which waits for that in `end_call`.
+__device__ __forceinline__ u32 count_block(u32* state) {
+  __syncthreads();
+  return threadIdx.x == 0 && gridDim.x > 1 ? atomicAdd(state + 1, 1) : 0;
+}
+__device__ __forceinline__ void end_call(u32* state, u32 call, u32 before) {
+  if (threadIdx.x == 0 && before == gridDim.x - 1) {
     state[1] = 0;
     state[0] = call + 1;
   }
@@ -217,7 +222,10 @@ __device__ __forceinline__ uint4* inbox(const Params& p, int rank) {
   return found;
 }
 
-__device__ __forceinline__ void one_shot(const Params& p, long long half, Ahead& ahead) {
+// Returns what `count_block` does. Whoever has sent to all has read the state when the rows are here. Blocks
+// that send theirs count at the end: earlier is slower.
+__device__ __forceinline__ u32 one_shot(const Params& p, long long half, Ahead& ahead) {
+  u32 before = 0;
   if (!SENT && blockIdx.x < p.rows) share(p, blockIdx.x, half);
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
     if (!SENT && row + gridDim.x < p.rows) share(p, row + gridDim.x, half);
@@ -231,11 +239,13 @@ __device__ __forceinline__ void one_shot(const Params& p, long long half, Ahead&
         collect(v[k], SENT == 2 ? nothing() : p.x[at], inbox(p, p.rank) + half + at,
                 (long long)p.rows * p.width, SENT == 2 ? RANKS : p.rank);
     }
+    if (SENT == 2 && row + gridDim.x >= p.rows) before = count_block(p.state);
     finish(p, row, v, ahead);
   }
+  return SENT == 2 ? before : count_block(p.state);
 }
 
-__device__ __forceinline__ void two_shot(const Params& p, long long half, Ahead& ahead) {
+__device__ __forceinline__ u32 two_shot(const Params& p, long long half, Ahead& ahead) {
   const long long each = (p.rows + RANKS - 1) / RANKS * p.width, sums = half + RANKS * each;
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const int owner = row % RANKS;
@@ -280,6 +290,7 @@ __device__ __forceinline__ void two_shot(const Params& p, long long half, Ahead&
     }
     finish(p, row, v, ahead);
   }
+  return count_block(p.state);
 }
 
 // At least 1024 threads on a multiprocessor: the launcher counts on it.
@@ -293,11 +304,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_reduce
   const u32 call = calls(p.state);
   const long long half = (call & 1) * p.half;
 #if TWO_SHOT
-  two_shot(p, half, ahead);
+  const u32 before = two_shot(p, half, ahead);
 #else
-  one_shot(p, half, ahead);
+  const u32 before = one_shot(p, half, ahead);
 #endif
-  end_call(p.state, call);
+  end_call(p.state, call, before);
 }
 
 // Rows of a rank: [begin, end).
@@ -349,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) reduce_sca
     }
     finish(p, row, v, ahead);
   }
-  end_call(p.state, call);
+  end_call(p.state, call, count_block(p.state));
 }
 
 // All ranks get the rows of all: x [own rows, width] of each, out [rows, width].
@@ -377,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_gather
       p.out[at] = take(places + at);
     }
   }
-  end_call(p.state, call);
+  end_call(p.state, call, count_block(p.state));
 }
 
 struct MaxParams {
@@ -425,5 +436,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
     }
     p.keys[row] = best;
   }
-  end_call(p.state, call);
+  end_call(p.state, call, count_block(p.state));
 }

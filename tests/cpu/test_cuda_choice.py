@@ -86,6 +86,16 @@ def test_blocks_keep_to_the_rows_whose_scales_they_have(
             assert blocks % row_tiles == 0
 
 
+@pytest.mark.parametrize("k", [2048, 4096, 6144, 12288])
+def test_tiles_that_fill_the_gpu_in_two_parts_serve_all_batches(
+    monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
+    configs = {batch_gemm.default_config(m, 4096, k) for m in range(65, batch_gemm.MAX_ROWS + 1)}
+    assert configs == {batch_gemm.Config(64, 2, 1)}
+    assert batch_gemm.default_config(256, 3584, k) is None  # which leaves 20 multiprocessors idle
+
+
 def apart() -> Iterator[tuple[int, int, batch_gemm.Config]]:
     """Rows, columns and what has blocks that wait for each other, as measured on an H200 and as estimated."""
     lines = (msgspec.json.decode(line, type=Line) for line in file_of("H200").read_bytes().splitlines())

@@ -221,8 +221,9 @@ def _choose(count: int, m: int, n: int, k: int, gated: bool) -> Config | None:
         if apart and split == 4 and k >= 4096:
             return apart
         return Config(64, 2 if n > 2048 else 4 if n > 1024 else 8)
-    ours = m <= (224 if n * k >= LARGE else 192)
-    if ours and apart and (k >= 8192 if m > 192 else k >= 4096 and split == 8):
+    in_two = 2048 < n <= 4096 and busy(64, 2) > 0.9  # tiles of 64, each by two blocks, fill the GPU
+    ours = in_two or m <= (224 if n * k >= LARGE else 192)
+    if ours and apart and ((k >= 8192 and not in_two) if m > 192 else (k >= 4096 and split == 8)):
         return apart
     if m <= 128 and 4096 < n <= 64 * count and k >= 4096:
         return Config(128, 2, 1)
