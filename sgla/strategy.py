@@ -89,6 +89,13 @@ def flags_of(axes: Mapping[str, int]) -> str:
     return " ".join(told + ["--dp-attention"] * bool(axes[DATA])) or "--tp 1"
 
 
+def shared_by(config: Config) -> str:
+    """The flags by which ranks share a model out, and of its replicas; "" for one rank."""
+    sizes = {axis: getattr(config, axis) for axis in (*AXES, "cp", "dcp") if axis != DATA}
+    told = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return " ".join(told + ["--dp-attention"] * config.dp_attention)
+
+
 class Chosen(NamedTuple):
     """``why``: lines for people."""
 
@@ -239,8 +246,7 @@ def choose(
     one = msgspec.structs.replace(config, **alone, nnodes=1, node_rank=0)
     device = resolve(one, machine, model).config.device
     if device != "cuda":
-        sizes = {axis: getattr(config, axis) for axis in (*AXES, "cp")}
-        given = " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
+        given = shared_by(config)
         what = f"{given}, as given" if given else "one rank, which has all cores"
         return Chosen(config, [f"parallel: {what} (--device {device})"])
     count, memory = len(machine.gpus), min(gpu.memory for gpu in machine.gpus)

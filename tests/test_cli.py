@@ -403,6 +403,11 @@ def test_ready_line_has_a_curl_command_that_parses() -> None:
     text = ready_text(config, FACTS, Defaults(), "http://127.0.0.1:1234", 1.25)
     assert text.startswith(
         "ready in 1.2 s: it's on cpu, bfloat16, context 512 tokens, KV cache 1600 tokens\n"
+        "steps: 64 tokens of 8 requests at most\n"
+    )
+    shared = ready_text(Config(pp=2, tp=4, ep=4, dp_attention=True), FACTS, Defaults(), "http://h", 1.0)
+    assert (
+        "\nsteps: 64 tokens of 8 requests at most, ranks by --pp 2 --tp 4 --ep 4 --dp-attention\n" in shared
     )
     assert "note: torch operations" in text
     assert "sampling: temperature 1, top_p 1 (OpenAI's)\n" in text
@@ -427,7 +432,7 @@ def test_ready_tells_which_files_are_served() -> None:
     snapshot = Path("/c/models--Qwen--Qwen3-0.6B/snapshots/abc")
 
     def lines(path: Path) -> list[str]:
-        return ready_text(Config(), FACTS, Defaults(), "http://h", 1.0, path).splitlines()
+        return ready_text(Config(), FACTS, Defaults(), "http://h", 1.0, path).splitlines()[1:]
 
     assert lines(snapshot)[1] == f"model: Qwen/Qwen3-0.6B, revision abc, in {snapshot}"
     assert lines(snapshot / "x-Q4_0.gguf")[1].startswith("model: Qwen/Qwen3-0.6B, revision abc, in /c/")

@@ -26,6 +26,7 @@ from sgla.messages import Facts
 from sgla.nodes import at
 from sgla.observe.log import setup_logging
 from sgla.resolve import check, resolve
+from sgla.strategy import shared_by
 
 if TYPE_CHECKING:
     from sgla.http.serve import Open
@@ -119,9 +120,11 @@ def ready_text(
             f"pictures are read for servers with --encode-url tcp://{where}{told}"
         )
     cached = (facts.groups[0].pages - 1) * facts.page_size  # without the dummy page
+    ranks = f", ranks by {shared}" if (shared := shared_by(config)) else ""
     return (
         f"{begun}, context {facts.context_len} tokens"
         + (f", KV cache {cached} tokens\n" if cached > 0 else "\n")
+        + f"steps: {facts.step_tokens} tokens of {facts.slots} requests at most{ranks}\n"
         + model_text(path)
         + (f"sampling: {defaults}\n" if facts.pooling is None else "")
         + notes
