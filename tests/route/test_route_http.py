@@ -111,7 +111,7 @@ async def test_what_waits_at_a_worker_that_is_down_is_asked_of_another(route: Ro
 
 
 async def test_a_worker_whose_health_comes_late_keeps_its_requests(route: Route) -> None:
-    router = await route(1, health_check_timeout_secs=0.2, health_check_interval_secs=0.05)
+    router = await route(1, health_check_timeout_secs=0.8, health_check_interval_secs=0.05)
     [worker] = router.workers
     slow = asyncio.Event()
     again = asyncio.Event()
@@ -119,7 +119,7 @@ async def test_a_worker_whose_health_comes_late_keeps_its_requests(route: Route)
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path == "/health" and slow.is_set() and not again.is_set():
             again.set()
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(1)
         if request.path.startswith("/v1/chat"):
             return await worker._usual(request)
         return web.json_response({"data": CARDS})
