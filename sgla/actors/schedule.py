@@ -105,7 +105,10 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
         now = clock.now()
         deltas: list[Delta] = []
         results: list[StepResult] = []
-        for told in self._executor.drain():
+        found = self._executor.drain()
+        if not found:  # others have to answer, too
+            return
+        for told in found:
             if isinstance(told, Moved):
                 self.core.moved(told)
             else:

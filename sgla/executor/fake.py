@@ -572,7 +572,8 @@ class FakeRunner:
 
     It stands for a device: steps queue up, and each lasts ``fake_step_ms`` from its launch, or from the end
     of the one before if that is later. The gap before a step is the time in which the device had none. With
-    ``tiers`` its pages have contents, and a copy lasts ``COPY_SECONDS`` beside the steps.
+    ``tiers`` its pages have contents, and a copy lasts ``COPY_SECONDS`` beside the steps. With attention by
+    data it has the part of its rank, and waits for no other.
     """
 
     tiers: Sequence[Tier] = ()
@@ -592,9 +593,11 @@ class FakeRunner:
         self._copies: deque[tuple[float, int]] = deque()  # when they end, and their transfers
         self._step_seconds = config.fake_step_ms / 1000
         self._end = clock.now()  # of the last step launched
+        self._part = rank % config.tp
 
     def launch(self, plan: StepPlan) -> FakeFlight:
-        result = self._model.execute(plan)
+        own = plan.parts[self._part] if plan.parts else plan
+        result = StepResult(step=plan.step, tokens=b"") if own is None else self._model.execute(own)
         result.gap, result.seconds = max(0.0, clock.now() - self._end), self._step_seconds
         self._end += result.gap + self._step_seconds
         self._copies += [(self._end + COPY_SECONDS, copy.transfer) for copy in plan.copies]

@@ -362,8 +362,10 @@ class ProcsExecutor:
     def drain(self) -> list[StepResult | Moved]:
         if self._gone:
             return []
+        told = None if self._any is None else {fd for fd, _ in self._any.poll(0)}
         for at, rank in enumerate(self._answering):
-            self._results.add(at, self._steps(rank))
+            if told is None or (rank.results is not None and rank.results.fileno() in told):
+                self._results.add(at, self._steps(rank))
         if self._moved and not self._answering:
             os.eventfd_read(self._told)
         results: list[StepResult | Moved] = [*self._results.whole(), *self._moved]

@@ -36,8 +36,8 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
     obstacle = None
     if config.tp == 1:
         obstacle = "with --tp 1, which has nothing to share out; give --tp"
-    elif config.executor not in ("procs", "ray"):
-        obstacle = f"with --executor {config.executor}"
+    elif config.executor == "fake" and not config.fake_step_ms:
+        obstacle = "with --executor fake without --fake-step-ms, which runs no ranks"
     elif device not in ("cpu", "cuda"):
         obstacle = f"on --device {device}"
     elif vectors or isinstance(spec, EncoderSpec):

@@ -105,6 +105,21 @@ async def test_choices_of_experts_are_counted_once_and_a_lost_rank_is_told() -> 
         assert "rank 1" in str(await asyncio.wait_for(lost, 10))
 
 
+async def test_fake_ranks_answer_for_their_own_requests() -> None:
+    config, source = tiny_config(tp=2, executor="fake", fake_step_ms=1, dp_attention=True), tiny_source()
+    wanted = [submit(str(n), list(range(n, n + 20)), 6) for n in range(5)]
+    found = []
+    for changes in ({"tp": 1, "dp_attention": False}, {}):
+        executor = ForkedExecutor(replace(config, **changes), source, runner="sgla.executor.fake:FakeRunner")
+        try:
+            facts = await executor.start(lambda progress: None)
+            core = None if changes else parted(facts)
+            found.append((await run_executor(executor, facts, wanted, core)).tokens())
+        finally:
+            await executor.close()
+    assert found[0] == found[1]
+
+
 def cores(**limits: Any) -> PartedCore:
     return parted(one(tiny_source()).facts, **limits)
 
@@ -186,7 +201,7 @@ def test_what_has_ended_is_forgotten_and_deadlines_hold() -> None:
     ("settings", "words"),
     [
         ({"tp": 1}, "with --tp 1"),
-        ({"executor": "fake"}, "with --executor fake"),
+        ({"executor": "fake"}, "with --executor fake without --fake-step-ms"),
         ({"kv_disk": "/tmp:1G"}, "--kv-disk cannot be honoured with --dp-attention"),
     ],
 )
