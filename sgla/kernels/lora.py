@@ -33,6 +33,13 @@ class Tiles(NamedTuple):
     experts: Tensor | None = None
 
 
+class Placed(NamedTuple):
+    """What kernels of a GPU read of ``Rows``."""
+
+    places: tuple[Tensor, Tensor]
+    tiles: tuple[Tiles, Tiles]
+
+
 class Rows:
     """The place of each row of a step: of its T tokens, and of the S whose successors are sampled, the only
     rows that the last layer goes on with. ``active``: some row has an adapter. What is recorded while it is
@@ -57,6 +64,13 @@ class Rows:
         self._groups = groups_of(tokens), groups_of(sampled)
         self._places = tokens, sampled
         self.active = bool(self._groups[0])
+
+    @property
+    def placed(self) -> Placed:
+        return Placed(self.places, self.tiles)
+
+    def place(self, placed: Placed) -> None:
+        self.places, self.tiles = placed
 
     def are_sampled(self, x: Tensor) -> bool:
         """Whether the rows of x are the sampled ones, not all tokens."""

@@ -18,14 +18,11 @@ REFUSED = {
         "enable_torch_compile": "a module of transformers is not cut so",
     },
     "two_batch_overlap": {
-        "pp": "a stage hands on all of a step",
         "cp": "those ranks share the tokens out",
-        "dcp": "those ranks exchange queries in attention, too",
+        "dcp": "those ranks exchange queries in attention, too, by the memory that sums pass",
         "dp_attention": "those ranks share a step's tokens with others",
         "sequence_parallel": "its rows come back before the next product",
-        "enable_lora": "adapters are placed for one batch a step",
-        "speculative_algorithm": "it has not been tried with it",
-        "cpu_offload_gb": "it has not been tried with it",
+        "cpu_offload_gb": "each of the batches would copy the weights",
         "enable_torch_compile": "a module of transformers is not cut so",
         "enable_return_routed_experts": "experts of one batch a step are kept",
     },
@@ -53,4 +50,11 @@ def check_long_steps(
             obstacle = f"by {spec.architecture}, of which one batch a step tells when words were said"
         if obstacle:
             raise ConfigError(f"{flag} cannot be honoured {obstacle}; leave it out", param=name)
+        guesses = config.speculative_algorithm
+        if name == "two_batch_overlap" and guesses not in (None, "ngram"):
+            raise ConfigError(
+                f"--speculative-algorithm {guesses} cannot be honoured with {flag}, where one batch a step "
+                "tells what heads read; ngram can",
+                param="speculative_algorithm",
+            )
         check_apart(config, flag, refused)

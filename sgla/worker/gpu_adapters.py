@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.kernels.lora import Rows, Tiles, tiles_of
+from sgla.kernels.lora import Placed, Rows, Tiles, tiles_of
 from sgla.kernels.triton.fetch import fetch
 from sgla.kernels.triton.lora import FEW, MANY, SOME, sort
 from sgla.messages import Copy, Moved
@@ -48,13 +48,16 @@ class AdaptedRows:
 
     def begin(self, slots: Any, q_lens: Any, sampled: Any) -> None:
         """Of an eager step: ``sampled`` are its tokens that logits are wanted of."""
-        rows, places = self.rows, self._tables.host.place[slots]
-        rows.active = bool(places.any())
-        if not rows.active:
-            return
-        tokens, size = np.repeat(places, q_lens), MANY if q_lens.max() > 1 else FEW
+        self.rows.active = self.any(slots)
+        if self.rows.active:
+            self.rows.place(self.placed(slots, q_lens, sampled))
+
+    def placed(self, slots: Any, q_lens: Any, sampled: Any) -> Placed:
+        """Of such rows, or of some of a step's, of which none need have an adapter."""
+        tokens = np.repeat(self._tables.host.place[slots], q_lens)
+        size = MANY if q_lens.max() > 1 else FEW
         parts = _parts(tokens, tokens[sampled], size)
-        _read(rows, upload(np.concatenate(parts)).split([len(part) for part in parts]), size)
+        return _placed(upload(np.concatenate(parts)).split([len(part) for part in parts]), size)
 
     def places_of(self, slots: Any) -> Any:
         return self._tables.host.place[slots]
@@ -95,7 +98,8 @@ class AdaptedPrompts:
         """Inside of a graph of so many."""
         rows = self._adapted.rows
         columns = self._columns.split(self._lengths)
-        _read(rows, [part[:size] for part, size in zip(columns, self._sizes(tokens, samples))], SOME)
+        sizes = self._sizes(tokens, samples)
+        rows.place(_placed([part[:size] for part, size in zip(columns, sizes)], SOME))
         rows.active = True
         try:
             yield
@@ -118,16 +122,17 @@ class AdaptedPrompts:
 
 
 def _parts(tokens: Any, sampled: Any, size: int) -> list[Any]:
-    """int32 columns of the places of a step's tokens, and of those that are sampled: what ``_read`` has on
+    """int32 columns of the places of a step's tokens, and of those that are sampled: what ``_placed`` has on
     the device. ``size``: of the tiles of tokens."""
     tiles = tiles_of(tokens, size), tiles_of(sampled, FEW)
     return [tokens, sampled, *(part.reshape(-1) for part in chain(*tiles))]
 
 
-def _read(rows: Rows, columns: Sequence[Tensor], size: int) -> None:
+def _placed(columns: Sequence[Tensor], size: int) -> Placed:
     tokens, sampled, order, runs, last, ends = columns
-    rows.places = tokens, sampled
-    rows.tiles = Tiles(order, runs.view(-1, 3), size), Tiles(last, ends.view(-1, 3), FEW)
+    return Placed(
+        (tokens, sampled), (Tiles(order, runs.view(-1, 3), size), Tiles(last, ends.view(-1, 3), FEW))
+    )
 
 
 class AdapterCopies:

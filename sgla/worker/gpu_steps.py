@@ -153,7 +153,7 @@ class GpuSteps:
             self.divides = Divides(self.tables, self.shard.context, self.ops, guesses, hidden)
         self.halved = second is not None
         if second is not None:
-            self.divides = Halves((self.attention, second))
+            self.divides = Halves((self.attention, second), self.adapted)
         self.drafts = DeviceDrafts(self.tables, not beside, hidden, leaves) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
         own = len(model.lm_head.own) if self.shard.samples else 0
@@ -228,9 +228,9 @@ class GpuSteps:
         tokens in the plan's order, ``order`` has the plan's rows in the batch's, ``shift`` takes tokens from
         one to the other. ``media``: in place of the pictures'; ``whole``: the last layer has all tokens."""
         columns, wanted = read(plan, self.tables.host)
-        divides = None if media else self._divided(columns)
+        divides = None if media or (verify and self.halved) else self._divided(columns)
         order = eager_order(columns.starts, columns.q_lens)
-        if divides is not None and self.drafts is None:
+        if divides is not None and (self.halved or self.drafts is None):
             order = np.arange(len(order))
         slots, starts, q_lens = (column[order] for column in columns[:3])
         first = q_lens.cumsum() - q_lens
@@ -254,10 +254,10 @@ class GpuSteps:
                 batch.media = media or self.pictures.media(slots, starts, q_lens)
         own = Columns(slots, starts, q_lens, host[0], units)
         if not self.shard.samples:
-            if isinstance(divides, Divides):
-                divides.hand_on(self.forward, own, extend)
-            else:
+            if divides is None:
                 self.forward.hidden(batch)
+            else:
+                divides.hand_on(self.forward, own, extend)
             return Launched(at, 0, [], None, None)
         whole = whole or bool(wanted.prompt_spans or wanted.brought)
         whole = whole or (self.pooler is not None and self.pooler.whole)

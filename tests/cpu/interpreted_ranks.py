@@ -29,6 +29,7 @@ import torch.distributed as dist
 from adapters import invent
 from interpreted_drafts import DEEPER, DFLASH, EAGLE, MEDUSA, SHALLOW, Guesses
 from interpreted_drafts import LATENT as PREDICTED
+from msgspec.structs import replace as replace_struct
 from test_data_attention import parted
 from test_stages import LATENT, MIXTURE
 from tiny import Launching, make_core, run, submit, tiny_config
@@ -80,6 +81,13 @@ def plain_texts() -> list[Submit]:
         submit("beside", [11] * 20, 5, temperature=0.8, seed=1),
         submit("one", [3], 7, logprobs=1),
     ]
+
+
+def adapted_texts() -> list[Submit]:
+    """That fill steps, with adapters that are there by then."""
+    texts = [[(5 * i + n) % 331 for i in range(20 + 4 * n)] for n in (1, 3)]
+    made = [submit(f"of {n}", text, 3, logprobs=0) for n, text in zip((1, 3), texts)]
+    return [replace_struct(one, adapter=n, namespace=str(n)) for one, n in zip(made, (1, 3))]
 
 
 def repetitive() -> list[Submit]:
@@ -141,6 +149,9 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "halves": (MODEL, 2, HALVES),
     "halves, latent": (FOUR_HEADS, 2, HALVES | {"prefill_attention_backend": "triton"}),
     "halves, experts": (EXPERTS, 2, HALVES | {"ep": 2}),
+    "halves, adapters": (MODEL, 2, HALVES | ADAPTERS),
+    "halves, guesses": (MODEL, 2, HALVES | GUESSES),
+    "halves in stages": (MODEL, 4, HALVES | {"pp": 2}),
     "halves, states": (STATES | {"linear_num_key_heads": 2}, 2, HALVES),
     "whole experts": (EXPERTS, 2, {"tp": 2, "ep": 2}),
     "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),
@@ -255,7 +266,7 @@ def bring(runner: Any) -> None:
 def answers(runner: Any, core: Callable[[], Any], executor: Any = None) -> dict[str, Any]:
     """Of all texts, those that prompts are read for in graphs behind the others, and one for a rank alone."""
     alone = [submit("alone", [(3 * i + 1) % 331 for i in range(40)], 2)]
-    wanted = [gpu.adapted()] if runner.facts.adapters else [texts(), plain_texts(), alone]
+    wanted = [gpu.adapted(), adapted_texts()] if runner.facts.adapters else [texts(), plain_texts(), alone]
     if runner.config.speculative_algorithm in DRAFTS:
         wanted = guessed_texts()
     elif runner.facts.drafts:

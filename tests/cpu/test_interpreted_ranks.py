@@ -64,6 +64,9 @@ SLOW = (
     "halves, latent",
     "halves, experts",
     "halves, states",
+    "halves, adapters",
+    "halves, guesses",
+    "halves in stages",
 )
 
 
@@ -81,7 +84,7 @@ def check(case: str, both: dict[str, Any]) -> None:
                 np.testing.assert_allclose(found[rid]["logprobs"], one["logprobs"], atol=2e-5, rtol=1e-4)
     assert ranks[0] == ranks[1]
     graphs = ranks[0]["replays"], ranks[0]["read"]
-    assert graphs == (0, 0) if "DeepEP" in case else graphs[0] > 1 and graphs[1] > 2
+    assert graphs == (0, 0) if "DeepEP" in case else min(graphs) > 2
     assert all(ranks[0].get("shared", [1])), "steps with regions of own rows"
     if "guesses" in case:
         assert ranks[0]["right"] > 5

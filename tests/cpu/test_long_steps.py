@@ -47,6 +47,16 @@ def test_what_cannot_be_is_refused(name: str, tp: int, device: str, vectors: boo
     check_long_steps(replace(config, tp=2), "cuda", spec, False)
 
 
+def test_heads_do_not_guess_beside_two_batches() -> None:
+    config = Config(tp=2, two_batch_overlap=True, speculative_algorithm="mtp")
+    with pytest.raises(
+        ConfigError, match="mtp cannot be honoured with --two-batch-overlap.*; ngram can"
+    ) as caught:
+        check_long_steps(config, "cuda", None, False)
+    assert caught.value.param == "speculative_algorithm"
+    check_long_steps(replace(config, speculative_algorithm="ngram"), "cuda", None, False)
+
+
 def test_two_batches_do_not_tell_when_words_were_said() -> None:
     spec = read_spec(tiny_source(**MODELS["dense"]).config)
     assert isinstance(spec, ModelSpec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -135,11 +136,13 @@ Computes = Literal["hidden", "step", "part", "logits"]
 
 
 class Half(NamedTuple):
-    """A batch of a step that is two, of which ``rows`` are wanted (None: all), and its attention."""
+    """A batch of a step that is two, of which ``rows`` are wanted (None: all), its attention, and its
+    adapters, if rows of the step have any."""
 
     batch: ForwardBatch
     rows: Tensor | None
     attend: Attend
+    placed: lora.Placed | None = None
 
 
 class RecordedForward:
@@ -183,18 +186,25 @@ class RecordedForward:
         return [values[0] for values in by_turns(turns)]
 
     def _alone(self, half: Half) -> Tensor:
-        with self._gpu.attending(half.attend):
+        with self._taking(half):
             return self.hidden(half.batch, half.rows)
 
     def _turns(self, half: Half, program: Program, given: dict[str, Any]) -> Turns:
         turns = program.turns(given, self.awaits)
         while True:
-            with self._gpu.attending(half.attend):
+            with self._taking(half):
                 try:
                     next(turns)
                 except StopIteration as end:
                     return end.value
             yield
+
+    def _taking(self, half: Half) -> AbstractContextManager[None]:
+        """Meanwhile its attention and adapters are the step's."""
+        if half.placed is not None:
+            assert self._adapters is not None
+            self._adapters.place(half.placed)
+        return self._gpu.attending(half.attend)
 
     def step(
         self,
