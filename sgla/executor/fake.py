@@ -418,8 +418,8 @@ class FakeModel:
                 assert found == expected, f"page {page} holds another prefix"
 
     def _advance(self, plan: StepPlan, rows: list[FakeRow]) -> None:
-        """Each row goes on with the state it is told to begin with.
-        All read before any writes, and no two write to one unit."""
+        """Each row goes on with the state it is told to begin with. All read before any writes, and no two
+        write to one unit. Behind a wrong guess that it has been told a row has no state that is of use."""
         told = ints(plan.state_reads)
         begins = dict(zip(told[::2], told[1::2]))
         assert begins.keys() <= {row.slot.index for row in rows}, "a state for no row"
@@ -433,16 +433,17 @@ class FakeModel:
             assert state == (row.start, slot.chain[row.start - 1] if row.start else 0), (
                 "a state of other tokens"
             )
-            places = [(row.end, slot.unit)] if row.end > row.start else []
+            reach = row.end + row.wrong if plan.tokens else row.end
+            places = [(reach, slot.unit)] if row.end > row.start else []
             places += [
                 mark[1:] for mark in zip(marks[::3], marks[1::3], marks[2::3]) if mark[0] == slot.index
             ]
             for length, unit in places:
-                assert row.start < length <= row.end, "a checkpoint that the row does not compute"
+                assert row.start < length <= reach, "a checkpoint that the row does not compute"
                 assert unit, "a state in the dummy unit"
                 assert unit not in written, "two states for one unit"
                 written.add(unit)
-                self._states[unit] = (length, slot.chain[length - 1])
+                self._states[unit] = length, slot.chain[length - 1] if length <= row.end else WRONG
         assert len(written) == sum(row.end > row.start for row in rows) + len(marks) // 3, (
             "a checkpoint of no row"
         )

@@ -208,12 +208,6 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
     """The shape of what guesses for ``target``, if it has weights. ``draft``: config.json of another model.
     Raises ConfigError for what cannot guess."""
     check_leaves(config, target)
-    if config.speculative_algorithm and config.pp > 1 and target.recurrent:
-        raise ConfigError(
-            f"{FLAG} cannot be honoured with --pp by a model whose layers keep states: those of a stage "
-            "cannot go back behind a guess that the last one finds wrong; use --tp",
-            param="speculative_algorithm",
-        )
     if not target.last:  # of a pipeline: the last stage has what guesses
         return None
     match config.speculative_algorithm:

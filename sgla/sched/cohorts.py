@@ -85,6 +85,11 @@ class Cohorts:
                 if not self._pressure.grow(request, lacking):
                     continue
                 step.tell_pages(request)
+            if (recurrent := self._memory.recurrent) is not None:
+                if unit := recurrent.go_back(request):
+                    step.read_state(request, unit)
+                guesses = guesses[: recurrent.room]
+                step.add_checkpoints(request, recurrent.verify(request, len(guesses)))
             step.add_told(request, guesses, drafts)
             request.proposed = ()
         return bool(step.rows)

@@ -283,7 +283,7 @@ class Core:
         for request in step.rows[: step.decodes]:
             if not request.drafting:  # where its rows begin is known
                 step.add_checkpoints(request, recurrent.checkpoint_output(request))
-        recurrent.pool.planned()
+        recurrent.planned()
 
     def retire(self, result: StepResult, now: float) -> list[Delta]:
         """Commit the tokens of the oldest step in flight. Tokens of requests that have ended are dropped."""

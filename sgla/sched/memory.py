@@ -97,7 +97,7 @@ class Memory:
             own.append(len(pages) - max(behind, request.borrowed))
         own = self.stock.worth(own)
         if self.recurrent is not None:
-            own.append(bool(request.unit) + (request.mark is not None) + len(request.tails))
+            own.append(bool(request.unit) + (request.mark is not None) + len(request.tails + request.trial))
         return own
 
     def attach(self, request: Request) -> str:
@@ -330,7 +330,7 @@ class Memory:
         request.node, request.pages, request.slot = None, [], -1
         request.windows, request.behind = [], []
         request.unit = request.read = request.branch = 0
-        request.mark, request.tails, request.given = None, [], []
+        request.mark, request.tails, request.trial, request.given = None, [], [], []
         request.shared = request.borrowed = request.told = request.allocated = request.planned = (
             request.ahead
         ) = 0

@@ -181,8 +181,7 @@ class Prefill:
         self._memory.transfers.saving.save_part(request)
         if (recurrent := self._memory.recurrent) is not None:
             if request.read:
-                recurrent.pin(request)
-                step.read_state(request)
+                step.read_state(request, recurrent.begin(request))
             checkpoints = recurrent.checkpoint(request, start)
             if complete and request.planned not in checkpoints[::2]:
                 checkpoints += recurrent.checkpoint_output(request)

@@ -2,7 +2,8 @@
 
 A running request owns ``unit``, the state that its rows go on with. Until its next row it holds ``read``,
 the checkpoint of the tree which that row begins with, and it owns ``mark`` and ``tails``, checkpoints of its
-prompt and of its output for the tree to take over at the end.
+prompt and of its output for the tree to take over at the end. Of a row that verifies guesses it owns a
+``trial``, checkpoints behind each of its tokens but the last.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Recurrent:
         """``slots``: the free ones."""
         self.pool, self._cache, self._slots, self._page_size = pool, cache, slots, page_size
         self._keeps = not isinstance(cache, NullCache)
+        self._left: list[int] = []  # units that the plan being made reads, and nobody behind it
 
     def wanted(self, request: Request) -> int:
         """Units that the request takes when it grows. One with none of its own can go on in the checkpoint
@@ -50,9 +52,38 @@ class Recurrent:
             self.pool.seize(request.read)
             request.unit, request.read = request.read, 0
 
-    def pin(self, request: Request) -> None:
-        """The request's row of the plan reads the checkpoint that it holds."""
-        self.pool.pin(request.read)
+    def begin(self, request: Request) -> int:
+        """The request's row of the plan reads the checkpoint that it holds, which this is."""
+        unit, request.read = request.read, 0
+        self.pool.pin(unit)
+        return unit
+
+    @property
+    def room(self) -> int:
+        """Checkpoints that rows of the plan may write behind guesses."""
+        return max(0, self.pool.available - len(self._slots))
+
+    def verify(self, request: Request, guesses: int) -> list[int]:
+        """The request's row of the plan, which is still to be added, reads so many guesses. Checkpoints that
+        it is to write, as those of ``checkpoint``, since its next row goes on behind the last right one."""
+        first = request.planned + 1
+        request.trial = [(length, self.pool.take()) for length in range(first, first + guesses)]
+        return [number for mark in request.trial for number in mark]
+
+    def go_back(self, request: Request) -> int:
+        """It is known how far the row with guesses has got. The checkpoint that the next one, of the
+        plan, reads; 0: it goes on with the own state of the request."""
+        found = [unit for length, unit in request.trial if length == request.planned]
+        self.pool.free(unit for _, unit in request.trial if unit not in found)
+        request.trial = []
+        self._left += found
+        return found[0] if found else 0
+
+    def planned(self) -> None:
+        """The plan is made."""
+        self.pool.planned()
+        self.pool.free(self._left)
+        self._left = []
 
     def checkpoint(self, request: Request, start: int) -> list[int]:
         """Checkpoints that the request's row of the plan, which reads its prompt from ``start`` on and has
@@ -108,6 +139,7 @@ class Recurrent:
             pool.unhold((request.read,))
         if request.unit:
             pool.free((request.unit,))
+        pool.free(unit for _, unit in request.trial)
         last = max((end for end in request.tails if end[0] <= length), default=None)
         for mark in self._own(request):
             node = None
@@ -130,5 +162,5 @@ class Recurrent:
         """``owned`` and ``held``: those of transfers. Raises AssertionError if a state is lost, doubled or
         held for nobody."""
         owned = owned + [request.unit for request in holders]
-        owned += [unit for request in holders for _, unit in self._own(request)]
+        owned += [unit for request in holders for _, unit in (*self._own(request), *request.trial)]
         self.pool.check_owners(owned, held + [request.read for request in holders if request.read])

@@ -106,7 +106,7 @@ class Request(_Stepped):
     each group with a window it has as many in ``windows``, but holds only those from the index ``behind`` on;
     the others are 0. Of a group of states it owns ``unit``, and until its next row holds ``read``, the
     checkpoint which that begins with; ``mark`` is the length of a checkpoint of its own, and its unit, and
-    ``tails`` has the same of its output.
+    ``tails`` has the same of its output, and ``trial`` of its latest row, where that had guesses.
     ``goal`` is the number of tokens whose KV is ever needed: the last output's is not.
     """
 
@@ -157,6 +157,7 @@ class Request(_Stepped):
         "tails",
         "text",
         "told",
+        "trial",
         "turn",
         "unit",
         "windows",
@@ -211,6 +212,7 @@ class Request(_Stepped):
         self.read = 0
         self.mark: tuple[int, int] | None = None
         self.tails: list[tuple[int, int]] = []
+        self.trial: list[tuple[int, int]] = []
         self.given: list[int] = []  # tickets of the checkpoints that it has brought to the tree
         self.branch = 0  # where the text that the tree knew of it ended, in tokens
         self.node: Node | None = None

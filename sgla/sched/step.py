@@ -201,10 +201,9 @@ class Step:
                 ids += pages[request.told :]
             request.told = len(request.pages)
 
-    def read_state(self, request: Request) -> None:
-        """The row of the request begins with the checkpoint that it holds."""
-        self._state_reads += (request.slot, request.read)
-        request.read = 0
+    def read_state(self, request: Request, unit: int) -> None:
+        """The row of the request begins with this checkpoint."""
+        self._state_reads += (request.slot, unit)
 
     def add_checkpoints(self, request: Request, places: list[int]) -> None:
         """The row of the request writes checkpoints: lengths and units in turn."""

@@ -70,7 +70,8 @@ def take_kv(
         model_context=spec.context_len,
     )
     states = groups[-1].unit_bytes > 0
-    spare = VERIFIED if states and drafts_of(config) else 0
+    # With stages the scheduler has rows leave checkpoints behind guesses.
+    spare = VERIFIED if states and drafts_of(config) and shard.pipe is None else 0
     pages = [*size.pages[:-1], size.pages[-1] + spare]
     kv = allocate_kv(state, groups, pages, config.page_size, kv_dtype, slab=pool.slab)
     rewind = Rewind(kv, size.pages[-1]) if spare else None

@@ -155,7 +155,7 @@ class GpuSteps:
         if second is not None:
             self.divides = Halves((self.attention, second), self.adapted)
         self.drafts = DeviceDrafts(self.tables, not beside, hidden, leaves) if guesses else None
-        self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
+        self.spare = self.rows - self.slots if guesses and states and self.shard.pipe is None else 0  # units
         own = len(model.lm_head.own) if self.shard.samples else 0
         self.logits = torch.empty(self.rows, own, device="cuda")
         self.forget_rows()

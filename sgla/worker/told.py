@@ -5,6 +5,7 @@ the host knows where each row begins; the last stage guesses behind what it draw
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgla.kernels.gpu.states import DeviceStates
 from sgla.kernels.triton import drafts
 from sgla.messages import SAMPLE, StepPlan, StepResult
 from sgla.sampling.sampler import Samples
@@ -36,6 +38,41 @@ def without_told(plan: StepPlan) -> StepPlan:
         return plan
     rest = rows_of(plan, np.flatnonzero(column(with_told(plan).drafts) <= 0))
     return replace(rest, drafts=b"")
+
+
+class Trials(NamedTuple):
+    """Decode rows of rows that are told guesses, int32[n] each: their numbers; units that states are read
+    from (0: of the row before) and written to; and ``DeviceStates.runs``."""
+
+    rows: Int32s
+    reads: Int32s
+    writes: Int32s
+    runs: Int32s
+
+
+def trials(plan: StepPlan, units: Int32s) -> tuple[StepPlan, Trials]:
+    """``plan``, as ``with_told`` has it, without what it says of states behind guesses, and that. ``units``:
+    of each slot."""
+    told, slots = column(plan.drafts), column(plan.slots)
+    spans = np.maximum(told, 0) + 1
+    firsts = np.cumsum(spans) - spans
+    reads, marks = column(plan.state_reads).reshape(-1, 2), column(plan.checkpoints).reshape(-1, 3)
+    begins = dict(zip(*reads.T.tolist()))
+    rows = np.flatnonzero(told > 0)
+    parts = []
+    for slot, first, span in zip(slots[rows].tolist(), firsts[rows].tolist(), spans[rows].tolist()):
+        own, ends = units[slot], marks[marks[:, 0] == slot, 2]
+        part = np.zeros((4, span), np.int32)
+        part[0] = np.arange(first, first + span)
+        part[1, 0], part[3, 0] = begins.get(slot, own), span
+        part[2, :-1], part[2, -1] = ends, own
+        parts.append(part)
+    plan = replace(
+        plan,
+        state_reads=reads[~np.isin(reads[:, 0], slots[rows])].tobytes(),
+        checkpoints=marks[~np.isin(marks[:, 0], slots[rows])].tobytes(),
+    )
+    return plan, Trials(*np.concatenate([np.zeros((4, 0), np.int32), *parts], 1))
 
 
 class Proposals:
@@ -90,7 +127,10 @@ class Told(Verify):
     last."""
 
     def __init__(self, state: DeviceDrafts, plan: StepPlan, proposals: Proposals | None) -> None:
-        super().__init__(state, with_told(plan))
+        plan, self._trials = with_told(plan), None
+        if state.host.unit is not None:
+            plan, self._trials = trials(plan, state.host.unit)
+        super().__init__(state, plan)
         self._proposals = proposals
 
     def guess(self, ids: Tensor, slots: Tensor, starts: Tensor, where: Tensor, ends: Tensor) -> None:
@@ -102,6 +142,14 @@ class Told(Verify):
         return positions, self._state.host.tokens[
             column(self.plan.slots)[rows], column(self.plan.starts)[rows]
         ]
+
+    def link(self, states: DeviceStates) -> None:
+        if self._trials is None or not len(self._trials.rows):
+            return
+        assert states.runs is not None
+        rows, *columns = upload(np.stack(self._trials))
+        for column_of, values in zip((states.reads, states.writes, states.runs), columns):
+            column_of.index_copy_(0, rows.long(), values)
 
     def accept(self, out: Tensor) -> None:
         super().accept(out)

@@ -78,8 +78,9 @@ class DeviceDrafts:
         self._behind = np.zeros(slots, bool)  # slots whose ``computed`` is of an earlier step
 
     def take(self, kv: Sequence[Layer], own: int, spare: int) -> None:
-        """What layers keep, of which the first ``own`` are the model's. ``spare``: see ``Units``."""
-        if self._tables.states:
+        """What layers keep, of which the first ``own`` are the model's. ``spare``: see ``Units``; 0: no layer
+        keeps states, or plans say where those behind guesses are kept."""
+        if spare:
             self.units = Units(kv, spare)
         if self.leaves:
             self.pages = Pages(kv[:own], self._tables.tables[0], self._tables.page_size)

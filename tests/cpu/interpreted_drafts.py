@@ -125,6 +125,7 @@ ROUNDED = {"speculative_head_quantization": "int4"}
 STAGES = {"attention_backend": "triton", "pp": 2}
 LEAVES = {"attention_backend": "triton", "speculative_eagle_topk": 2}
 DEEPER = DECODER | {"num_hidden_layers": 4}
+FOUR_KEPT = STATES_KEPT | {"num_hidden_layers": 4, "layer_types": 2 * STATES_KEPT["layer_types"]}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
 # model, settings, those of the GPU alone, limits of the scheduler
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -160,6 +161,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
         STAGES | {"attention_backend": "torch"},
         {"depth": 3},
     ),
+    "states in stages": (FOUR_KEPT, {}, STAGES, {"depth": 3}),
+    "states in stages, eagerly": (
+        FOUR_KEPT,
+        {"step_tokens": 16},
+        STAGES | {"attention_backend": "torch"},
+        {"depth": 3},
+    ),
     "itself in stages": (
         WINDOWS,
         SMALL_STEPS | {"step_tokens": 16},
@@ -175,6 +183,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
         STAGES | {"attention_backend": "torch", "pp": 3},
         {"depth": 4},
     ),
+    "hybrid in stages": (FOUR_KEPT, {"step_tokens": 16}, STAGES, {"depth": 3}),
     "medusa in stages": (DECODER, {"step_tokens": 16}, STAGES, {"depth": 3}),
     "leaves": (SHALLOW, {"step_tokens": 36}, LEAVES, {"depth": 3, "drafts": 2 * DRAFTS - 1}),
     "leaves of a head": (DEEPER, {"step_tokens": 36}, LEAVES, {"depth": 2, "drafts": 2 * DRAFTS}),
@@ -198,6 +207,7 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "eagle in stages": ("eagle", SHALLOW),
     "latent in stages": ("mtp", None),
     "medusa in stages": ("medusa", MEDUSA),
+    "hybrid in stages": ("mtp", None),
     "eagle3 in stages": ("eagle3", DECODER | EAGLE),
     "dflash in stages": ("dflash", DFLASH),
     "leaves": ("draft_model", SHALLOW),

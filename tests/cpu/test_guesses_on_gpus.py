@@ -52,7 +52,10 @@ def test_states_go_back_behind_wrong_guesses(answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["states", "convolutions", "a scan beside attention"])
+@pytest.mark.parametrize(
+    "case",
+    ["states", "convolutions", "a scan beside attention", "states in stages", "states in stages, eagerly"],
+)
 def test_other_states_go_back_behind_wrong_guesses(case: str) -> None:
     check_text(answers_of(case)[case])
 
@@ -131,7 +134,7 @@ def test_text_is_that_of_a_cpu_where_a_model_guesses_beside_the_last_stage() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["eagle", "eagle3", "dflash", "latent", "medusa"])
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "dflash", "latent", "hybrid", "medusa"])
 def test_a_head_guesses_beside_the_last_stage_as_on_a_cpu(head: str) -> None:
     """But for the first step behind a prompt."""
     check_head(answers_of(f"{head} in stages")[f"{head} in stages"], 6)

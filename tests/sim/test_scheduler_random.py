@@ -91,7 +91,7 @@ def test_guesses_change_no_text(stages: int, count: int) -> None:
     for simulation in scenarios(count, stages, guesses=True):
         stats = simulation.core.stats()
         guessed, right = guessed + stats.draft_tokens, right + sum(stats.right_at)
-    assert guessed > 2 * examples(count)
+    assert guessed > (2 if stages < 3 else 1) * examples(count)
     assert 0.2 * guessed < right < 0.8 * guessed
 
 
