@@ -59,6 +59,7 @@ MODEL = gpu.DECODER | {"max_position_embeddings": 256}
 EXPERTS = MODEL | MIXTURE | {"num_hidden_layers": 2}
 FOUR_HEADS = MODEL | LATENT | {"num_attention_heads": 4, "num_key_value_heads": 4}
 STATES = gpu.STATES_KEPT | {"max_position_embeddings": 256}
+FOUR_STATES = STATES | {"num_hidden_layers": 4, "layer_types": 2 * STATES["layer_types"]}
 LEAST = 4  # tokens of a rank from which on a step is shared out
 HALVED = 32  # tokens of a step beyond which it is two batches
 
@@ -167,6 +168,11 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
         {"tp": 2, "cp": 2, "dp_attention": True, **GUESSES},
     ),
     "guesses in stages": (MODEL, 2, {"pp": 2, **GUESSES}),
+    "guesses beside attention by data in stages, states": (
+        FOUR_STATES,
+        4,
+        {"tp": 2, "pp": 2, "dp_attention": True, **GUESSES},
+    ),
     "guesses beside parts of a prompt in stages": (MODEL, 4, {"pp": 2, "cp": 2, **GUESSES}),
     "guesses beside attention by data in stages": (
         MODEL,

@@ -40,6 +40,7 @@ SLOW = (
     "guesses in stages",
     "guesses beside parts of a prompt in stages",
     "guesses beside attention by data in stages",
+    "guesses beside attention by data in stages, states",
     "guesses beside attention by data and parts of a prompt",
     "guesses beside attention by data, states",
     "a model guesses beside attention by data",
