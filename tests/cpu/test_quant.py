@@ -4,13 +4,15 @@ import pytest
 import torch
 from checkpoints import Eager, random_prompts
 from levels import STORAGES
-from tiny import tiny_source
+from tiny import over_two_ranks, run, submit, tiny_config, tiny_source
 
 from sgla.kernels.cpu.panels import HALF
+from sgla.layers.build import Values
 from sgla.loading.load import load_model
 from sgla.quant.formats import FORMATS
 from sgla.quant.groups import Groups
 from sgla.quant.weight import pack, storage
+from sgla.worker.cpu import CpuRunner
 
 KINDS = [*STORAGES, "fp8", "mxfp8"]
 LEVELS = {"int8": 255, "int5": 31, "int4": 15, "q8_0": 255, "q5_0": 31, "q4_0": 15}  # the largest quant
@@ -87,6 +89,30 @@ def test_tiny_weights_keep_their_shape(kind: str, size: float) -> None:
     if kind in HALF:
         span = 2 * w.abs().view(16, 2, 32).amax(2) * HALF[kind] / (HALF[kind] - 1)
     assert error <= 0.75 * (span.max() / LEVELS[kind] + 2**-24)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_rank_rounds_its_part_as_one_rank_rounds_the_whole(kind: str) -> None:
+    """Scales are those of whole rows, or of blocks with 128."""
+    torch.manual_seed(0)
+    w = torch.randn(256, 512) * torch.rand(512) * 5
+    whole = storage(kind).read(Values(w), range(256), None).dequant()
+    part = storage(kind).read(Values(w), range(128, 250), range(256, 512))
+    if kind == "fp8g128":
+        part = storage(kind).read(Values(w), range(128, 256), range(256, 512)).rows(0, 122)
+    assert torch.equal(part.dequant(), whole[128:250, 256:])
+
+
+@pytest.mark.parametrize(
+    "quantization", ["int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int4", "mxfp4"))]
+)
+async def test_two_ranks_with_whole_groups_answer_as_one(quantization: str) -> None:
+    """Groups of inputs are whole, too, which native kernels round with a scale for 64 channels."""
+    wide = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+    source, settings = tiny_source(**wide), {"quantization": quantization, "native_kernels": True}
+    requests = [submit(str(i), prompt, 12) for i, prompt in enumerate(random_prompts([1, 7, 33, 60]))]
+    one = CpuRunner(tiny_config(**settings), source, 0, 1, "", lambda progress: None)
+    assert (await over_two_ranks(source, requests, **settings)).tokens() == run(one, requests).tokens()
 
 
 @pytest.mark.parametrize("kind", KINDS)
