@@ -182,6 +182,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
     "guesses beside attention by data, states": (STATES, 2, {"tp": 2, "dp_attention": True, **GUESSES}),
     "attention by data, tokens sent": (EXPERTS, 2, SENT | {"redundant_experts": 2}),
     "attention by data, tokens sent, latent": (MODEL | LATENT, 2, SENT),
+    "attention by data in stages, tokens sent": (EXPERTS, 4, SENT | {"pp": 2}),
     "attention by data, tokens sent by DeepEP": (EXPERTS, 2, SENT | {"moe_a2a_backend": "deepep"}),
     "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
     "attention by data on two hosts": (
@@ -407,7 +408,7 @@ def work(
     found: dict[str, Any] = {"answers": made, "counts": counts}
     if whole:
         moved = {
-            layer: balanced(numbers, size, config.redundant_experts) for layer, numbers in counts.items()
+            layer: balanced(numbers, config.ep, config.redundant_experts) for layer, numbers in counts.items()
         }
         runner.control(Control(verb="experts_place", args={"homes": [*moved.items()]}))
         found["balance"] = [[balance(counts[layer], at[layer]) for at in (homes, moved)] for layer in counts]

@@ -35,6 +35,7 @@ SLOW = (
     "attention by data on two hosts",
     "parts of a prompt on two hosts",
     "attention by data, tokens sent, latent",
+    "attention by data in stages, tokens sent",
     "attention by data, tokens sent by DeepEP",
     "guesses beside parts of a prompt",
     "guesses in stages",
