@@ -14,7 +14,9 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
 
 SOURCE = "https://github.com/deepseek-ai/DeepEP"
-WORDS, LANES = 8, 32  # values of 16 bytes, of which tokens are multiples; lanes of a warp, which has a token
+# Of DeepEP's kernels: values of a token that a warp reads at a time, 16 bytes a lane; its lanes, each of which
+# has one of the token's experts; and threads, of which each counts for a rank of the host or an expert here.
+WIDTH, LANES, COUNTING = 256, 32, 128
 
 
 def check_routed(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:
@@ -86,7 +88,7 @@ def check_traffic(
     elif not config.dp_attention:
         obstacle = "without --dp-attention, where each rank has all tokens anyway: give it, or gather"
     elif config.moe_a2a_backend == "deepep":
-        obstacle = _no_deepep(device, dtype, spec, cards)
+        obstacle = _no_deepep(config, device, dtype, spec, cards)
     if obstacle:
         raise ConfigError(
             f"--moe-a2a-backend {config.moe_a2a_backend} cannot be honoured {obstacle}",
@@ -95,9 +97,14 @@ def check_traffic(
 
 
 def _no_deepep(
-    device: str, dtype: str, spec: ModelSpec | EncoderSpec | None, cards: Sequence[Device]
+    config: Config,
+    device: str,
+    dtype: str,
+    spec: ModelSpec | EncoderSpec | None,
+    cards: Sequence[Device],
 ) -> str | None:
-    """Why DeepEP cannot carry tokens, or None. Its limits are those of its README and its assertions."""
+    """Why DeepEP cannot carry tokens, or None. Its limits are those of its README and its assertions, some of
+    which fail only where it compiles a kernel, for the first step."""
     other = "; give alltoall"
     if device != "cuda":
         return f"on --device {device}{other}"
@@ -105,10 +112,18 @@ def _no_deepep(
         return f"on GPUs older than Hopper (compute capability 9.0){other}"
     if dtype != "bfloat16":
         return f"with --dtype {dtype}: tokens travel in bfloat16{other}"
-    if isinstance(spec, ModelSpec) and spec.hidden % WORDS:
-        return f"by a model of the width {spec.hidden}, which is no multiple of {WORDS}{other}"
-    if isinstance(spec, ModelSpec) and spec.moe is not None and spec.moe.routing.top_k > LANES:
-        return f"by a model whose tokens have {spec.moe.routing.top_k} experts, for {LANES} at most{other}"
+    if isinstance(spec, ModelSpec) and spec.moe is not None:
+        top_k, ranks = spec.moe.routing.top_k, config.local_ranks
+        each = -(-(spec.moe.experts + config.redundant_experts) // config.ep)
+        if spec.hidden % WIDTH:
+            return f"by a model of the width {spec.hidden}, which is no multiple of {WIDTH}{other}"
+        if top_k > LANES:
+            return f"by a model whose tokens have {top_k} experts, for {LANES} at most{other}"
+        if ranks % config.tp and each + ranks > COUNTING:
+            return (
+                f"between hosts of {ranks} ranks with {each} experts each: these numbers make more than "
+                f"{COUNTING} together; give a larger --ep, or alltoall"
+            )
     if find_spec("deep_ep") is None:
         return f"without its package: build it as {SOURCE} says, beside the torch of this server{other}"
     return None

@@ -38,6 +38,7 @@ from sgla.resolve import resolve
 
 MACHINE = Machine(cores=2, physical_cores=2, memory_available=1 << 34, torch_cuda="13.0")
 GPUS: dict[str, Any] = {"device": "cuda", "moe_a2a_backend": "deepep"}
+HOSTS: dict[str, Any] = {"nnodes": 2, "dist_init_addr": "10.0.0.1", "dist_secret": "between us"}
 SENT: dict[str, Any] = {"dp_attention": True, "moe_a2a_backend": "alltoall"}
 
 
@@ -137,23 +138,19 @@ def matrices(*found: Any) -> list[torch.Tensor]:
         ({"moe_a2a_backend": "deepep"}, {}, "on --device cpu; give alltoall"),
         (GPUS, {}, "without its package: build it as https://github.com/deepseek-ai/DeepEP says"),
         (GPUS | {"dtype": "float32"}, {}, "with --dtype float32: tokens travel in bfloat16"),
-        (GPUS, {"hidden_size": 36}, "by a model of the width 36, which is no multiple of 8"),
-        (
-            GPUS,
-            {"num_experts_per_tok": 33, "num_experts": 64},
-            "by a model whose tokens have 33 experts",
-        ),
+        (GPUS, {"hidden_size": 2880}, "by a model of the width 2880, which is no multiple of 256"),
+        (GPUS, {"num_experts_per_tok": 33, "num_experts": 64}, "by a model whose tokens have 33 experts"),
+        (GPUS | HOSTS, {"num_experts": 256}, "between hosts of 1 ranks with 128 experts each: .* 128 tog"),
+        (GPUS | HOSTS, {"num_experts": 254}, "without its package"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
     settings: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
-    machine = Machine(
-        cores=2, physical_cores=2, memory_available=1 << 34, torch_cuda="13.0", gpus=(H200,) * 2
-    )
+    machine, model = replace(MACHINE, gpus=(H200,) * 2), MODELS["mixture"] | {"hidden_size": 256}
     config = Config(**{"device": "cpu", "tp": 2, "ep": 2, **SENT} | settings)
     with pytest.raises(ConfigError, match=f"--moe-a2a-backend .*cannot be honoured {words}") as caught:
-        resolve(config, machine, tiny_source(**MODELS["mixture"] | changes).config)
+        resolve(config, machine, tiny_source(**model | changes).config)
     assert caught.value.param == "moe_a2a_backend"
 
 
