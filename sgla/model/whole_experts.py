@@ -14,8 +14,8 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
 
 SOURCE = "https://github.com/deepseek-ai/DeepEP"
-# Of DeepEP's kernels: values of a token that a warp reads at a time, 16 bytes a lane; its lanes, each of which
-# has one of the token's experts; and threads, of which each counts for a rank of the host or an expert here.
+# Of DeepEP's kernels: values of a token that a warp reads at a time, 16 bytes a lane; its lanes, one for each
+# of the token's experts; and threads, one for each rank of the host and each expert here, to count with.
 WIDTH, LANES, COUNTING = 256, 32, 128
 
 
@@ -37,12 +37,8 @@ def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | N
     """Raise ConfigError for an ``--ep`` that cannot be. ``spec``: None if the model is not known."""
     if config.redundant_experts:
         _check_redundant(config, spec)
-    if config.rebalance_interval and (config.ep == 1 or config.cp > 1):
-        why = "without --ep, whose ranks have whole experts" if config.ep == 1 else "with --cp"
-        raise ConfigError(
-            f"--rebalance-interval {config.rebalance_interval:g} cannot be honoured {why}",
-            param="rebalance_interval",
-        )
+    if config.rebalance_interval:
+        _check_rebalancing(config)
     if config.ep == 1:
         return
     if config.ep != config.tp:
@@ -134,6 +130,23 @@ def with_copies(config: Config, spec: ModelSpec) -> ModelSpec:
     if spec.moe is None or not config.redundant_experts:
         return spec
     return replace(spec, moe=replace(spec.moe, experts=spec.moe.experts + config.redundant_experts))
+
+
+def _check_rebalancing(config: Config) -> None:
+    """Experts that move are read again, beside what weights may change (``ChangingRunner.fixed``)."""
+    same = "beside which weights are not read again; leave one out"
+    beside = {
+        "without --ep, whose ranks have whole experts; give --ep as --tp": config.ep == 1,
+        "with --cp, beside which GPUs do not count experts; leave one out": config.cp > 1,
+        f"with --speculative-algorithm, {same}": config.speculative_algorithm is not None,
+        f"with --enable-lora, {same}": config.enable_lora,
+        f"with --kv-cache-dtype fp8, {same}": config.kv_cache_dtype == "fp8",
+    }
+    if obstacle := next((what for what, there in beside.items() if there), None):
+        raise ConfigError(
+            f"--rebalance-interval {config.rebalance_interval:g} cannot be honoured {obstacle}",
+            param="rebalance_interval",
+        )
 
 
 def _check_redundant(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:

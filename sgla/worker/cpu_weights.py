@@ -58,9 +58,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
         return super()._commands() | {"experts_place": self._place}
 
     def _place(self, args: dict[str, Any]) -> None:
-        if self.brought or self.fixed or not self._awake:
-            what = f"beside {self.fixed}" if self.fixed else "that are in no file, or are not here"
-            raise UnsupportedField(f"experts are read again, which cannot be with weights {what}")
+        self._check_moves(self._awake)
         placement = Placement(self.config.ep, self.config.redundant_experts, dict(args["homes"]))
         self.shard = placed(self.shard, placement)
         self._load_again(self.source)

@@ -53,10 +53,7 @@ class GpuExperts(GpuWeights):
         return counting
 
     def _place(self, args: dict[str, Any]) -> None:
-        away = self.regions is not None and not self.regions.weights.mapped
-        if self.brought or self.fixed or away:
-            what = f"beside {self.fixed}" if self.fixed else "that are in no file, or are not here"
-            raise UnsupportedField(f"experts are read again, which cannot be with weights {what}")
+        self._check_moves(self.regions is None or self.regions.weights.mapped)
         placement = Placement(self.config.ep, self.config.redundant_experts, dict(args["homes"]))
         self.shard = placed(self.shard, placement)
         fresh = list[str]()

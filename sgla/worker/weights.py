@@ -142,6 +142,14 @@ class ChangingRunner(Runner):
                 param="model",
             )
 
+    def _check_moves(self, here: bool) -> None:
+        """Raises UnsupportedField where experts cannot move, whose weights are read again. ``here``: the
+        weights are."""
+        if self.fixed:
+            raise UnsupportedField(f"experts cannot move beside {self.fixed}: their weights are read again")
+        if self.brought or not here:
+            raise UnsupportedField("experts cannot move: their weights are in no file, or are not here")
+
     def _check_changes(self) -> None:
         """Raises UnsupportedField where weights cannot become others."""
         if self.fixed or self.config.role != "both":

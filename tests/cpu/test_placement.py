@@ -186,10 +186,28 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str)
         placing.check(Config(device="cpu"))
 
 
-def test_without_whole_experts_none_move_by_themselves() -> None:
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"ep": 1}, "without --ep"),
+        ({"cp": 2}, "with --cp"),
+        ({"speculative_algorithm": "ngram"}, "with --speculative-algorithm, beside"),
+        ({"enable_lora": True}, "with --enable-lora, beside which weights are"),
+    ],
+)
+def test_where_experts_cannot_move_by_themselves(settings: dict[str, Any], words: str) -> None:
     machine = Machine(cores=2, physical_cores=2, memory_available=1 << 34)
-    with pytest.raises(ConfigError, match="--rebalance-interval 5 cannot be honoured without --ep"):
-        resolve(Config(device="cpu", rebalance_interval=5), machine, tiny_source(**MIXTURE).config)
+    cut: dict[str, Any] = {"device": "cpu", "tp": 2, "ep": 2, "rebalance_interval": 5}
+    config = Config(**cut | settings)
+    with pytest.raises(ConfigError, match=f"--rebalance-interval 5 cannot be honoured {words}") as caught:
+        resolve(config, machine, tiny_source(**MIXTURE).config)
+    assert caught.value.param == "rebalance_interval"
+
+
+def test_experts_do_not_move_beside_what_guesses() -> None:
+    runner = one(tiny_source(**MIXTURE), speculative_algorithm="ngram", speculative_num_draft_tokens=3)
+    with pytest.raises(UnsupportedField, match="experts cannot move beside what guesses: their weights"):
+        runner.control(Control(verb="experts_place", args={"homes": []}))
 
 
 async def test_steps_in_flight_end_before_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
