@@ -70,6 +70,7 @@ class Pipe:
         if self._held is not None:
             wide = self._held[0][:tokens]
         elif under_way():
+            self._beside = []
             return
         else:
             wide = out.new_empty(tokens, (1 + self.came) * width)

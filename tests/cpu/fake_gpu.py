@@ -8,7 +8,7 @@ rehearsal asked for and what was launched besides, its context, its pages, its l
 scales of its KV cache, and which graphs ran with columns of another size, or of no sense; or the error that
 ended it. With ``compile`` Triton's kernels are compiled for the card, those of CUDA too where NVRTC is
 installed, and the shared memory that they take is told. ``free``: bytes of the GPU; ``looks``: steps of a
-module look at values on the host.
+module look at values on the host; ``stage``: which of two of a pipeline the runner has.
 Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of
 its own.
 """
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -36,6 +37,8 @@ from torch.overrides import TorchFunctionMode
 from triton.compiler import ASTSource
 
 from sgla.config import Config
+from sgla.dist import Shard, gpus
+from sgla.dist.pipe import Pipe
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels import device
@@ -343,7 +346,8 @@ def steps(runner: CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
             for guesses in {min(3, most), most}:
                 parts = [*((slot, half, 1 + guesses) for slot in range(rows)), *others]
                 drafts = np.array([guesses] * rows + [-1] * len(others), np.int32).tobytes()
-                yield msgspec.structs.replace(plan(parts), drafts=drafts)
+                guessing = msgspec.structs.replace(plan(parts), drafts=drafts)
+                yield guessing if runner.shard.pipe is None else told(runner, guessing)
     for rows in range(1, runner.steps.slots + 1):
         yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])
     for decodes in (0, 1, 5, runner.steps.slots - 1):
@@ -361,6 +365,20 @@ def steps(runner: CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     for size in sizes:
         lengths = [min(half, size - at) for at in range(0, size, half)]
         yield plan([(slot, 0, length) for slot, length in enumerate(lengths)])
+
+
+def told(runner: CudaRunner, guessing: StepPlan) -> StepPlan:
+    """As stages get it: it has the guesses, and units for the states behind them."""
+    marks = np.zeros((0, 3), np.int32)
+    slots, starts, drafts = (
+        np.frombuffer(data, np.int32) for data in (guessing.slots, guessing.starts, guessing.drafts)
+    )
+    rows = drafts > 0
+    if runner.steps.tables.states:
+        behind = zip(slots[rows].tolist(), starts[rows].tolist(), drafts[rows].tolist())
+        marks = np.array([(slot, at + i, 1) for slot, at, n in behind for i in range(1, n + 1)], np.int32)
+    tokens = np.zeros(int((drafts[rows] + 1).sum()), np.int32)
+    return msgspec.structs.replace(guessing, tokens=tokens.tobytes(), checkpoints=marks.tobytes())
 
 
 def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
@@ -454,6 +472,24 @@ def note_askew() -> None:
     PromptGraphs._fill = fills  # type: ignore[method-assign]
 
 
+class Mute(Pipe):
+    """Nothing comes, and nothing goes."""
+
+    def take(self, out: torch.Tensor) -> None:
+        pass
+
+    def give(self, x: torch.Tensor) -> None:
+        pass
+
+
+def joining(stage: int | None) -> contextlib.AbstractContextManager[Any]:
+    """Runners that are made meanwhile have this stage of two, if any."""
+    if stage is None:
+        return contextlib.nullcontext()
+    joined = gpus.Joined(Shard(pipe=Mute(stage, 2, 1, stage)), "")
+    return mock.patch.object(gpus, "join_gpus", return_value=joined)
+
+
 def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     rehearse, asked = gpu_model.rehearse, set()
 
@@ -485,10 +521,10 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     if case.get("looks"):
         torch.cuda.set_sync_debug_mode = looked
     try:
-        with OnCpu():
+        with OnCpu(), joining(case.get("stage")):
             guesses = ModelSource("dummy", Path("."), (), case["draft"], {}) if "draft" in case else None
             source = ModelSource("dummy", Path("."), (), case["model"], {}, draft=guesses)
-            runner = CudaRunner(config, source, 0, 1, "", lambda p: None)
+            runner = CudaRunner(config, source, case.get("stage", 0), config.pp, "", lambda p: None)
             if (adapted := runner.steps.adapted) is not None:
                 runner.steps.tables.host.place[:ROWS] = np.arange(ROWS) % (adapted.count + 1)
             for step in steps(runner, case.get("sizes", [])):

@@ -242,6 +242,7 @@ DRAFTS["a head guesses beside steps of one kernel"] = (
     {"vocab_size": 3000, "draft_vocab_size": 2048},
 )
 DRAFTS["a head of 4 bits guesses"] = DRAFTS["a head guesses twice"] = DRAFTS["a head guesses"]
+OTHERS = "medusa guesses", "blocks are guessed", "another guesses"
 
 
 def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
@@ -281,20 +282,41 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
 )
 def test_nothing_is_launched_that_was_not_rehearsed(names: list[str], few: dict[str, int]) -> None:
     """In a process of its own: see ``fake_gpu.py``. Rows of nobody read and write the unit of nobody."""
-
-    def read(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-        return (json.loads((MODELS / name / "config.json").read_text()) if name else {}) | changes
-
-    cases = [
-        {"model": read(name, changes), "config": config | few, "sizes": SIZES.get(case, [])}
-        | ({"draft": read(*DRAFTS[case])} if case in DRAFTS else {})
-        for case, (name, changes, config) in ((case, CASES[case]) for case in names)
-    ]
+    cases = [case_of(name, few) for name in names]
     found = dict(zip(names, map(json.loads, run_script("fake_gpu.py", json.dumps(cases))), strict=True))
     assert not [case["error"] for case in found.values() if "error" in case]
     assert {name: case["late"] for name, case in found.items()} == {name: [] for name in names}
     assert {name: case["askew"] for name, case in found.items()} == {name: [] for name in names}
     assert min(case["asked"] for case in found.values()) > 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a head guesses",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("guesses", "a hybrid guesses", *OTHERS)),
+    ],
+)
+def test_stages_launch_nothing_that_was_not_rehearsed(name: str) -> None:
+    """Where the last one guesses."""
+    case = case_of(name, {"pp": 2})
+    if "layer_types" in case["model"]:  # each stage has all kinds
+        case["model"] |= {"num_hidden_layers": 4, "layer_types": 2 * case["model"]["layer_types"][:2]}
+    both = json.dumps([case | {"stage": stage} for stage in (0, 1)])
+    for found in map(json.loads, run_script("fake_gpu.py", both)):
+        assert found.get("error") is None
+        assert found["late"] == []
+        assert found["askew"] == []
+        assert found["asked"] > 20
+
+
+def case_of(name: str, settings: dict[str, int]) -> dict[str, Any]:
+    def read(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+        return (json.loads((MODELS / name / "config.json").read_text()) if name else {}) | changes
+
+    model, changes, config = CASES[name]
+    case = {"model": read(model, changes), "config": config | settings, "sizes": SIZES.get(name, [])}
+    return case | ({"draft": read(*DRAFTS[name])} if name in DRAFTS else {})
 
 
 def few_layers(config: dict[str, Any]) -> dict[str, Any]:
