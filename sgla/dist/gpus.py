@@ -76,7 +76,7 @@ def join_gpus(
         device_id=torch.device("cuda", gpu),  # connects now, while the store exists
     )
     dist.barrier()
-    shard = shard_of(rank, size, stages, contexts)
+    shard = shard_of(rank, size, stages, contexts, timeout)
     if shard.size == 1:
         return Joined(shard, "")
     first = shard.number - shard.rank - local.start

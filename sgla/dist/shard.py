@@ -216,30 +216,30 @@ def join(
         timeout=timedelta(seconds=timeout),
     )
     try:
-        yield shard_of(rank, size, stages, contexts)
+        yield shard_of(rank, size, stages, contexts, timeout)
     finally:
         dist.destroy_process_group()
 
 
-def shard_of(rank: int, size: int, stages: int, contexts: int = 1) -> Shard:
+def shard_of(rank: int, size: int, stages: int, contexts: int = 1, timeout: float = TIMEOUT) -> Shard:
     """The part of rank ``rank`` of all, who have met: those of a stage lie side by side, and of these those of
-    a set, of which there are ``contexts`` with the same layers each."""
+    a set, of which there are ``contexts`` with the same layers each. ``timeout``: see ``join``."""
     if stages == contexts == 1:
         return Shard(rank, size)
     each = size // stages  # ranks of a stage
     width = each // contexts
     stage, own, at = rank // each, rank % each // width, rank % width
     pipe = Pipe(stage, stages, each, rank) if stages > 1 else None
-    sets = _groups(range(first, first + width) for first in range(0, size, width))
+    sets = _groups((range(first, first + width) for first in range(0, size, width)), timeout)
     if contexts == 1:
         return Shard(at, width, pipe=pipe, group=sets[rank // width])
     firsts = range(0, size, each)
-    alike = _groups(range(first + i, first + each, width) for first in firsts for i in range(width))
-    all = _groups(range(first, first + each) for first in firsts)[stage] if stages > 1 else None
+    alike = _groups((range(first + i, first + each, width) for first in firsts for i in range(width)), timeout)
+    all = _groups((range(first, first + each) for first in firsts), timeout)[stage] if stages > 1 else None
     context = Context(own, contexts, alike[stage * width + at], all, stage * each)
     return Shard(at, width, pipe=pipe, group=sets[rank // width], context=context)
 
 
-def _groups(ranks: Iterable[range]) -> list[dist.ProcessGroup]:
-    """All ranks make all of them."""
-    return [dist.new_group(list(each)) for each in ranks]
+def _groups(ranks: Iterable[range], timeout: float) -> list[dist.ProcessGroup]:
+    """All ranks make all of them. Without a ``timeout`` torch gives groups one of its own."""
+    return [dist.new_group(list(each), timedelta(seconds=timeout)) for each in ranks]

@@ -413,15 +413,18 @@ async def stuck(executor: Any, facts: Any, rank: Any) -> str:
 
 
 @pytest.mark.slow
-async def test_ranks_wait_for_data_as_long_as_dist_timeout_says() -> None:
-    executor = ForkedExecutor(tiny_config(tp=2, dist_timeout=WAIT), tiny_source(**MODELS["dense"]))
+@pytest.mark.parametrize("changes", [{}, {"pp": 2}, {"cp": 2}])
+async def test_ranks_wait_for_data_as_long_as_dist_timeout_says(changes: dict[str, int]) -> None:
+    """Those of a stage or a set, too, of which the first that gives up may be heard of last."""
+    config = tiny_config(tp=2, dist_timeout=WAIT, **changes)
+    executor = ForkedExecutor(config, tiny_source(**MODELS["dense"]))
     try:
         facts = await executor.start(lambda progress: None)
-        message = await stuck(executor, facts, executor._ranks[1])
+        message = await stuck(executor, facts, executor._ranks[-1])
     finally:
         await executor.close()
     assert message.startswith("a model step failed: ")
-    assert f"{WAIT * 1000:.0f}ms" in message
+    assert changes or f"{WAIT * 1000:.0f}ms" in message
 
 
 @pytest.mark.slow
