@@ -320,8 +320,9 @@ DISTRIBUTIONS = {
     "modelopt": "nvidia_modelopt",
 }
 # huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp
-# multidict and yarl, ray[serve] starlette, llmcompressor datasets, mcp the others
+# multidict and yarl, ray[serve] starlette, llmcompressor datasets, mcp the others; DeepEP is built by hand
 THROUGH_OTHERS = {
+    "deep_ep",
     "tqdm",
     "datasets",
     "triton",

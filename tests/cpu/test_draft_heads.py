@@ -658,10 +658,12 @@ def test_what_guesses_if_nobody_says_what() -> None:
         asked = Config(speculative_algorithm="auto", speculative_num_draft_tokens=3, **ways)
         assert resolve(asked, gpus, DEEP).config.speculative_algorithm == "ngram"
     staged = Config(speculative_algorithm="auto", speculative_num_draft_tokens=3, pp=2)
-    two = resolve(staged, gpus, HYBRID)  # whose states do not go back behind wrong guesses there
-    assert two.config.speculative_algorithm is None
-    assert two.config.speculative_num_draft_tokens is None
-    assert "auto, but" in two.reasons["speculative_algorithm"]
+    assert resolve(staged, gpus, HYBRID).config.speculative_algorithm == "ngram"
+    asked = Config(device="cpu", speculative_algorithm="auto", speculative_num_draft_tokens=3)
+    vectors = resolve(asked, model=DEEP, pooled=True)
+    assert vectors.config.speculative_algorithm is None
+    assert vectors.config.speculative_num_draft_tokens is None
+    assert "auto, but" in vectors.reasons["speculative_algorithm"]
     assert chosen(DEEP, EAGLE, pp=2).config.speculative_algorithm == "eagle3"
     with pytest.raises(ConfigError, match="page-size"):  # what has nothing to do with guesses
         chosen(DEEP, page_size=-1)
