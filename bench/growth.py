@@ -51,7 +51,7 @@ def resident_mb() -> float:
 
 def rows(args: argparse.Namespace) -> Iterator[Line]:
     for count in (1, 64, 256, 1024, 4096):
-        found = measure(count, 60, 128, 0, shared=False)
+        found = measure(count, 60, 128, 0, shared=False, ranks=1)
         step = found["plan_us"] + found["retire_us"]
         yield {"rows": count, **found, "step_us": round(step, 1), "token_us": round(step / count, 3)}
 
